@@ -58,7 +58,8 @@ class Ours:
         whole = None if is_store(path) else 16
         trunk = max(bits, 4) if bits else whole  # the trunk has no 2 bits
         settings = {"expert_bits": bits or whole, "trunk_bits": trunk, "head_bits": trunk}
-        overrides = {"prefill": {"mode": "whole"}} | overrides
+        memory = {"prefix_tokens": 0} | overrides.pop("memory", {})  # prompts are timed
+        overrides = {"prefill": {"mode": "whole"}, "memory": memory} | overrides
         self.model = MoE.from_pretrained(path, model=settings, **overrides)
         self.bytes_a_step = 0.0
 

@@ -25,7 +25,10 @@ from moe import MoE, SamplingParams
 from moe.engine.engine import StepLoop
 
 KEPT = "prefix cache"
-CONTENDERS: dict[str, dict[str, Any]] = {"none": {}, KEPT: {"prefix_tokens": 16384}}
+CONTENDERS: dict[str, dict[str, Any]] = {
+    "none": {"prefix_tokens": 0},
+    KEPT: {"prefix_tokens": 16384},
+}
 ANSWER, MESSAGE = 16, 24
 
 

@@ -22,6 +22,7 @@ from moe.describe.probe import Packing, enable_packing
 from moe.describe.routers import enable_policies
 from moe.describe.row_wise import make_row_wise
 from moe.engine.borrowing import borrowing_notice
+from moe.engine.prefix_store import prefix_key, prepare_directory
 from moe.errors import ProfileError
 from moe.loading.hub import resolve_model
 from moe.loading.load import LoadReport
@@ -73,6 +74,8 @@ class LoadedModel:
         mtp: the multi-token-prediction layer that the model brings, or why none is loaded.
         expect: which experts a prompt needs, if requests may be ordered by it.
         sampling: how the model itself wants its tokens sampled.
+        prefix_key: names everything that the bits of keys and values depend on; empty: prefixes are
+            not kept on disk.
         notices: what fell back or was turned off, one sentence each.
     """
 
@@ -93,6 +96,7 @@ class LoadedModel:
     mtp: MtpHead | str
     expect: PromptEstimator | None = None
     sampling: ModelSampling = field(default_factory=ModelSampling)
+    prefix_key: str = ""
     notices: list[str] = field(default_factory=list)
 
 
@@ -132,6 +136,8 @@ def _load(
     policies = _policies(profile)
     device = use_device(profile)
     path = resolve_model(path_or_hub_id, report)
+    if profile.memory.prefix_dir is not None:
+        prepare_directory(Path(profile.memory.prefix_dir).expanduser())
     backend = _backend(profile, device)  # compiles kernels now, and not in the first request
     with planning(path, profile, device, report, ranks) as planned:
         network, weights, plan = planned.network, planned.weights, planned.memory
@@ -162,6 +168,7 @@ def _load(
     kv = _keep_in_blocks(backbone, planned.kv, found.fused)
     if not kv.in_blocks:
         plan = plan.with_kv_bytes(planned.footprint.kv_plain_bytes)
+    wanted, no_store = profile.memory.prefix_dir, prefix_notices(backbone, profile, ranks)
     return LoadedModel(
         backbone=backbone,
         experts=experts,
@@ -180,6 +187,7 @@ def _load(
         mtp=mtp,
         expect=forecasts.expect,
         sampling=sampling,
+        prefix_key="" if no_store or not wanted else prefix_key(path, profile, kv.bits),
         notices=[
             *sampling.notices,
             *load_notices(found.packing, found.fused, codec, read),
@@ -189,6 +197,7 @@ def _load(
             *filter(
                 None, [*forecasts.notices, borrowing_notice(offloaded, profile), kv.notice(profile)]
             ),
+            *no_store,
             *eviction_notices(offloaded, profile),
             *low_bit_notices(offloaded, profile),
         ],
@@ -343,6 +352,25 @@ def eviction_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]
         f"offload.policy: {wanted} needs the compiled kernels, which did not build here; the cache "
         f"evicts by {offloaded.cache.policy.name} (moe doctor says what is missing)"
     ]
+
+
+def prefix_notices(backbone: Backbone, profile: Profile, ranks: int) -> list[str]:
+    """Why ``memory.prefix_dir`` changes nothing; empty if it does, or is not asked for."""
+    if profile.memory.prefix_dir is None:
+        return []
+    if ranks > 1:
+        why = "several ranks share the model"
+    elif not backbone.can_cut or profile.memory.prefix_tokens == 0:
+        why = "there is no prefix cache"
+    elif not backbone.block_tokens:
+        why = "keys and values are not in blocks (keys_and_values in the status says why)"
+    elif backbone.recurrent:
+        why = "the model has recurrent states, which are not saved"
+    elif backbone.keeps_hidden:
+        why = "drafts read hidden states, which are not saved (speculation.mode)"
+    else:
+        return []
+    return [f"memory.prefix_dir changes nothing: {why}"]
 
 
 def low_bit_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:

@@ -24,10 +24,13 @@ from moe.completion import Completion, StreamEvent, collect, stream_events
 from moe.engine.borrowing import kv_borrowing
 from moe.engine.engine import Engine, StepLoop
 from moe.engine.prefill_batch import SequenceGroup
+from moe.engine.prefill_mode import LayerWork
+from moe.engine.prefix_cache import PrefixCache, RereadCost
+from moe.engine.prefix_store import PrefixStore
 from moe.errors import RankLostError, RequestError
 from moe.expert_map import cache_counters, expert_activity, expert_layout
 from moe.loader import LoadedModel, load_model
-from moe.loading.memory_plan import MemoryPlan
+from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.loading.progress import Report
 from moe.model_lock import ModelLock, plain_torch
 from moe.network.kv_cache import Work
@@ -39,7 +42,7 @@ from moe.parallel.remote import RemoteRunner
 from moe.parallel.worker import WorkerLoop
 from moe.requests import Defaults, as_batch, check_length, is_chat, make_group
 from moe.sampling.params import SamplingParams
-from moe.settings import Profile
+from moe.settings import MemorySettings, Profile
 from moe.settings.profile import LoadedProfile, load_profile
 from moe.text.tokenizer import Prompt
 from routing import LOADED_FOR
@@ -76,11 +79,15 @@ class MoE:
         self._session = session
         self._process = os.getpid()
         self._lock = ModelLock()
+        memory = profile.profile.memory
+        self._prefixes = _prefix_cache(loaded, loaded.memory_plan.prefix_tokens, memory)
         closing = ExitStack()
         self._close = weakref.finalize(self, closing.close)
         for part in (loaded.offloaded, session):
             if part is not None:
                 closing.callback(part.close)
+        if self._prefixes is not None:
+            closing.callback(self._prefixes.close)
 
     @classmethod
     def from_pretrained(
@@ -246,17 +253,31 @@ class MoE:
         return Engine(
             self.backbone,
             self.experts,
-            _with_pool(profile, self.memory_plan.kv_tokens),
+            self._as_planned(self.memory_plan.kv_tokens),
             borrowed,
             self._loaded.expect,
             self._loaded.speculation.speculator if drafts else None,
+            prefixes=self._prefixes,
         )
 
     def _planning_engine(self, kv_tokens: int) -> Engine:
         """An engine that only plans, for another rank or this one (`RankScheduler`)."""
-        profile = _with_pool(self.profile.profile, kv_tokens)
-        expect = self._loaded.expect
-        return Engine(self.backbone, self.experts, profile, expect=expect, runner=RemoteRunner())
+        return Engine(
+            self.backbone,
+            self.experts,
+            self._as_planned(kv_tokens),
+            expect=self._loaded.expect,
+            runner=RemoteRunner(),
+            prefixes=_prefix_cache(self._loaded, min(self.memory_plan.prefix_tokens, kv_tokens)),
+        )
+
+    def _as_planned(self, kv_tokens: int) -> Profile:
+        """The profile, with what the memory plan has decided."""
+        profile, plan = self.profile.profile, self.memory_plan
+        pool = {"kv_tokens": _pool(profile, kv_tokens), "kv_gib": None}
+        memory = profile.memory.model_copy(update=pool)
+        prefill = profile.prefill.model_copy(update={"wave_tokens": plan.wave_tokens})
+        return profile.model_copy(update={"memory": memory, "prefill": prefill})
 
     @property
     def rank(self) -> int:
@@ -430,6 +451,23 @@ def _pool(profile: Profile, kv_tokens: int) -> int:
     return max(kv_tokens // (2 if profile.speculation.contrast else 1), 1)
 
 
-def _with_pool(profile: Profile, kv_tokens: int) -> Profile:
-    pool = {"kv_tokens": _pool(profile, kv_tokens), "kv_gib": None}
-    return profile.model_copy(update={"memory": profile.memory.model_copy(update=pool)})
+def _prefix_cache(
+    loaded: LoadedModel, most_tokens: int, memory: MemorySettings | None = None
+) -> PrefixCache | None:
+    """None if the profile wants none, or prompts cannot be cut.
+
+    Args:
+        memory: says where prefixes are kept on disk; None: nowhere.
+    """
+    backbone, offloaded = loaded.backbone, loaded.offloaded
+    if not most_tokens or not backbone.can_cut:
+        return None
+    miss_ratio = None if offloaded is None else offloaded.miss_ratio
+    work = LayerWork.of(backbone.model, loaded.experts.layers)
+    cost = RereadCost(work, loaded.experts, miss_ratio)
+    store = None
+    if memory is not None and memory.prefix_dir is not None and loaded.prefix_key:
+        assert backbone.blocks is not None
+        root, most = Path(memory.prefix_dir).expanduser(), int(memory.prefix_dir_gib * GIB)
+        store = PrefixStore(root, loaded.prefix_key, most, backbone.blocks.new_cache)
+    return PrefixCache(most_tokens, recurrent=backbone.recurrent, reread=cost, store=store)

@@ -45,7 +45,7 @@ def run(
     as_json: bool,
 ) -> int:
     """Measure, and print tables or one JSON object. ``stages``: also where the time goes."""
-    model = MoE.from_pretrained(name, _with_drafts(profile))
+    model = MoE.from_pretrained(name, _measured(profile))
     found = measure(model, prompt, tokens)
     if stages:
         found |= stages_of_runs(model, prompt, tokens)
@@ -226,11 +226,16 @@ def _step(engine: Engine) -> int:
     return len(events)
 
 
-def _with_drafts(profile: LoadedProfile) -> LoadedProfile:
-    """The same profile, with ``speculation.mode: auto`` unless it sets the mode itself."""
-    if profile.origins["speculation.mode"] != "default" or profile.profile.speculation.contrast:
-        return profile
-    return load_profile(profile, {"speculation.mode": "auto"}, overrides_origin="moe bench")
+def _measured(profile: LoadedProfile) -> LoadedProfile:
+    """The same profile, which reads repeated prompts again, with ``speculation.mode: auto`` unless
+    it sets the mode itself."""
+    settings: dict[str, Any] = {"memory.prefix_tokens": 0}
+    if (
+        profile.origins["speculation.mode"] == "default"
+        and not profile.profile.speculation.contrast
+    ):
+        settings["speculation.mode"] = "auto"
+    return load_profile(profile, settings, overrides_origin="moe bench")
 
 
 def _show(found: dict[str, Any]) -> None:

@@ -75,6 +75,7 @@ class Engine:
         expect: which experts a prompt needs, if requests may be ordered by that.
         speculator: drafts tokens for the model to verify; None for no drafts.
         runner: computes the steps; None: on this rank.
+        prefixes: keeps prompts for others that begin alike; None: each is read from its start.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Engine:
         expect: PromptEstimator | None = None,
         speculator: Speculator | None = None,
         runner: StepRunner | None = None,
+        prefixes: PrefixCache | None = None,
     ) -> None:
         self.runner: StepRunner = runner or ModelRunner(backbone, experts, speculator)
         self._borrowing = borrowing
@@ -94,7 +96,7 @@ class Engine:
         work = LayerWork.of(backbone.model, experts.layers)
         self.planner = PrefillPlanner(profile.prefill, work, experts.statistics)
         self._reuse_answers = profile.memory.reuse_answers
-        patience, kept = profile.engine.overlap_patience, profile.memory.prefix_tokens
+        patience = profile.engine.overlap_patience
         self.scheduler = Scheduler(
             profile.prefill,
             profile.engine,
@@ -102,10 +104,9 @@ class Engine:
             self.planner.pauses,
             can_cut=backbone.can_cut,
             choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
-            prefixes=PrefixCache(kept, recurrent=backbone.recurrent)
-            if kept and backbone.can_cut
-            else None,
+            prefixes=prefixes,
             expert_order=ExpertAwareOrder(expect, patience) if expect else None,
+            block_tokens=backbone.block_tokens if runner is None else 0,
         )
 
     @property
@@ -147,6 +148,7 @@ class Engine:
     def process_outputs(self, outcomes: Sequence[Outcome]) -> list[Event]:
         """The last part of `step`: append tokens, keep prefixes, free ended caches."""
         events: list[Event] = []
+        self._keep_prompts()
         for sequence, tokens in outcomes:
             events += [(sequence, event) for event in _append(sequence, tokens)]
         ended = {sequence for sequence, event in events if is_last(event)}
@@ -161,6 +163,23 @@ class Engine:
             sequence.release()
         self.scheduler.update(ended)
         return events
+
+    def _keep_prompts(self) -> None:
+        """Put prompts into the prefix cache that this step has read to their end: of each what it
+        can share without a copy, or all of it if a waiting request goes on from there."""
+        prefixes, batch = self.scheduler.prefixes, self.scheduler.prefilling
+        if prefixes is None or batch is None or not batch.is_last_layer_group:
+            return
+        for chunk in batch.chunks:
+            first = chunk.group.sequences[0]
+            if not chunk.is_last or not isinstance(cache := first.cache, KVCache):
+                continue
+            known, block = first.prompt_token_ids, cache.fork_tokens
+            if not self.scheduler.is_awaited(chunk.group):
+                known = known[: len(known) // block * block if block else 0]
+            prefixes.add(first.salt, known, cache)
+        while self.scheduler.num_used_tokens() > self.kv_tokens and prefixes.evict():
+            pass
 
     def held_tokens(self, step: ScheduledStep) -> float:
         """Tokens of keys and values while the step runs, including drafts and prompts."""
@@ -198,7 +217,16 @@ class Engine:
                 "asked_tokens": prefixes.asked_tokens,
                 "hit_tokens": prefixes.hit_tokens,
                 "evictions": prefixes.evictions,
-            },
+            }
+            | (
+                {}
+                if prefixes.store is None
+                else {
+                    "saved_blocks": prefixes.store.saved_blocks,
+                    "restored_tokens": prefixes.store.restored_tokens,
+                    "dropped_files": prefixes.store.dropped_files,
+                }
+            ),
         }
 
 

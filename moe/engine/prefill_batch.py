@@ -15,10 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
 
 from torch import Tensor
 
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
+from moe.engine.prefix_cache import BLOCK, PrefixCache, block_hashes
 from moe.errors import RequestError
 from moe.network.kv_cache import SequenceCache
 from moe.sampling.sampler import Token, score
@@ -54,6 +57,7 @@ class SequenceGroup:
         cache: state of the prompt while it is being read.
         snapshots: positions of the prompt, in order, where its recurrent states are kept.
         prompt_logprobs: log probabilities of the prompt's tokens so far; None: not asked for.
+        looked_up: the prefix cache has been asked for the prompt.
     """
 
     sequences: list[RunningSequence]
@@ -61,6 +65,7 @@ class SequenceGroup:
     cache: SequenceCache | None = None
     snapshots: Sequence[int] = ()
     prompt_logprobs: list[Token | None] | None = None
+    looked_up: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -73,10 +78,34 @@ class SequenceGroup:
         first = self.sequences[0]
         return len(first.prompt_token_ids) + len(first.token_ids)
 
+    def num_kv(self, block_tokens: int = 0) -> int:
+        """Tokens of memory that the sequences hold once their prompt has been read.
+
+        Args:
+            block_tokens: of the blocks that they share of the prompt; 0: each has a copy.
+        """
+        shared = len(self.token_ids) // block_tokens * block_tokens if block_tokens else 0
+        return shared + (self.num_tokens - shared) * len(self.sequences)
+
     @property
-    def num_kv(self) -> int:
-        """Tokens of memory that the sequences hold once their prompt has been read."""
-        return self.num_tokens * len(self.sequences)
+    def num_held(self) -> int:
+        """Tokens of memory that hold what has been read, without what counts for others."""
+        return self.num_read - (0 if self.cache is None else self.cache.shared_tokens)
+
+    @cached_property
+    def hashes(self) -> list[bytes]:
+        """Of each whole block of the prompt, see `block_hashes`."""
+        return block_hashes(self.sequences[0].salt, self.token_ids)
+
+    def is_expected_from(self, other: SequenceGroup) -> bool:
+        """Whether most of what is left to read of the prompt is a prefix that ``other`` reads."""
+        if self.prompt_logprobs is not None or self.hashes[:1] != other.hashes[:1]:
+            return False
+        pairs = zip(self.hashes, other.hashes, strict=False)
+        blocks = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        common = min(blocks * BLOCK, len(self.token_ids) - 1) // BLOCK * BLOCK
+        left = len(self.token_ids) - self.num_read
+        return common > self.num_read and 2 * (common - self.num_read) >= left
 
     @property
     def queue_key(self) -> tuple[int, int]:
@@ -91,6 +120,17 @@ class SequenceGroup:
     def begin(self, cache: SequenceCache) -> None:
         """Read the prompt into this state; it may hold a prefix of the prompt already."""
         self.cache, self.num_read = cache, cache.length
+
+    def look_up(self, prefixes: PrefixCache) -> None:
+        """Begin with the longest prefix of the prompt that is cached, if there is one."""
+        first, again = self.sequences[0], self.looked_up
+        self.looked_up = True
+        self.snapshots = prefixes.snapshots(first.salt, self.token_ids)
+        cached = prefixes.match(first.salt, self.token_ids, first.capacity, again=again)
+        if cached is not None:
+            self.begin(cached)
+            for sequence in self.sequences:
+                sequence.reuse_prefix(cached.length)
 
     def advance(self, num_tokens: int) -> None:
         """Note that a batch has read the next tokens of the prompt."""
@@ -113,11 +153,11 @@ class SequenceGroup:
         for sequence in self.sequences:
             sequence.release()
 
-    def check_fits(self, kv_tokens: float, max_batch_size: int) -> None:
+    def check_fits(self, kv_tokens: float, max_batch_size: int, block_tokens: int = 0) -> None:
         """Raises `RequestError` if it could never run, whatever else finishes first."""
         num_samples = len(self.sequences)
         longest = max(len(s.prompt_token_ids) + s.max_new_tokens for s in self.sequences)
-        needed = max(longest, self.num_kv + num_samples)
+        needed = max(longest, self.num_kv(block_tokens) + num_samples)
         if needed > kv_tokens:
             raise RequestError(
                 f"the request needs memory for {needed} tokens and there is room for {kv_tokens} "
@@ -222,7 +262,7 @@ class PrefillBatchBuilder:
         self.chunks: list[PromptChunk] = []
         self._mode = mode
         self._can_cut = can_cut
-        self._num_left = prefill.wave_tokens
+        self._num_left = prefill.most_tokens
         if mode == "chunked":
             self._num_left = max(prefill.chunk_tokens - num_decoding, 1)
         # Every token whose log probability is wanted costs a row of logits over the vocabulary.

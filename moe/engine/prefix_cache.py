@@ -1,13 +1,19 @@
 """The prefix cache: keys and values of prompts, kept for requests that begin with the same tokens.
 
-When a sequence ends, the cache keeps a copy of its prompt's keys and values (it lists their blocks,
-where they are in blocks). When memory is wanted, it evicts the least recently used entry of the
-salt that holds most: a flood of prompts under one salt costs that salt. It keeps those of answers
-only with `memory.reuse_answers`: decode steps round differently from a prefill pass, and otherwise
-a hit must not change an answer. A request's longest cached
-prefix is found by a hash over every block of tokens and all blocks before it; then the tokens
-themselves are compared, so a collision costs a miss and never a wrong answer. Prefixes are shared
-only among requests of the same salt, which keeps tenants apart.
+A prompt enters the cache when it has been read, and stays when its sequence ends: the cache lists
+the blocks of its keys and values, or copies them where they are in buffers. It keeps those of
+answers only with `memory.reuse_answers`: decode steps round differently from a prefill pass, and
+otherwise a hit must not change an answer.
+
+When memory is wanted, it evicts an entry of the salt that holds most: a flood of prompts under one
+salt costs that salt. Among its entries those go first whose memory no running sequence shares, and
+of these the one that is worth least: what reading it again would cost for each token it holds,
+above the worth of what was evicted last (GreedyDual-Size). With all experts in memory that is the
+least recently used one; from disk a short prefix costs nearly as many experts as a long one.
+
+A request's longest cached prefix is found by a hash over every block of tokens and all blocks
+before it; then the tokens themselves are compared, so a collision costs a miss and never a wrong
+answer. Prefixes are shared only among requests of the same salt, which keeps tenants apart.
 
 States of recurrent layers cannot be cut: of such a model a prefix ends at a snapshot
 (`KVCache.longest_fork`). They are taken where later prompts are likely to part from this one: a
@@ -21,15 +27,50 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from kernels.cpu.kv import BLOCK as STORED_TOKENS
+from moe.engine.prefill_mode import LayerWork, distinct_experts, measured_frequencies
+from moe.engine.prefix_store import PrefixStore
 from moe.network.kv_cache import KVCache
+from moe.network.moe_layer import MoELayers
 
 BLOCK = 16
 """Tokens of a block; a prefix ends at the end of a block."""
+_STORED = STORED_TOKENS // BLOCK  # blocks of one that is on disk
+_FLOPS_A_BYTE = 50
+"""What a CPU computes while a byte comes from a disk: 100 GFLOP/s against 2 GB/s."""
+
+
+@dataclass(frozen=True)
+class RereadCost:
+    """What reading tokens again costs: their arithmetic, and the experts that come from disk.
+
+    Attributes:
+        work: of a layer.
+        experts: with the routing so far, which says how many distinct experts tokens visit.
+        miss_ratio: of a layer, the share of experts asked for that are read from disk; None: all
+            are in memory.
+    """
+
+    work: LayerWork
+    experts: MoELayers
+    miss_ratio: Callable[[int], float] | None = None
+
+    def __call__(self, tokens: int) -> float:
+        """In FLOPs."""
+        layers = self.experts.layers
+        cost = tokens * len(layers) * (self.work.backbone + self.work.experts)
+        if self.miss_ratio is None:
+            return cost
+        frequencies = measured_frequencies(self.experts.statistics, self.work.top_k)
+        for index, (layer, own) in enumerate(zip(layers, frequencies, strict=True)):
+            read = distinct_experts([own], tokens) * self.miss_ratio(index)
+            cost += read * layer.expert_bytes * _FLOPS_A_BYTE
+        return cost
 
 
 @dataclass(eq=False)
@@ -38,6 +79,7 @@ class _Entry:
     token_ids: list[int]
     kv: KVCache
     hashes: list[bytes]
+    worth: float = 0.0
 
 
 class PrefixCache:
@@ -46,58 +88,123 @@ class PrefixCache:
     Args:
         max_tokens: most tokens of memory held.
         recurrent: sequences have recurrent states.
+        reread: what reading so many tokens again costs, in any unit.
+        store: keeps on disk what is evicted; None: nothing does.
 
     Attributes:
-        num_tokens: tokens of memory held.
         hit_tokens: tokens that requests did not have to read again, so far.
         asked_tokens: tokens of all requests that asked, so far.
         evictions: entries freed to make room, so far.
     """
 
-    def __init__(self, max_tokens: int, *, recurrent: bool = False) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        *,
+        recurrent: bool = False,
+        reread: Callable[[int], float] = float,
+        store: PrefixStore | None = None,
+    ) -> None:
         self.max_tokens = max_tokens
         self._recurrent = recurrent
-        self.num_tokens = 0
+        self._reread = reread
+        self.store = store
         self.hit_tokens = 0
         self.asked_tokens = 0
         self.evictions = 0
         self._entries: OrderedDict[int, _Entry] = OrderedDict()  # least recently used first
         self._index: dict[bytes, _Entry] = {}
-        self._by_salt: Counter[str] = Counter()  # tokens held
+        self._by_salt: Counter[str] | None = None  # tokens held; None: to be counted
+        self._evicted_worth = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of memory held; what running sequences share is counted here."""
+        return self._held.total()
+
+    @property
+    def _held(self) -> Counter[str]:
+        if self._by_salt is None:
+            self._by_salt = Counter()
+            for entry in self._entries.values():
+                self._by_salt[entry.salt] += entry.kv.held_tokens
+        return self._by_salt
 
     def add(self, salt: str, token_ids: Sequence[int], kv: KVCache) -> None:
         """Keep the state of a prompt; ``kv`` begins with it, and stays the caller's."""
         ids = list(token_ids[: kv.longest_fork(len(token_ids))])
-        hashes = _block_hashes(salt, ids)
+        hashes = block_hashes(salt, ids)
         if not hashes or len(ids) > self.max_tokens:
             return
         known = self._index.get(hashes[-1])
         if known is not None and not (kv.recurrent and len(known.token_ids) < len(ids)):
+            self._use(known)
             return
         entry = _Entry(salt, ids, kv.fork(len(ids), len(ids)), hashes)
+        entry.kv.keep(True)
         self._entries[id(entry)] = entry
-        self._count(entry, +1)
+        self._use(entry)
         for digest in hashes:
             known = self._index.get(digest)
             if known is not None and known.hashes[-1] == digest:  # the new entry covers it
-                del self._entries[id(known)]
-                self._count(known, -1)
+                self._remove(known)
             self._index[digest] = entry
+        self._by_salt = None
         while self.num_tokens > self.max_tokens:
             self.evict()
 
-    def match(self, salt: str, token_ids: Sequence[int], capacity: int) -> KVCache | None:
+    def match(
+        self, salt: str, token_ids: Sequence[int], capacity: int, *, again: bool = False
+    ) -> KVCache | None:
         """A copy of the longest cached proper prefix, or None.
 
         At least one token is left to be read: the pass over it gives the next token.
+
+        Args:
+            again: the request has asked before, and waits.
         """
-        self.asked_tokens += len(token_ids)
+        self.asked_tokens += 0 if again else len(token_ids)
         entry, length = self._longest(salt, token_ids)
+        if self.store is not None and self._restore(self.store, salt, token_ids, entry, length):
+            entry, length = self._longest(salt, token_ids)
         if entry is None:
             return None
-        self._entries.move_to_end(id(entry))
+        self._use(entry)
         self.hit_tokens += length
         return entry.kv.fork(capacity, length)
+
+    def _restore(
+        self,
+        store: PrefixStore,
+        salt: str,
+        token_ids: Sequence[int],
+        entry: _Entry | None,
+        length: int,
+    ) -> bool:
+        """Bring back from disk what is known there of a prompt behind the first ``length`` tokens,
+        which an entry has."""
+        ids = list(token_ids[:-1][: self.max_tokens])
+        whole = min(length, len(ids)) // STORED_TOKENS * STORED_TOKENS
+        known = None
+        if entry is not None and whole:
+            if entry.kv.recurrent:
+                return False
+            known = entry.kv.fork(len(ids), whole)
+        kv = store.restore(known, block_hashes(salt, ids)[_STORED - 1 :: _STORED], ids)
+        if kv is not None:
+            self.add(salt, ids[: kv.length], kv)
+        return kv is not None
+
+    def close(self) -> None:
+        """Save what is kept, the most recently used first, if there is a store."""
+        if self.store is not None:
+            for entry in reversed(self._entries.values()):
+                self._save(self.store, entry, wait=True)
+            self.store.close()
+
+    @staticmethod
+    def _save(store: PrefixStore, entry: _Entry, *, wait: bool = False) -> None:
+        store.save(entry.kv, entry.hashes[_STORED - 1 :: _STORED], entry.token_ids, wait=wait)
 
     def snapshots(self, salt: str, token_ids: Sequence[int]) -> list[int]:
         """Positions of a prompt, in order, where its recurrent states are worth keeping."""
@@ -108,7 +215,7 @@ class PrefixCache:
 
     def _parting(self, salt: str, token_ids: Sequence[int]) -> int:
         """Where a prompt parts from the cached prompt that is the most like it, or 0."""
-        hashes = _block_hashes(salt, token_ids)
+        hashes = block_hashes(salt, token_ids)
         for digest in reversed(hashes):
             entry = self._index.get(digest)
             if entry is not None and entry.salt == salt:
@@ -121,7 +228,7 @@ class PrefixCache:
 
     def _longest(self, salt: str, token_ids: Sequence[int]) -> tuple[_Entry | None, int]:
         ids = list(token_ids[:-1])
-        hashes = _block_hashes(salt, ids)
+        hashes = block_hashes(salt, ids)
         best: tuple[_Entry | None, int] = None, 0
         for blocks in range(len(hashes), 0, -1):
             entry, length = self._index.get(hashes[blocks - 1]), blocks * BLOCK
@@ -135,25 +242,33 @@ class PrefixCache:
         return best
 
     def evict(self) -> bool:
-        """Free the oldest entry of the salt that holds most; False if there is none."""
+        """Free the entry that is worth least; False if there is none."""
         if not self._entries:
             return False
-        salt = max(self._by_salt, key=self._by_salt.__getitem__)
-        entry = next(entry for entry in self._entries.values() if entry.salt == salt)
-        del self._entries[id(entry)]
-        self._count(entry, -1)
+        salt = max(self._held, key=self._held.__getitem__)
+        entries = [entry for entry in self._entries.values() if entry.salt == salt]
+        # A running sequence that shares nearly all of an entry would keep its memory.
+        alone = [entry for entry in entries if 2 * entry.kv.sole_tokens > entry.kv.length]
+        entry = min(alone or entries, key=lambda entry: entry.worth)
+        self._evicted_worth = max(self._evicted_worth, entry.worth)
+        if self.store is not None:
+            self._save(self.store, entry)
+        self._remove(entry)
         self.evictions += 1
         for digest in entry.hashes:
             if self._index.get(digest) is entry:
                 del self._index[digest]
         return True
 
-    def _count(self, entry: _Entry, sign: int) -> None:
-        tokens = sign * entry.kv.held_tokens
-        self.num_tokens += tokens
-        self._by_salt[entry.salt] += tokens
-        if not self._by_salt[entry.salt]:
-            del self._by_salt[entry.salt]
+    def _use(self, entry: _Entry) -> None:
+        self._entries.move_to_end(id(entry))
+        size = len(entry.token_ids)
+        entry.worth = self._evicted_worth + self._reread(size) / size
+
+    def _remove(self, entry: _Entry) -> None:
+        del self._entries[id(entry)]
+        entry.kv.keep(False)
+        self._by_salt = None
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
@@ -162,7 +277,7 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _block_hashes(salt: str, token_ids: Sequence[int]) -> list[bytes]:
+def block_hashes(salt: str, token_ids: Sequence[int]) -> list[bytes]:
     """For each whole block, the hash of everything up to its end."""
     running = hashlib.blake2b(salt.encode(), digest_size=16)
     ids = np.asarray(token_ids, dtype=np.int64)

@@ -6,6 +6,10 @@ within ``(p - q) * priority_steps`` steps after it, and no request starves. Ever
 gets a token in every step. If a step does not fit into memory, the scheduler frees prefix cache
 entries first, then half-read prompts, then preempts the sequence with the last key; all but cache
 entries are read again later.
+
+Memory that several sequences share counts once. A prompt of which most is being read by a batch
+already waits for that batch, and then goes on from the prefix cache: requests that arrive together
+with a common prompt read it once.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ class Scheduler:
             number of running sequences; None unless ``prefill.mode`` is ``auto``.
         prefixes: prompts that were read before; None to read every prompt from its start.
         expert_order: reorders the queue by shared experts; None to keep its order.
+        block_tokens: of the blocks that samples of one prompt share; 0: each has a copy.
 
     Attributes:
         waiting: groups whose prompt is not being read, in queue order.
@@ -61,6 +66,7 @@ class Scheduler:
         choose_mode: Callable[[int, int], PrefillMode] | None = None,
         prefixes: PrefixCache | None = None,
         expert_order: ExpertAwareOrder | None = None,
+        block_tokens: int = 0,
     ) -> None:
         self.prefill = prefill
         self.engine = engine
@@ -70,6 +76,7 @@ class Scheduler:
         self._choose_mode = choose_mode
         self.prefixes = prefixes
         self._expert_order = expert_order
+        self._block_tokens = block_tokens
         self.waiting: list[SequenceGroup] = []
         self.running: list[RunningSequence] = []
         self.prefilling: PrefillBatch | None = None
@@ -82,7 +89,7 @@ class Scheduler:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group. Raises `RequestError` if it could never run."""
-        group.check_fits(self.kv_tokens, self.engine.max_batch_size)
+        group.check_fits(self.kv_tokens, self.engine.max_batch_size, self._block_tokens)
         self._num_arrived += 1
         for sequence in group.sequences:
             step = self._num_steps + sequence.priority * self.engine.priority_steps
@@ -131,11 +138,23 @@ class Scheduler:
 
     def num_used_tokens(self) -> float:
         """Tokens of memory held by running sequences, prompts being read and cached prefixes."""
-        chunks = self.prefilling.chunks if self.prefilling is not None else []
-        running = sum(len(s.prompt_token_ids) + len(s.token_ids) - 1 for s in self.running)
-        half_read = sum(group.num_read for group in self.waiting)
-        prefill = sum(chunk.group.num_kv for chunk in chunks)
+        running = sum(
+            len(s.prompt_token_ids)
+            + len(s.token_ids)
+            - 1
+            - (0 if s.cache is None else s.cache.shared_tokens)
+            for s in self.running
+        )
+        half_read = sum(group.num_held for group in self.waiting)
+        prefill = sum(
+            chunk.group.num_kv(self._block_tokens) - chunk.group.num_read + chunk.group.num_held
+            for chunk in (self.prefilling.chunks if self.prefilling is not None else ())
+        )
         return running + half_read + prefill + (self.prefixes.num_tokens if self.prefixes else 0)
+
+    def is_awaited(self, group: SequenceGroup) -> bool:
+        """Whether a waiting prompt begins with most of this one."""
+        return any(other.is_expected_from(group) for other in self.waiting)
 
     def _next_batch(self) -> PrefillBatch | None:
         """Take prompts from the queue, in order, while memory, batch and token budget allow."""
@@ -150,48 +169,44 @@ class Scheduler:
         return batch
 
     def _build_batch(self) -> PrefillBatch | None:
-        if not self.waiting or not self._fits(1):
+        if not self.waiting:
             return None
-        builder = PrefillBatchBuilder(
-            self.prefill, self._mode(), len(self.running), can_cut=self.can_cut
-        )
+        builder: PrefillBatchBuilder | None = None
+        taken: list[SequenceGroup] = []
         for count, group in enumerate(self.waiting, 1):
-            if not self._fits(count):
+            if self.prefixes is not None and not group.num_read and group.prompt_logprobs is None:
+                group.look_up(self.prefixes)
+            if self.prefixes is not None and any(map(group.is_expected_from, taken)):
+                continue
+            if not self._fits([*taken, group], self.waiting[count:]):
                 break
-            self._reuse_prefix(group)
+            if builder is None:
+                builder = PrefillBatchBuilder(
+                    self.prefill, self._mode(), len(self.running), can_cut=self.can_cut
+                )
             if not builder.add(group):
                 break
-        del self.waiting[: len(builder.chunks)]
-        return builder.build(self._pauses)
+            taken.append(group)
+        self.waiting = [group for group in self.waiting if group not in taken]
+        return None if builder is None else builder.build(self._pauses)
 
     def _mode(self) -> PrefillMode:
         if self._choose_mode is None:
             assert self.prefill.mode != "auto"
             return self.prefill.mode
         waiting = sum(len(group.token_ids) - group.num_read for group in self.waiting)
-        return self._choose_mode(min(waiting, self.prefill.wave_tokens), len(self.running))
+        return self._choose_mode(min(waiting, self.prefill.most_tokens), len(self.running))
 
-    def _reuse_prefix(self, group: SequenceGroup) -> None:
-        if self.prefixes is None or group.num_read or group.prompt_logprobs is not None:
-            return
-        first = group.sequences[0]
-        group.snapshots = self.prefixes.snapshots(first.salt, group.token_ids)
-        cached = self.prefixes.match(first.salt, group.token_ids, first.capacity)
-        if cached is not None:
-            group.begin(cached)
-            for sequence in group.sequences:
-                sequence.reuse_prefix(cached.length)
+    def _fits(self, groups: Sequence[SequenceGroup], others: Sequence[SequenceGroup]) -> bool:
+        """Whether groups of the queue can run beside the running sequences.
 
-    def _fits(self, count: int) -> bool:
-        """Whether the first ``count`` groups of the queue can run beside the running sequences.
-
-        Frees cached prefixes, and half-read prompts behind them in the queue, to make room.
+        Frees cached prefixes, and half-read prompts among ``others``, to make room.
         """
-        groups, others = self.waiting[:count], self.waiting[count:]
         size = len(self.running) + sum(len(group.sequences) for group in groups)
         if size > self.engine.max_batch_size:
             return False
-        needed = size + sum(group.num_kv - group.num_read for group in groups)
+        blocks = self._block_tokens
+        needed = size + sum(group.num_kv(blocks) - group.num_read for group in groups)
         while self.num_used_tokens() + needed > self.kv_tokens:
             if not self._free_read(others):
                 return False

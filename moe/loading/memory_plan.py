@@ -61,6 +61,8 @@ class MemoryPlan:
         available_bytes: what was free; None where that cannot be read.
         kv_tokens: tokens of keys and values that may be held at once.
         kv_bytes_per_token: bytes of each.
+        prefix_tokens: of kv_tokens, the most that the prefix cache holds.
+        wave_tokens: most prompt tokens of a prefill batch.
         tiers: where experts are, the fastest place first; empty where all are in memory.
         host_bytes: of main memory that experts may have beside those on a GPU; None on a CPU.
         notice: what became of weights that were quantised already, if any were.
@@ -74,13 +76,18 @@ class MemoryPlan:
     tiers: tuple[PlannedTier, ...] = ()
     host_bytes: int | None = None
     notice: str = ""
+    prefix_tokens: int = 0
+    wave_tokens: int = 0
 
     def with_kv_bytes(self, per_token: int) -> MemoryPlan:
         """The same with other bytes a token: the memory for keys and values holds other many."""
         if per_token == self.kv_bytes_per_token:
             return self
-        tokens = max(self.kv_tokens * self.kv_bytes_per_token // per_token, 1)
-        return replace(self, kv_tokens=tokens, kv_bytes_per_token=per_token)
+        tokens, prefixes = (
+            max(number * self.kv_bytes_per_token // per_token, 1 if number else 0)
+            for number in (self.kv_tokens, self.prefix_tokens)
+        )
+        return replace(self, kv_tokens=tokens, prefix_tokens=prefixes, kv_bytes_per_token=per_token)
 
     @property
     def expert_slots(self) -> int | None:

@@ -28,8 +28,18 @@ LEAST_POOL = 2048
 """A KV pool that the profile does not set holds at least this many tokens, or one context."""
 UNKNOWN_CONTEXT = 2**17
 """Tokens of a sequence if neither the model nor the profile sets a limit."""
+LEAST_BLOCK = 64
+"""The fewest tokens of such a pool, where memory has no room for more."""
 KV_SHARE = 1 / 8
 """Share for a KV pool that the profile does not set, if experts are on disk."""
+ACTIVATION_SHARE = 1 / 8
+"""Most of the memory for activations, experts, keys and values that a prefill batch claims if the
+profile does not set its tokens and experts are on disk."""
+PREFIX_SHARE, MOST_PREFIX_BYTES = 1 / 2, 4 * GIB
+"""Share of the KV pool for a prefix cache that the profile does not set, and the most bytes of it.
+It gives way to requests, so that its size costs them nothing."""
+WAVES = tuple(8192 >> halved for halved in range(8))
+"""Tokens that a prefill batch may have if the profile does not set them, the best first."""
 
 
 def plan_memory(
@@ -78,7 +88,10 @@ def plan_memory(
     used = sum(line.bytes for line in lines)
     left = None if available_bytes is None else available_bytes - used
     per_token = max(footprint.kv_bytes_per_token, 1)
-    plan = MemoryPlan(tuple(lines), place, available_bytes, 0, per_token, (), host_bytes)
+    plan = MemoryPlan(
+        tuple(lines), place, available_bytes, 0, per_token, (), host_bytes,
+        wave_tokens=profile.prefill.most_tokens,
+    )  # fmt: skip
     resident = _with_pool(plan, profile, left, context_length)
     if offloadable is None or left is None or (resident.fits and offloadable.most is None):
         return resident
@@ -93,14 +106,30 @@ def _state_copies(profile: Profile) -> int:
 
 
 def _with_pool(
-    plan: MemoryPlan, profile: Profile, left: int | None, context_length: int | None
+    plan: MemoryPlan,
+    profile: Profile,
+    left: int | None,
+    context_length: int | None,
+    room: int | None = None,
 ) -> MemoryPlan:
-    """Add a line for keys and values, in ``left`` bytes if the profile does not set their size."""
+    """Add a line for keys and values, in ``left`` bytes if the profile does not set their size.
+
+    Args:
+        room: bytes that they may take rather than not fit; None: as many as they want.
+    """
     per_token = plan.kv_bytes_per_token
-    tokens, why = _pool(profile, per_token, left, context_length)
-    how = f"{tokens} tokens of {per_token} B, {why}"
+    tokens, why = _pool(profile, per_token, left, context_length, room)
+    kept = _prefix_tokens(profile, per_token, tokens)
+    how = f"{tokens} tokens of {per_token} B, {why}; the prefix cache has up to {kept} of them"
     line = PlanLine("keys and values", tokens * per_token, how)
-    return replace(plan, lines=(*plan.lines, line), kv_tokens=tokens)
+    return replace(plan, lines=(*plan.lines, line), kv_tokens=tokens, prefix_tokens=kept)
+
+
+def _prefix_tokens(profile: Profile, per_token: int, kv_tokens: int) -> int:
+    wanted = profile.memory.prefix_tokens
+    if wanted != "auto":
+        return wanted
+    return min(int(kv_tokens * PREFIX_SHARE), MOST_PREFIX_BYTES // per_token)
 
 
 def _offloaded(
@@ -117,7 +146,7 @@ def _offloaded(
     wanted = total if offloadable.most is None else min(offloadable.most, total)
     least = min(offloadable.least, total)
     pool = max(min(int(left * KV_SHARE), left - least * size), left - wanted * size)
-    plan = _with_pool(plan, profile, pool, context_length)
+    plan = _with_pool(plan, profile, pool, context_length, left - least * size)
     left -= plan.lines[-1].bytes
     slots = max(min(left // size, wanted), least)
     host = _host_tier(plan, offloadable)
@@ -145,11 +174,15 @@ def _host_tier(plan: MemoryPlan, offloadable: Offloadable) -> tuple[PlannedTier,
 def prefill_batch_tokens(profile: Profile) -> int:
     """Most prompt tokens that a step reads."""
     prefill = profile.prefill
-    return prefill.chunk_tokens if prefill.mode == "chunked" else prefill.wave_tokens
+    return prefill.chunk_tokens if prefill.mode == "chunked" else prefill.most_tokens
 
 
 def _pool(
-    profile: Profile, per_token: int, left: int | None, context_length: int | None
+    profile: Profile,
+    per_token: int,
+    left: int | None,
+    context_length: int | None,
+    room: int | None,
 ) -> tuple[int, str]:
     """Tokens of the KV pool, and what set their number."""
     memory = profile.memory
@@ -158,11 +191,23 @@ def _pool(
     if memory.kv_gib is not None:
         return max(int(memory.kv_gib * GIB) // per_token, 1), "memory.kv_gib"
     context = context_length or UNKNOWN_CONTEXT
-    most = profile.engine.max_batch_size * context + memory.prefix_tokens
+    kept = 0 if memory.prefix_tokens == "auto" else memory.prefix_tokens
+    most = profile.engine.max_batch_size * context + kept
     fit = most if left is None else max(left, 0) // per_token
     if fit >= most:
         return most, "as many as a full batch can use"
-    return max(fit, min(LEAST_POOL, context)), "what is left"
+    least = LEAST_POOL if room is None else min(LEAST_POOL, max(room // per_token, LEAST_BLOCK))
+    return max(fit, min(least, context)), "what is left"
+
+
+def leaves_room(plan: MemoryPlan) -> bool:
+    """Whether a plan fits and its activations do not take what experts on disk want."""
+    if not plan.fits or not plan.tiers or plan.available_bytes is None:
+        return plan.fits
+    size = {line.name: line.bytes for line in plan.lines}
+    shared = size["activations"] + size["experts"] + size["keys and values"]
+    room = plan.available_bytes - plan.needed_bytes + shared
+    return size["activations"] <= room * ACTIVATION_SHARE
 
 
 def available_for(profile: Profile, plan: MemoryPlan) -> int:

@@ -27,7 +27,13 @@ from moe.loading.progress import Report
 from moe.loading.quantized import decoding_notices
 from moe.loading.sources import WeightSource, open_source
 from moe.machine import memory_available, memory_total
-from moe.memory.budget import available_for, plan_memory, prefill_batch_tokens
+from moe.memory.budget import (
+    WAVES,
+    available_for,
+    leaves_room,
+    plan_memory,
+    prefill_batch_tokens,
+)
 from moe.memory.footprint import Footprint, measure_footprint
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
 from moe.network.hidden import KEPT
@@ -98,8 +104,9 @@ def planning(
         kv = choose_kv_precision(
             profile, device, network.dtype, quantized=_quantized(network, weights)
         )
-        footprint = _footprint(network, profile, device, kv)
-        memory = _plan(network, weights, profile, device, footprint, offloadable, host)
+        footprint, memory = _plan_waves(
+            network, weights, profile, device, kv, offloadable, host, ranks
+        )
         notices = decoding_notices(config, profile.model.expert_bits, weights.kept)
         memory = replace(memory, notice="".join(notices))
         yield PlannedModel(
@@ -183,6 +190,47 @@ def _footprint(
         kv_plain_bytes=whole.kv_plain_bytes + own.kv_bytes_per_token,
         activation_bytes=whole.activation_bytes + profile.engine.max_batch_size * hidden,
     )
+
+
+def _plan_waves(
+    network: PreTrainedModel,
+    weights: WeightPlan,
+    profile: Profile,
+    device: torch.device,
+    kv: KVPrecision,
+    offloadable: Offloadable | str,
+    host_bytes: int | None,
+    ranks: int,
+) -> tuple[Footprint, MemoryPlan]:
+    """The plan with the largest prefill batch that leaves room for experts.
+
+    Several ranks read the same batches, so that they cannot each choose their size.
+    """
+
+    def planned(footprint: Footprint, own: Profile) -> MemoryPlan:
+        return _plan(network, weights, own, device, footprint, offloadable, host_bytes)
+
+    prefill = profile.prefill
+    fixed = prefill.wave_tokens != "auto" or prefill.mode in ("whole", "chunked") or ranks > 1
+    measured, sized = WAVES[0], _with_wave(profile, prefill.most_tokens)
+    footprint = _footprint(network, sized, device, kv)
+    memory = planned(footprint, sized)
+    for wave in () if fixed else WAVES[1:]:
+        if leaves_room(memory):
+            break
+        sized = _with_wave(profile, wave)
+        # Activations grow with the tokens, so that only a plan which is likely is measured.
+        scaled = replace(footprint, activation_bytes=footprint.activation_bytes * wave // measured)
+        memory = planned(scaled, sized)
+        if leaves_room(memory) or wave == WAVES[-1]:
+            footprint, measured = _footprint(network, sized, device, kv), wave
+            memory = planned(footprint, sized)
+    return footprint, memory
+
+
+def _with_wave(profile: Profile, tokens: int) -> Profile:
+    prefill = profile.prefill.model_copy(update={"wave_tokens": tokens})
+    return profile.model_copy(update={"prefill": prefill})
 
 
 def _plan(
@@ -291,7 +339,7 @@ def _remedies(plan: MemoryPlan, profile: Profile, why_resident: str) -> list[str
         fit = (size["keys and values"] - missing) // plan.kv_bytes_per_token
         if fit > 0:
             remedies.append(f"memory.kv_tokens={fit} would fit ({fit * plan.kv_bytes_per_token} B)")
-    batch = prefill_batch_tokens(profile)
+    batch = prefill_batch_tokens(_with_wave(profile, plan.wave_tokens))
     if batch > 512 and size["activations"] > missing // 4:
         key = "chunk_tokens" if profile.prefill.mode == "chunked" else "wave_tokens"
         remedies.append(f"a smaller prefill.{key} lowers the activations (it is {batch})")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kernels.cpu.kv import BLOCK
 from moe.network.attention import PACKED, packed_pass
 from moe.network.hidden import KEPT, HiddenRows
 from moe.network.kv_blocks import BlockPool
@@ -109,6 +110,11 @@ class Backbone:
                 lambda _module, _inputs, output: caught.insert(0, output[0][0])
             )
 
+    @property
+    def keeps_hidden(self) -> bool:
+        """Sequences keep final hidden states."""
+        return self._final_hidden is not None
+
     def serve_each(self, modules: StatefulModules) -> None:
         """Let these modules see one sequence at a time in packed passes from now on."""
         serve_packed(modules)
@@ -164,6 +170,11 @@ class Backbone:
             cache.head = KVCache(capacity + KEPT)  # a draft may reach beyond the end
             cache.head.hidden = HiddenRows()
         return cache
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of the blocks that forks of a packed sequence share; 0: they copy."""
+        return BLOCK if self.blocks is not None and self.contrast is None else 0
 
     def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
         """One lane for all of the work if sequences are packed, else one each.

@@ -10,10 +10,10 @@ Legend: N key/value heads, D key size, V value size, T new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import numpy as np
 import torch
@@ -34,9 +34,64 @@ class Shape(NamedTuple):
 
 @dataclass(eq=False)
 class KVBlock:
-    """Rows of 64 tokens of one or more sequences: of each layer, keys and behind them values."""
+    """Rows of 64 tokens of one or more sequences: of each layer, keys and behind them values.
+
+    Attributes:
+        holders: the sequences that list it, the one that it counts for first.
+    """
 
     rows: dict[LayerKey, Tensor]
+    holders: dict[BlockHolder, None] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class BlockHolder:
+    """What a sequence has of blocks, beside the sequence so that it outlives it.
+
+    Attributes:
+        blocks: in the order of tokens.
+        shared: how many of them count for another sequence.
+        kept: the prefix cache keeps the sequence: what it lists counts for it.
+    """
+
+    blocks: list[KVBlock] = field(default_factory=list)
+    shared: int = 0
+    kept: bool = False
+
+    def add(self, block: KVBlock) -> None:
+        self.shared += bool(block.holders)
+        block.holders[self] = None
+        self.blocks.append(block)
+
+    def keep(self, kept: bool) -> None:
+        self.kept = kept
+        for block in self.blocks:
+            self._settle(block)
+
+    def release(self) -> None:
+        """List no blocks any more; each counts for another sequence that lists it."""
+        self.kept = False
+        for block in self.blocks:
+            if len(block.holders) > 1:
+                others = [holder for holder in block.holders if holder is not self]
+                _count_for(next((holder for holder in others if holder.kept), others[0]), block)
+            del block.holders[self]
+        self.blocks.clear()
+
+    def _settle(self, block: KVBlock) -> None:
+        if not next(iter(block.holders)).kept:
+            kept = (holder for holder in block.holders if holder.kept)
+            if (holder := next(kept, None)) is not None:
+                _count_for(holder, block)
+
+
+def _count_for(holder: BlockHolder, block: KVBlock) -> None:
+    """Let a block count for this one of its holders."""
+    before = next(iter(block.holders))
+    if before is not holder:
+        before.shared += 1
+        holder.shared -= 1
+        block.holders = {holder: None} | block.holders
 
 
 class BlockPool:
@@ -85,7 +140,9 @@ class BlockKVCache(KVCache):
     def __init__(self, capacity: int, pool: BlockPool) -> None:
         super().__init__(capacity)
         self._pool, self.form = pool, pool.form
-        self.blocks: list[KVBlock] = []
+        self._holder = BlockHolder()
+        self.blocks = self._holder.blocks
+        finalize(self, self._holder.release).atexit = False
         self._shared = 0  # blocks at the start that others list too: never written again
         self._shapes: dict[LayerKey, Shape] = {}
         self._tables = np.zeros((0, 2, 0), np.int64)  # of each layer: where keys and values begin
@@ -98,6 +155,22 @@ class BlockKVCache(KVCache):
     @property
     def block_tokens(self) -> int:
         return BLOCK
+
+    @property
+    def fork_tokens(self) -> int:
+        return BLOCK
+
+    @property
+    def shared_tokens(self) -> int:
+        return BLOCK * self._holder.shared
+
+    @property
+    def sole_tokens(self) -> int:
+        others = sum(len(block.holders) > 1 for block in self.blocks)
+        return max(self.length - BLOCK * others, 0)
+
+    def keep(self, kept: bool) -> None:
+        self._holder.keep(kept)
 
     @property
     def token_bytes(self) -> int:
@@ -143,7 +216,7 @@ class BlockKVCache(KVCache):
             self._pointers = None
         if end > len(self.blocks) * BLOCK:
             while end > len(self.blocks) * BLOCK:
-                self.blocks.append(self._pool.new_block())
+                self._holder.add(self._pool.new_block())
             self._place()
 
     def tables(self, layers: Sequence[LayerKey]) -> np.ndarray:
@@ -163,18 +236,55 @@ class BlockKVCache(KVCache):
         assert length == self.longest_fork(length)
         copy = self._pool.new_cache(capacity)
         whole = length // BLOCK
-        copy.blocks, copy._shapes = self.blocks[:whole], dict(self._shapes)
+        copy._shapes = dict(self._shapes)
+        for block in self.blocks[:whole]:
+            copy._holder.add(block)
         copy._shared, self._shared = whole, max(whole, self._shared)
         if length % BLOCK:
             last = self._pool.new_block()
             last.rows = {key: rows.clone() for key, rows in self.blocks[whole].rows.items()}
-            copy.blocks.append(last)
+            copy._holder.add(last)
         copy._place()
         for layer in super().layers:
             copy.write(layer, *super().read(layer, length))
         copy.length = length
         self.copy_states(copy)
         return copy
+
+    @property
+    def only_blocks(self) -> bool:
+        """Its blocks are all that it keeps of its tokens."""
+        return not super().layers and not self._states and self.hidden is None
+
+    @property
+    def shapes(self) -> dict[LayerKey, Shape]:
+        """Of each layer in blocks."""
+        return dict(self._shapes)
+
+    def append_block(self, shapes: Mapping[LayerKey, Shape], rows: Tensor) -> bool:
+        """Go on with a whole block that another sequence has had.
+
+        Args:
+            shapes: of its layers, in order.
+            rows: bytes of all of them.
+
+        Returns:
+            Whether this sequence has such layers and the bytes are as many as they take.
+        """
+        sizes = [BLOCK * self.form.token_bytes(*shape) for shape in shapes.values()]
+        if min(sizes, default=0) <= 0 or sum(sizes) != rows.numel():
+            return False
+        if self._shapes and dict(shapes) != self._shapes:
+            return False
+        assert self.length == len(self.blocks) * BLOCK, "only whole blocks are followed"
+        self._shapes = dict(shapes)
+        super().reserve(self.length + BLOCK)
+        block = self._pool.new_block()
+        block.rows = dict(zip(shapes, rows.split(sizes), strict=True))
+        self._holder.add(block)
+        self._place()
+        self.length += BLOCK
+        return True
 
     def _place(self) -> None:
         """Give every block memory for every layer, and list where it is."""

@@ -93,9 +93,29 @@ class KVCache:
         self._marked = -1
 
     @property
+    def shared_tokens(self) -> int:
+        """Of its tokens, those whose memory counts for another sequence that has them too."""
+        return 0
+
+    @property
     def held_tokens(self) -> int:
-        """Its memory in tokens of keys and values; recurrent states count by their bytes."""
-        return self.length + len(self._states) * self.state_tokens
+        """Its memory in tokens of keys and values, without that which counts for others; recurrent
+        states count by their bytes."""
+        states = len(self._states) * self.state_tokens if self._states else 0
+        return self.length - self.shared_tokens + states
+
+    @property
+    def sole_tokens(self) -> int:
+        """Tokens whose memory no other sequence has."""
+        return self.length
+
+    @property
+    def fork_tokens(self) -> int:
+        """Tokens of the blocks that forks share; 0: they copy all."""
+        return 0
+
+    def keep(self, kept: bool) -> None:
+        """Let what it shares count for it rather than for sequences that run; or no longer."""
 
     @property
     def state_tokens(self) -> int:
@@ -277,6 +297,7 @@ class TransformersCache:
 
     length: int = 0
     state: Any = None
+    shared_tokens = 0
 
     def mark(self) -> None:
         """Sequences with such a state are not drafted for."""

@@ -27,6 +27,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from moe.errors import LaunchError
+from moe.machine import code_digest
 from moe.parallel.launch import Launch, offer_secret, read_secret
 from moe.parallel.transport import Connection, WireError, accept, connect, listen
 from moe.settings import Profile
@@ -39,9 +40,6 @@ KINDS = (CONTROL, WATCH)
 _HANDSHAKE_S = 10.0
 
 PACKAGES = ("torch", "transformers", "deepspeed", "numpy")
-ROOMS = ("moe", "offload", "experts", "routing", "kernels")
-ROOT = Path(__file__).parents[2]
-SOURCES = (".py", ".cpp", ".h")
 OWN_SETTINGS = ("threads",)
 """Settings that may differ from rank to rank."""
 
@@ -243,7 +241,7 @@ def _member(store: Store, rank: int) -> Member:
 def identity(profile: Profile, model: Path) -> Identity:
     """Everything that must be equal, by the name that an error gives it."""
     same: Identity = {"moe": _version("moe-inference"), "python": platform.python_version()}
-    same["code"] = code_digest(ROOT)
+    same["code"] = code_digest()
     same |= {name: _version(name) for name in PACKAGES}
     for key in KEYS.leaves:
         if key not in OWN_SETTINGS:
@@ -268,17 +266,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "absent"
-
-
-def code_digest(root: Path) -> str:
-    """Digest of our own sources, C++ too: other kernels give other bits."""
-    digest = hashlib.blake2b(digest_size=8)
-    for room in ROOMS:
-        for file in sorted((root / room).rglob("*")):
-            if file.suffix in SOURCES:
-                digest.update(str(file.relative_to(root)).encode())
-                digest.update(file.read_bytes())
-    return digest.hexdigest()
 
 
 def _files(model: Path) -> dict[str, str]:

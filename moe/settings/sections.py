@@ -163,8 +163,9 @@ class PrefillSettings(Settings):
     one group of layers in each step, so that each expert is read once for a prompt. auto: layered
     or chunked, whichever is predicted to read fewer experts."""
 
-    wave_tokens: int = Field(default=8192, ge=1)
-    """Most prompt tokens in one prefill batch. Longer prompts are cut (not by whole)."""
+    wave_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Most prompt tokens in one prefill batch. Longer prompts are cut (not by whole). auto: 8192,
+    or fewer where their activations would leave too little memory for experts."""
 
     chunk_tokens: int = Field(default=512, ge=1)
     """chunked: tokens of a step, prompts and decoding sequences together."""
@@ -172,6 +173,11 @@ class PrefillSettings(Settings):
     group_tokens: int = Field(default=512, ge=1)
     """layered: layer groups are cut so that no step takes longer than a chunk of this many tokens:
     about one group for each such number of tokens in the prefill batch."""
+
+    @property
+    def most_tokens(self) -> int:
+        """wave_tokens as a number; where auto has not been decided, its most."""
+        return 8192 if self.wave_tokens == "auto" else self.wave_tokens
 
 
 class MemorySettings(Settings):
@@ -209,14 +215,23 @@ class MemorySettings(Settings):
     """Keep up to 1 GiB of freed memory for the next long prompt, if all experts are in memory on a
     CPU. Applies to the whole process. false: return it to the system at once."""
 
-    prefix_tokens: int = Field(default=0, ge=0)
+    prefix_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Most tokens in the prefix cache, which keeps the KV of prompts for others that begin alike;
-    part of kv_tokens. 0: no prefix cache."""
+    part of kv_tokens, and gives way to requests. auto: half of kv_tokens, at most 4 GiB. 0: no
+    prefix cache."""
 
     reuse_answers: bool = False
     """The prefix cache keeps answers too, so that the next turn of a chat reads only what is new.
     Decode steps round differently from prompts, so the last bits of such a turn depend on whether
     its beginning was still kept."""
+
+    prefix_dir: str | None = None
+    """Directory where the prefix cache keeps what it evicts, and all at the end of a run, for
+    others that ask for it: later runs, and servers that share it. It is made with mode 0700, and
+    holds what users have written. Keys and values must be in blocks (kv_bits). null: none."""
+
+    prefix_dir_gib: float = Field(default=8.0, gt=0.0, le=_MOST_GIB)
+    """Most GiB of files in prefix_dir; the least recently used are deleted."""
 
     @field_validator("kv_gib")
     @classmethod

@@ -61,7 +61,7 @@ def run_step(planner: Scheduler) -> Counter[RunningSequence]:
     held += sum(group.num_read for group in planner.waiting)
     served = list(step.decode)
     for chunk in step.prefill.chunks if step.prefill is not None else ():
-        held += chunk.group.num_kv
+        held += chunk.group.num_kv()
         assert chunk.token_ids, "a chunk without tokens"
         assert step.prefill is not None
         if step.prefill.is_last_layer_group and chunk.is_last and not chunk.group.cancelled:

@@ -79,6 +79,12 @@ class Sequences(RuleBasedStateMachine):
         assert self.pool.held_tokens - before <= BLOCK  # of what is shared, nothing is copied
 
     @precondition(lambda self: self.known)
+    @rule(data=st.data(), kept=st.booleans())
+    def keep(self, data: st.DataObject, kept: bool) -> None:
+        """As the prefix cache does."""
+        data.draw(st.sampled_from(self.known))[0].keep(kept)
+
+    @precondition(lambda self: self.known)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         self.known.remove(data.draw(st.sampled_from(self.known)))
@@ -100,6 +106,15 @@ class Sequences(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             listed = {id(block) for cache, _ in self.known for block in cache.blocks}
             assert self.pool.held_tokens == BLOCK * len(listed)
+
+    @invariant()
+    def every_block_counts_once_and_first_for_what_is_kept(self) -> None:
+        caches = [cache for cache, _ in getattr(self, "known", [])]
+        kept = [cache for cache in caches if cache._holder.kept]
+        for some in (caches, kept):
+            listed = {id(block) for cache in some for block in cache.blocks}
+            counted = sum(BLOCK * len(cache.blocks) - cache.shared_tokens for cache in some)
+            assert counted == BLOCK * len(listed)
 
     def _put(self, cache: BlockKVCache, values: list[float]) -> None:
         for layer, shape in LAYERS.items():

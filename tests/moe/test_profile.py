@@ -78,6 +78,8 @@ def test_the_keys_are_these() -> None:
         "memory.keep_freed",
         "memory.prefix_tokens",
         "memory.reuse_answers",
+        "memory.prefix_dir",
+        "memory.prefix_dir_gib",
         "offload.policy",
         "offload.predictor",
         "offload.prefetch",

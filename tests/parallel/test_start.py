@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from moe.errors import LaunchError, ProfileError
+from moe.machine import code_digest
 from moe.parallel.launch import SECRET, Launch, required_launch
 from moe.parallel.membership import (
     CONTROL,
-    ROOT,
     WATCH,
     Membership,
-    code_digest,
     identity,
     rendezvous,
 )
@@ -133,7 +132,7 @@ def test_settings_versions_code_and_files_are_compared(tmp_path: Path) -> None:
     ],
 )
 def test_code_is_all_that_can_change_an_answer(tmp_path: Path, file: str, counts: bool) -> None:
-    assert code_digest(tmp_path) != code_digest(ROOT)
+    assert code_digest(tmp_path) != code_digest()
     before, new = code_digest(tmp_path), tmp_path / file
     new.parent.mkdir(parents=True)
     new.write_text("1")

@@ -11,7 +11,7 @@ import pytest
 
 from moe.cli import main
 from moe.commands import bench
-from moe.commands.bench import _with_drafts
+from moe.commands.bench import _measured
 from moe.settings.profile import load_profile
 
 DEMO = str(Path("examples/demo-model").resolve())
@@ -84,8 +84,8 @@ def test_a_profile_without_drafts_stays_without(capsys: pytest.CaptureFixture[st
 
 def test_self_contrast_stays_without_drafts_as_everywhere() -> None:
     loaded = load_profile(None, {"lossless": False, "speculation.contrast": 0.5})
-    assert _with_drafts(loaded).profile.speculation.mode == "off"
-    assert _with_drafts(load_profile(None)).profile.speculation.mode == "auto"
+    assert _measured(loaded).profile.speculation.mode == "off"
+    assert _measured(load_profile(None)).profile.speculation.mode == "auto"
 
 
 def test_no_more_sequences_than_run_at_once(capsys: pytest.CaptureFixture[str]) -> None:

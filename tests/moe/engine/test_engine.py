@@ -55,7 +55,7 @@ def test_cancelling_the_last_reader_of_a_wave_frees_its_lanes_at_once(
     assert engine.idle
     assert [lane.state for lane in reading.lanes] == [LaneState.CANCELLED]
     assert engine.runner._prefill_pass is None
-    assert engine.scheduler.num_used_tokens() == 0
+    assert engine.occupancy()["kv_tokens"] == 0
 
 
 def test_failing_experts_end_those_who_waited_there_and_nobody_else(

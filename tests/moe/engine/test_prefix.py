@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels.cpu.kv import BLOCK as KV_BLOCK
 from moe import MoE, SamplingParams
 from moe.engine.prefix_cache import BLOCK, PrefixCache
 from moe.network.kv_cache import KVCache
@@ -94,6 +95,25 @@ def test_what_goes_on_takes_the_place_of_its_beginning() -> None:
     assert cache.evictions == 0
 
 
+def test_what_is_dear_to_read_again_stays_longer() -> None:
+    """From disk, a short prefix costs nearly as many experts as a long one."""
+    long, short, new = [1] * (4 * BLOCK), [2] * BLOCK, [3] * (4 * BLOCK)
+    for reread, stays in ((float, long), (lambda _: 1.0, short)):
+        cache = PrefixCache(6 * BLOCK, reread=reread)
+        for prompt in (short, long, new):
+            cache.add("", prompt, stored(prompt))
+        kept = [bool(cache.num_cached("", [*prompt, 9])) for prompt in (short, long, new)]
+        assert kept == [stays is short, False, True]
+
+
+def test_what_is_dear_ages_too() -> None:
+    cache, dear = PrefixCache(6 * BLOCK, reread=lambda _: 1.0), [0] * BLOCK
+    cache.add("", dear, stored(dear))
+    for number in range(1, 20):
+        cache.add("", [number] * (4 * BLOCK), stored([number] * (4 * BLOCK)))
+    assert not cache.num_cached("", [*dear, 9])
+
+
 def test_one_token_is_always_left_to_read() -> None:
     cache, ids = PrefixCache(100), [1] * BLOCK
     cache.add("", ids, stored(ids))
@@ -133,3 +153,39 @@ def test_a_repeated_prompt_is_read_once(tiny_checkpoint: Callable[[str], Path]) 
     counters = {"asked_tokens": 3 * 50, "hit_tokens": 48, "evictions": 1}
     held = {"held_tokens": 50}  # of the last one, once the first has made room
     assert engine.status()["prefixes"] == counters | held
+
+
+def test_requests_that_arrive_together_read_a_common_prompt_once_and_hold_it_once(
+    tiny_checkpoint: Callable[[str], Path],
+) -> None:
+    """There is room for 3 of the 16 prompts, if each had memory of its own."""
+    shared, own, new = 3 * KV_BLOCK, 20, 5
+    memory = {"kv_tokens": shared + KV_BLOCK + 16 * (own + new), "prefix_tokens": 1000}
+    with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory=memory) as model:
+        engine, common = model.engine(), [7 + at % 90 for at in range(shared)]
+        for number in range(16):
+            engine.submit(model.request([*common, *range(10 + number, 10 + number + own)], GREEDY))
+        most_running, most_blocks = 0, 0
+        pool = model.backbone.blocks
+        assert pool is not None
+        while not engine.idle:
+            engine.step()
+            running = len(engine.scheduler.running)
+            most_running = max(most_running, running)
+            most_blocks = max(most_blocks, pool.held_tokens // KV_BLOCK)
+            assert engine.scheduler.num_used_tokens() <= engine.kv_tokens
+        read = model.stats()["layers"][0]["tokens"]
+        assert read == shared + 16 * own + 16 * (new - 1)
+        assert most_running == 16
+        # The common prompt, and of each sequence and each cached prompt a last block.
+        assert most_blocks <= shared // KV_BLOCK + 2 * 16
+
+
+def test_the_room_of_samples_counts_their_prompt_once(
+    tiny_checkpoint: Callable[[str], Path],
+) -> None:
+    memory = {"kv_tokens": 5 * KV_BLOCK, "prefix_tokens": 0}
+    with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory=memory) as model:
+        prompt = [5] * (3 * KV_BLOCK)
+        params = SamplingParams(max_new_tokens=4, temperature=1.0, seed=1, n=8)
+        assert len(model.generate([prompt], params)) == 8

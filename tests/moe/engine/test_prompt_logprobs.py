@@ -150,7 +150,7 @@ def test_broken_logits_end_their_own_request_only(tiny_moe: Callable[[str], MoE]
     failed = [sequence for sequence, outcome in outcomes if isinstance(outcome, Exception)]
     assert failed == broken.sequences
     assert len(other.sequences[0].token_ids) == 3
-    assert engine.scheduler.num_used_tokens() == 0
+    assert engine.occupancy()["kv_tokens"] == 0
 
 
 def test_a_biased_token_must_be_one_of_the_model(tiny_moe: Callable[[str], MoE]) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ from moe.memory.footprint import (
     stand_in_for_experts,
     tensor_bytes,
 )
-from moe.memory.planning import check_fit
+from moe.memory.kv_precision import choose_kv_precision
+from moe.memory.planning import _plan_waves, check_fit
 from moe.network.backbone import Backbone
 from moe.network.kv_blocks import BlockKVCache
 from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, Work
@@ -39,6 +41,7 @@ from moe.settings import Profile
 from moe.settings.profile import load_profile
 
 ARCHITECTURES = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next"]
+MIB = 2**20
 RECURRENT = ["qwen3_next", "kimi_linear", "granitemoehybrid", "jamba", "lfm2_moe"]
 LENGTH = 200
 
@@ -266,7 +269,9 @@ def test_a_small_model_is_not_refused_for_the_reserve() -> None:
 
 
 def test_states_of_a_full_batch_have_a_line() -> None:
-    assert sizes(plan(state=7))["states"] == 64 * 7
+    """With a prefix cache, a sequence has two snapshots beside its own."""
+    assert sizes(plan(state=7))["states"] == 64 * 3 * 7
+    assert sizes(plan(Profile(memory=memory(prefix_tokens=0)), state=7))["states"] == 64 * 7
 
 
 def test_both_ways_to_set_the_pool_are_refused() -> None:
@@ -279,3 +284,37 @@ def test_the_engine_gets_the_pool_of_the_plan(tiny_checkpoint: Callable[[str], P
     assert model.memory_plan.kv_tokens == int(0.001 * GIB) // 512
     assert model.engine().scheduler.kv_tokens == model.memory_plan.kv_tokens
     json.dumps(model.memory_plan.as_dict())
+
+
+@pytest.mark.parametrize(("wave", "fits"), [(8192, False), ("auto", True)])
+def test_a_shorter_prefill_batch_leaves_room_for_experts(wave: int | str, fits: bool) -> None:
+    """A store with .2 GiB of trunk in 1 GiB: 8192 prompt tokens would take nearly all of it."""
+    config = Qwen3MoeConfig(
+        hidden_size=2048, num_hidden_layers=2, num_experts=32, num_experts_per_tok=8,
+        moe_intermediate_size=768, num_attention_heads=32, num_key_value_heads=4, head_dim=64,
+        vocab_size=32000, max_position_embeddings=32768,
+    )  # fmt: skip
+    settings = {"memory.device_gib": 1.0, "prefill.wave_tokens": wave}
+    profile, cpu = load_profile(settings, environ={}).profile, torch.device("cpu")
+    network = build_meta_model(config, dtype=torch.float32)
+    experts = {f"model.layers.{at}.mlp.experts.down_proj": 400 * MIB for at in range(2)}
+    weights: Any = SimpleNamespace(nbytes={"trunk": 200 * MIB} | experts)
+    kv = choose_kv_precision(profile, cpu, torch.float32, quantized=True)
+    _, found = _plan_waves(
+        network, weights, profile, cpu, kv, Offloadable(320, 800 * MIB // 320, 16), None, 1
+    )
+    assert found.fits is fits
+    if fits:
+        assert 64 <= found.wave_tokens <= 1024
+        assert found.tiers[0].experts > 320 // 3
+        assert found.prefix_tokens == found.kv_tokens // 2
+
+
+def test_the_least_memory_is_a_block_of_keys_and_few_experts() -> None:
+    profile, offloadable = Profile(memory=memory(reserve_gib=0.0)), Offloadable(8, GIB, 3)
+    rest = GIB + 2 * 4 * 64 * 1000 + 3 * GIB
+    for missing, fits in ((0, True), (1, False)):
+        available = rest + BLOCK * 1000 - missing
+        found = plan(profile, available, activations=0, offloadable=offloadable)
+        assert (found.fits, found.kv_tokens, found.tiers[0].experts) == (fits, BLOCK, 3)
+    assert plan(profile, rest + GIB, activations=0, offloadable=offloadable).kv_tokens > 2048

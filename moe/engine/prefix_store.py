@@ -1,0 +1,270 @@
+"""Keys and values of prompts on disk (`memory.prefix_dir`), for other runs and other servers.
+
+A file holds a block of 64 tokens of every layer and is named by the hash of everything up to its
+end, so that prefixes share the files of what they have in common, and an existing file needs no
+writing. The folder of a file stands for everything that its bits depend on: model, code, settings
+(`prefix_key`); salts are part of the hashes. Blocks are written behind the requests, when the
+prefix cache evicts them and at the end of a run.
+
+A file gets its name when it is complete, and is checked when it is read: what is damaged or is no
+file of ours is deleted, with a warning in the log. Several processes may share a directory. A disk
+that is full ends the saving, not the serving. The directory is its owner's alone (mode 0700): the
+files hold what users have written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from uuid import uuid4
+
+import numpy as np
+import torch
+
+from experts.safetensors_io import as_bytes
+from kernels.cpu.kv import BLOCK
+from moe.errors import ProfileError
+from moe.machine import code_digest
+from moe.network.kv_blocks import BlockKVCache, KVBlock, Shape
+from moe.network.kv_cache import KVCache, LayerKey
+from moe.settings import Profile
+from moe.settings.profile import KEYS, value_of
+
+_MAGIC = b"MOEKV\x00\x00\x01"  # the last byte is the version
+_SUFFIX, _UNFINISHED = ".kv", ".unfinished"
+_HEAD = len(_MAGIC) + 4 + 4  # magic, CRC-32 of all that follows, length of the layout
+_PENDING_BYTES = 256 * 2**20
+_STALE_S = 600.0  # no file is being written for so long
+_SETTINGS = ("device", "kernels.", "model.", "routing.", "offload.late", "speculation.contrast")
+_logger = logging.getLogger("moe")
+Layout = dict[LayerKey, Shape]
+
+
+def prefix_key(model: Path, profile: Profile, kv_bits: int) -> str:
+    """Name of everything that the bits of keys and values depend on.
+
+    Args:
+        model: its directory.
+    """
+    suffixes = (".safetensors", ".bin", ".gguf", ".json")
+    stats = [(file, file.stat()) for file in sorted(model.iterdir()) if file.suffix in suffixes]
+    facts = {
+        "code": [code_digest(), torch.__version__, platform.machine()],
+        "files": [[f.name, s.st_size, s.st_mtime_ns] for f, s in stats if "hot-set" not in f.name],
+        "settings": [repr(value_of(profile, k)) for k in KEYS.leaves if k.startswith(_SETTINGS)],
+        "kv_bits": [kv_bits, BLOCK],
+    }
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def prepare_directory(path: Path) -> None:
+    """Make `memory.prefix_dir`, or check it. Raises `ProfileError`."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat()
+    except OSError as error:
+        raise ProfileError(f"memory.prefix_dir: {path} cannot be used: {error.strerror}") from error
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ProfileError(
+            f"memory.prefix_dir: {path} must belong to this user alone (mode 0700); it has mode "
+            f"{found.st_mode & 0o7777:04o} and belongs to user {found.st_uid}. Set it with "
+            "chmod 700, or name a directory that does not exist yet"
+        )
+
+
+class PrefixStore:
+    """Blocks of prompts in a directory.
+
+    Args:
+        directory: as `prepare_directory` leaves it.
+        key: see `prefix_key`.
+        most_bytes: of all files in the directory; the least recently used are deleted.
+        new_cache: makes the cache of a sequence.
+
+    Attributes:
+        saved_blocks: written so far.
+        restored_tokens: read so far.
+        dropped_files: that were deleted because they were damaged or not ours.
+    """
+
+    def __init__(
+        self, directory: Path, key: str, most_bytes: int, new_cache: Callable[[int], KVCache]
+    ) -> None:
+        self._root, self._directory = directory, directory / key
+        self._most_bytes = most_bytes
+        self._new_cache = new_cache
+        self.saved_blocks = self.restored_tokens = self.dropped_files = 0
+        self._pending = self._bytes = 0
+        self._stopped = False
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="moe-prefixes")
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            self._trim()
+        except OSError as error:
+            self._stop(error)
+
+    def save(
+        self, kv: KVCache, digests: Sequence[bytes], ids: Sequence[int], *, wait: bool = False
+    ) -> None:
+        """Write the whole blocks of a sequence that are not on disk.
+
+        Args:
+            digests: of everything up to the end of each block.
+            ids: the tokens.
+            wait: write all of them; else what has to wait for too long is left out.
+        """
+        if not isinstance(kv, BlockKVCache) or not kv.only_blocks:
+            return
+        now, layout = time.time_ns(), kv.shapes
+        size = BLOCK * kv.token_bytes
+        for at, digest in enumerate(digests[: kv.length // BLOCK]):
+            path = self._path(digest)
+            if self._stopped or (not wait and self._pending + size > _PENDING_BYTES):
+                return
+            if path.exists():
+                continue
+            self._pending += size
+            tokens = list(ids[at * BLOCK : (at + 1) * BLOCK])
+            # Of one prompt the last block is the oldest, so that it goes first.
+            used = now - 1000 * at
+            self._writer.submit(self._write, path, tokens, kv.blocks[at], layout, size, used)
+
+    def restore(
+        self, kv: KVCache | None, digests: Sequence[bytes], ids: Sequence[int]
+    ) -> KVCache | None:
+        """A sequence that goes on from one with blocks that are on disk; None if there are none.
+
+        Args:
+            kv: has whole blocks of the prompt, and is changed; None: begin with nothing.
+            digests, ids: see `save`.
+        """
+        first = 0 if kv is None else kv.length // BLOCK
+        if first >= len(digests) or not self._path(digests[first]).exists():
+            return None
+        kv = self._new_cache(len(ids)) if kv is None else kv
+        if not isinstance(kv, BlockKVCache):
+            return None
+        now = time.time_ns()
+        for at in range(first, len(digests)):
+            path = self._path(digests[at])
+            if not self._read(path, list(ids[at * BLOCK : (at + 1) * BLOCK]), kv):
+                break
+            with suppress(OSError):  # another process has deleted it
+                os.utime(path, ns=(now - 1000 * at, now - 1000 * at))
+        self.restored_tokens += kv.length - first * BLOCK
+        return kv if kv.length > first * BLOCK else None
+
+    def close(self) -> None:
+        """Finish writing."""
+        self._writer.shutdown()
+
+    def _path(self, digest: bytes) -> Path:
+        return self._directory / f"{digest.hex()}{_SUFFIX}"
+
+    def _write(
+        self, path: Path, ids: list[int], block: KVBlock, layout: Layout, size: int, used: int
+    ) -> None:
+        """In the writer's thread."""
+        if self._stopped:
+            return
+        text = json.dumps([[layer, *shape] for layer, shape in layout.items()]).encode()
+        parts: list[bytes | memoryview] = [np.asarray(ids, np.int64).tobytes(), text]
+        parts += [as_bytes(block.rows[layer]) for layer in layout]
+        total = 0
+        for part in parts:
+            total = zlib.crc32(part, total)
+        head = _MAGIC + total.to_bytes(4, "little") + len(text).to_bytes(4, "little")
+        unfinished = path.with_name(f"{uuid4().hex}{_UNFINISHED}")
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+            with open(os.open(unfinished, flags, 0o600), "wb") as file:
+                file.writelines([head, *parts])
+            os.utime(unfinished, ns=(used, used))
+            unfinished.rename(path)
+            self.saved_blocks += 1
+            self._bytes += path.stat().st_size
+            if self._bytes > self._most_bytes:
+                self._trim()
+        except OSError as error:
+            self._stop(error)
+        finally:
+            self._pending -= size
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+
+    def _read(self, path: Path, ids: list[int], kv: BlockKVCache) -> bool:
+        """Append a file's block to a sequence; False if there is none that can be used."""
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            _logger.warning("a saved prefix cannot be read: %s: %s", path, error.strerror)
+            return False
+        why = _append(content, ids, kv)
+        if why:
+            self._drop(path, why)
+        return not why
+
+    def _drop(self, path: Path, why: str) -> None:
+        self.dropped_files += 1
+        _logger.warning("a saved prefix %s and is deleted: %s", why, path)
+        with suppress(OSError):
+            path.unlink()
+
+    def _stop(self, error: OSError) -> None:
+        if not self._stopped:
+            _logger.warning(
+                "memory.prefix_dir: no more prefixes are saved to %s: %s",
+                self._root, error.strerror,
+            )  # fmt: skip
+        self._stopped = True
+
+    def _trim(self) -> None:
+        """Delete the least recently used files beyond the limit, and what killed processes left."""
+        files = []
+        for path in self._root.glob("*/*"):
+            with suppress(FileNotFoundError):  # another process deletes, too
+                found = path.stat()
+                if path.suffix == _UNFINISHED and time.time() - found.st_mtime > _STALE_S:
+                    self._drop(path, "was never finished")
+                elif path.suffix == _SUFFIX:
+                    files.append((found.st_mtime_ns, found.st_size, path))
+        self._bytes = sum(size for _, size, _ in files)
+        if self._bytes <= self._most_bytes:
+            return
+        for _, size, path in sorted(files):
+            path.unlink(missing_ok=True)
+            self._bytes -= size
+            if self._bytes <= self._most_bytes * 9 // 10:
+                return
+
+
+def _append(content: bytes, ids: list[int], kv: BlockKVCache) -> str:
+    """Append what a file holds to a sequence; else why not."""
+    if content[: len(_MAGIC)] != _MAGIC:
+        return "is no file of this version"
+    total, length = (int.from_bytes(content[at : at + 4], "little") for at in (8, 12))
+    if zlib.crc32(memoryview(content)[_HEAD:]) != total or len(content) < _HEAD + 8 * BLOCK:
+        return "is damaged"
+    text = _HEAD + 8 * BLOCK
+    if content[_HEAD:text] != np.asarray(ids, np.int64).tobytes():
+        return "holds other tokens"
+    try:
+        found = json.loads(content[text : text + length])
+        layout: Layout = {layer: Shape(*map(int, shape)) for layer, *shape in found}
+    except (ValueError, TypeError, RecursionError):
+        return "has no layout"
+    data = np.frombuffer(content, np.uint8, offset=text + length)
+    rows = torch.empty(len(data), dtype=torch.uint8)  # aligned, as kernels want it
+    rows.numpy()[:] = data
+    return "" if kv.append_block(layout, rows) else "has another layout"
