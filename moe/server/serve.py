@@ -99,6 +99,8 @@ class Service:
         try:
             await self._first(queue.changed.wait(), self._stop.wait())
             if queue.state == "ready":
+                if queue.model is not None:
+                    queue.model.codec.warm_up()
                 on_ready()
                 queue.changed.clear()
                 await self._first(queue.changed.wait(), self._stop.wait())

@@ -25,6 +25,7 @@ from moe.text.chat import (
 )
 from moe.text.detokenize import IncrementalDecoder, special_token_ids
 from moe.text.generation_config import GENERATION_CONFIG, read_generation_config
+from moe.text.renderer import RENDERERS
 from moe.text.tool_calls.probe import Render, ToolSupport, probe_tools
 from moe.text.tool_calls.reasoning import ReasoningSupport, probe_reasoning
 
@@ -80,6 +81,11 @@ class TextCodec:
         tokenizer, reason = load_tokenizer(directory)
         eos = eos_token_ids(directory, config, tokenizer)
         return cls(tokenizer, config.get_text_config().vocab_size, eos, reason)
+
+    def warm_up(self) -> None:
+        """Start what renders chats, so that the first one does not wait a second for it."""
+        if self.tokenizer is not None and self.tokenizer.chat_template:
+            RENDERERS.start()
 
     def encode(
         self,
