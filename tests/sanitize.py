@@ -32,7 +32,10 @@ _OPTIONS = {
     "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:report_signal_unsafe=0",
 }
 _KERNELS = [
-    *(f"tests/kernels/test_{name}.py" for name in ("activation", "file_codes", "kv", "layouts")),
+    *(
+        f"tests/kernels/test_{name}.py"
+        for name in ("activation", "checksum", "file_codes", "kv", "layouts")
+    ),
     *(f"tests/kernels/test_{name}.py" for name in ("native", "native_attention", "native_planes")),
     *(f"tests/kernels/test_{name}.py" for name in ("post_norm", "quantized", "recurrence")),
     *(f"tests/kernels/test_{name}.py" for name in ("stages", "sums", "waves")),
