@@ -16,7 +16,6 @@ checked each time (`offload.open_store.DiskSource`).
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -46,6 +45,7 @@ from experts.safetensors_io import (
 )
 from experts.weights import ExpertKey, ExpertShape, from_expert_blobs
 from kernels import ExpertWeights, QuantizedExperts
+from kernels.cpu.checksum import crc32
 from kernels.planes import PLANE_BITS, num_planes
 from kernels.reference import AnyExperts
 
@@ -140,7 +140,7 @@ class Store:
             found, left = 0, self.blob(key, name).nbytes
             while left:
                 part = rest[0][:left]
-                found, left = zlib.crc32(part, found), left - len(part)
+                found, left = crc32(part, found), left - len(part)
                 rest[0] = rest[0][len(part) :]
                 if not len(rest[0]):
                     del rest[0]

@@ -3,7 +3,7 @@
     python -m tests.mutations [WORD ...]    those whose fault or file has one of the words
 
 Works on a copy of the tree. A mutation that no test notices is a hole in the tests: exit code 1.
-It takes minutes, so the suite does not run it; it is for those who change a guard.
+It takes a quarter of an hour, so the suite does not run it; it is for those who change a guard.
 """
 
 from __future__ import annotations

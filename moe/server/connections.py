@@ -3,15 +3,19 @@
 uvicorn times only the pause between two requests: a client could hold a connection for ever with
 headers that arrive byte by byte, with a body that the server no longer reads, or by not reading its
 answer. `TimedProtocol` times headers, `moe.server.bodies` bodies, and `EventStream` streams.
+`Crowd` limits how many connections there are.
 `while_connected` cancels the work for a client that has gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import json
 import math
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -111,23 +115,90 @@ class EventStream(Response):
         await asyncio.wait_for(send(message), self._send_timeout_s)
 
 
+class Crowd:
+    """All connections. Those without a request give way to new ones, those of the address that has
+    most first, so that silent connections keep nobody out.
+
+    Args:
+        most: connections in all; with requests in each, uvicorn answers 503 beyond it.
+        each: connections of one address (IPv6: of one network of 64 bits).
+    """
+
+    def __init__(self, most: int, each: int) -> None:
+        self._most, self._each = most, each
+        self._addresses: dict[TimedProtocol, str] = {}  # the oldest first
+        self._counts: Counter[str] = Counter()
+
+    def admit(self, new: TimedProtocol, address: str) -> bool:
+        """Whether the connection may stay; closes another if there are too many."""
+        if self._counts[address] >= self._each and not self._close_idle(address):
+            return False
+        if len(self._addresses) >= self._most - 1:
+            self._close_idle(None)
+        self._addresses[new] = address
+        self._counts[address] += 1
+        return True
+
+    def leave(self, protocol: TimedProtocol) -> None:
+        """Forget a connection, if it is known."""
+        address = self._addresses.pop(protocol, None)
+        if address is not None:
+            self._counts[address] -= 1
+            self._counts += Counter()  # without those of none
+
+    def _close_idle(self, address: str | None) -> bool:
+        """Close the oldest connection that has no request; False if there is none."""
+        idle = [
+            (-self._counts[theirs], place, protocol)
+            for place, (protocol, theirs) in enumerate(self._addresses.items())
+            if address in (None, theirs) and protocol.is_idle
+        ]
+        if not idle:
+            return False
+        protocol = min(idle)[2]
+        self.leave(protocol)
+        protocol.transport.abort()
+        return True
+
+
+def _address_of(transport: asyncio.Transport) -> str:
+    peer = transport.get_extra_info("peername")
+    if not isinstance(peer, tuple):  # none, of a socket of this machine
+        return ""
+    with suppress(ValueError):
+        address = ipaddress.ip_address(peer[0].partition("%")[0])
+        if address.version == 6 and address.ipv4_mapped is None:
+            return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(peer[0])
+
+
 class TimedProtocol(H11Protocol):
     """uvicorn's protocol, with a time limit whenever no request is being answered.
 
     Args:
         read_timeout_s: seconds from the start of the connection, or from the end of the last
             answer, until the next request's headers are complete.
+        crowd: of all connections.
     """
 
-    def __init__(self, *args: Any, read_timeout_s: float, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, read_timeout_s: float, crowd: Crowd, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._read_timeout_s = read_timeout_s
+        self._crowd = crowd
         self._timer: asyncio.TimerHandle | None = None
         self._unsent = math.inf
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._watch()
+        if self._crowd.admit(self, _address_of(transport)):
+            self._watch()
+        else:
+            transport.abort()
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is being read or answered."""
+        return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -139,11 +210,12 @@ class TimedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._crowd.leave(self)
         super().connection_lost(exc)
 
     def _watch(self) -> None:
         """Start the timer, or stop it while a request is being answered."""
-        if self.cycle is not None and not self.cycle.response_complete:
+        if not self.is_idle:
             self._stop_timer()
         elif self._timer is None:
             self._unsent = math.inf

@@ -28,7 +28,7 @@ from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.model import MoE
 from moe.server.app import create_app
-from moe.server.connections import TimedProtocol
+from moe.server.connections import Crowd, TimedProtocol
 from moe.server.engine_queue import EngineQueue
 from moe.server.guard import LOOPBACK_NAMES
 from moe.server.keys import ApiKeys, make_keys
@@ -99,6 +99,8 @@ class Service:
         try:
             await self._first(queue.changed.wait(), self._stop.wait())
             if queue.state == "ready":
+                if queue.model is not None:
+                    queue.model.codec.warm_up()
                 on_ready()
                 queue.changed.clear()
                 await self._first(queue.changed.wait(), self._stop.wait())
@@ -143,9 +145,10 @@ class Service:
 def _uvicorn_config(
     app: ASGIApp, read_timeout_s: float, tls: ssl.SSLContext | None
 ) -> uvicorn.Config:
+    crowd = Crowd(MAX_CONNECTIONS, MAX_CONNECTIONS // 2)
     return uvicorn.Config(
         app,
-        http=cast(Any, partial(TimedProtocol, read_timeout_s=read_timeout_s)),
+        http=cast(Any, partial(TimedProtocol, read_timeout_s=read_timeout_s, crowd=crowd)),
         ws="none",
         lifespan="off",
         interface="asgi3",

@@ -3,24 +3,19 @@
 `check_message` checks a message; `with_calls` and `with_reasoning` write its tool calls and its
 reasoning as the template reads them; `render` runs the template.
 
-transformers runs them in jinja2's immutable sandbox; `render` adds a time limit. A thread cannot be
-killed from outside, and an abandoned one runs for ever, so `deadline` sets a trace function, which
-raises inside the template: Python calls it at every line and every call, so that no loop escapes.
-Only a single long operation in C does.
+transformers runs them in jinja2's immutable sandbox, which `moe.text.renderer` puts into a process
+with limits of time and memory.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe.errors import RequestError
+from moe.text.renderer import RENDERERS, TemplateLimitError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,40 +25,11 @@ if TYPE_CHECKING:
 MessageDict = dict[str, Any]
 REASONING_KEY = "reasoning_content"
 """The key of a message's reasoning, before `with_reasoning` renames it for the template."""
-TEMPLATE_SECONDS = 5.0
 _TEMPLATE_NAMES = {"raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token"} | {
     *("unk_token", "sep_token", "cls_token", "mask_token", "additional_special_tokens"),
     *("range", "dict", "lipsum", "cycler", "joiner", "namespace", "loop"),
 }
 """What transformers and jinja2 put into every template."""
-
-
-class DeadlineError(Exception):
-    """The time was up."""
-
-
-@contextmanager
-def deadline(seconds: float, file_name: str) -> Iterator[None]:
-    """Raise `DeadlineError` in the code inside the context once the time is up.
-
-    Args:
-        seconds: from now.
-        file_name: the ``co_filename`` of the code whose every line is traced. Of other code only
-            calls are traced, which costs little.
-    """
-    end = time.monotonic() + seconds
-
-    def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        if time.monotonic() > end:
-            raise DeadlineError
-        return trace if frame.f_code.co_filename == file_name else None
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
 
 
 def render(
@@ -76,24 +42,25 @@ def render(
             `apply_chat_template`, and further variables for the template.
 
     Raises:
-        RequestError: the template refused the messages, or (with `DeadlineError` as the cause)
-            took too long.
+        RequestError: the template refused the messages, or (with `TemplateLimitError` as the cause)
+            needed too much time or memory.
     """
+    from transformers import PreTrainedTokenizerBase
+
+    own = getattr(type(tokenizer), "apply_chat_template", None)
     try:
-        with deadline(TEMPLATE_SECONDS, "<template>"):
-            text = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-    except DeadlineError as error:
+        if own is not PreTrainedTokenizerBase.apply_chat_template:  # transformers' code, no jinja
+            return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        return RENDERERS.render(tokenizer, list(messages), options)
+    except TemplateLimitError as error:
         raise RequestError(
-            f"the model's chat template took more than {TEMPLATE_SECONDS:g} s; "
-            "send fewer or shorter messages"
+            f"the model's chat template {error}; send fewer or shorter messages"
         ) from error
     except Exception as error:  # a template may fail in any way a program can
         raise RequestError(
             f"the model's chat template refused the messages: {error!s:.300}; "
             "check their roles and order"
         ) from error
-    assert isinstance(text, str)
-    return text
 
 
 def check_settings(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, object]) -> None:

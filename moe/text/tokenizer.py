@@ -6,9 +6,11 @@ with the reason. Code in a model's directory is never run: a tokenizer that need
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ from moe.text.chat import (
 )
 from moe.text.detokenize import IncrementalDecoder, special_token_ids
 from moe.text.generation_config import GENERATION_CONFIG, read_generation_config
+from moe.text.renderer import RENDERERS
 from moe.text.tool_calls.probe import Render, ToolSupport, probe_tools
 from moe.text.tool_calls.reasoning import ReasoningSupport, probe_reasoning
 
@@ -40,8 +43,12 @@ OPENED: Mapping[str, bool] = {"add_generation_prompt": True}
 _BEHIND = 16  # a prompt may have this many tokens of space after the tag that opens reasoning
 ToolSpec = Mapping[str, object]
 """A tool as OpenAI's API describes it: ``{"type": "function", "function": {...}}``."""
+_TEXTS = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
 _PATTERNS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 PROCESSOR_TEMPLATE = "chat_template.json"
+_FILE_BYTES = 1 << 28  # of any file of a tokenizer; the largest known have 35 MB
+_TOKEN_CHARACTERS = 1 << 16  # of the text of a token
+_TEXT_CHARACTERS = 1 << 25  # of a prompt, after a tokenizer's own replacements
 WHY_NONE = "no_tokenizer.txt"
 """A file that says why a directory has no tokenizer, where what made the directory knows."""
 
@@ -80,6 +87,11 @@ class TextCodec:
         tokenizer, reason = load_tokenizer(directory)
         eos = eos_token_ids(directory, config, tokenizer)
         return cls(tokenizer, config.get_text_config().vocab_size, eos, reason)
+
+    def warm_up(self) -> None:
+        """Start what renders chats, so that the first one does not wait a second for it."""
+        if self.tokenizer is not None and self.tokenizer.chat_template:
+            RENDERERS.start()
 
     def encode(
         self,
@@ -198,7 +210,14 @@ class TextCodec:
         """Token ids of text; `special`: with the tokenizer's own special tokens."""
         tokenizer = self.require_tokenizer("text prompts")
         self._check_text(text, max_tokens)
-        return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
+        try:
+            return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise RequestError(
+                f"the model's tokenizer cannot take this text: {error!s:.200}"
+            ) from None
 
     def _chat_text(
         self, messages: Sequence[Any], settings: Mapping[str, object], options: Mapping[str, object]
@@ -234,6 +253,22 @@ class TextCodec:
                 f"the prompt has {len(text)} characters, more than {max_tokens} tokens can have "
                 f"({self._longest_token} each at most); shorten it"
             )
+
+        if len(text) * self._growth > _TEXT_CHARACTERS:
+            raise ContextError(
+                f"the prompt has {len(text)} characters, and the model's tokenizer may make "
+                f"{self._growth} of each; send at most {_TEXT_CHARACTERS // self._growth}"
+            )
+
+    @cached_property
+    def _growth(self) -> int:
+        """How many characters or tokens the tokenizer's rules may make of a character."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        return (
+            math.ceil(_growth(backend.normalizer) * _growth(backend.post_processor))
+            if backend
+            else 1
+        )
 
     @cached_property
     def _longest_token(self) -> int:
@@ -274,8 +309,11 @@ def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str
         why = told.read_text(encoding="utf-8") if told.is_file() else ""
         return None, why or f"{directory} has no tokenizer files"
     files = (file for file in sorted(directory.iterdir()) if not file.is_dir())
-    if odd := next((file for file in files if not file.is_file()), None):
-        return None, f"{odd} is not a regular file"
+    for file in files:
+        if not file.is_file():
+            return None, f"{file} is not a regular file"
+        if file.suffix in _TEXTS and file.stat().st_size > _FILE_BYTES:
+            return None, f"{file} has more than {_FILE_BYTES >> 20} MiB"
     try:
         # False, not unset: unset lets transformers ask on the terminal whether to run code.
         tokenizer = AutoTokenizer.from_pretrained(
@@ -284,9 +322,73 @@ def load_tokenizer(directory: Path) -> tuple[PreTrainedTokenizerBase | None, str
     except Exception as error:  # damaged files raise almost any type, for example KeyError
         why = f"{type(error).__name__}: {error}"
         return None, f"the tokenizer in {directory} cannot be loaded ({why})"
+    if why := _too_long(tokenizer):
+        return None, f"the tokenizer in {directory} {why}"
     if not tokenizer.chat_template:
         tokenizer.chat_template = _processor_template(directory)
     return tokenizer, ""
+
+
+def _too_long(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Why the text of a single token, or what is added to each text, is too long; or ""."""
+    longest = max(map(len, tokenizer.get_vocab()), default=0)
+    if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+        longest *= math.ceil(_growth(backend.decoder))
+        longest = max(longest, *(map(_added, (backend.normalizer, backend.post_processor))))
+    if longest <= _TOKEN_CHARACTERS:
+        return ""
+    return f"makes texts of {longest} characters of a token, more than {_TOKEN_CHARACTERS}"
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether it is one of Rust's, of a compiled tokenizer: those are no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
+def _rules(part: Any) -> Iterator[dict[str, Any]]:
+    """The settings of a part of a compiled tokenizer, of each of its own parts if it is a list."""
+    waiting = [] if part is None else [json.loads(part.__getstate__())]
+    while waiting:
+        rule = waiting.pop()
+        inside = [rule.get(name) or [] for name in ("normalizers", "decoders", "processors")]
+        waiting += [each for parts in inside for each in parts]
+        yield rule
+
+
+def _growth(part: Any) -> float:
+    """How many times longer a text may become by what a model's files say, at least 1.
+
+    What Unicode says is left out: at most 18 times, of characters that nobody needs.
+    """
+    factor = 1.0
+    for rule in _rules(part):
+        if (content := rule.get("content")) and (pattern := rule.get("pattern")):
+            literal = pattern.get("String")
+            # An expression may also match nothing, between any two characters.
+            factor *= max(1.0, len(content) / len(literal) if literal else len(content) + 1)
+        if table := rule.get("precompiled_charsmap"):
+            data = base64.b64decode(table)  # the length of an index, the index, then texts
+            texts = data[4 + int.from_bytes(data[:4], "little") :]
+            factor *= max(1, *map(len, texts.split(b"\0")), 1)
+        pieces = [piece for piece in rule.get("single") or [] if "Sequence" in piece]
+        factor *= max(1, len(pieces))
+    return factor
+
+
+def _added(part: Any) -> int:
+    """How many characters or tokens are added to each text."""
+    added = 0
+    for rule in _rules(part):
+        ids = {
+            name: len(token["ids"]) for name, token in (rule.get("special_tokens") or {}).items()
+        }
+        pieces = [
+            piece["SpecialToken"]["id"]
+            for piece in rule.get("single") or []
+            if "SpecialToken" in piece
+        ]
+        added += len(rule.get("prepend") or "") + sum(ids.get(name, 1) for name in pieces)
+    return added
 
 
 def _processor_template(directory: Path) -> str | None:

@@ -31,6 +31,7 @@ HEADERS = {
 PATHS = frozenset(
     ["/", *(f"/page/{file.relative_to(STATIC)}" for file in STATIC.rglob("*") if file.is_file())]
 )
+_RANGES = (b"range", b"if-range")
 _files = StaticFiles(directory=STATIC)
 router = APIRouter(include_in_schema=False)
 
@@ -44,6 +45,10 @@ async def index(request: Request) -> Response:
 @router.get("/page/{name:path}")
 async def file(request: Request, name: str) -> Response:
     """A file of its bundle."""
+    # Whole files only: ranges of a header are the client's to choose, and costly to merge.
+    headers = request.scope["headers"]
+    request.scope["headers"] = [each for each in headers if each[0] not in _RANGES]
     response = await _files.get_response(name, request.scope)
     response.headers.update(HEADERS)
+    response.headers["accept-ranges"] = "none"
     return response

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe.errors import RequestError
-from moe.text.chat import DeadlineError, MessageDict
+from moe.text.chat import MessageDict
+from moe.text.renderer import TemplateLimitError
 from moe.text.tool_calls.format import CallFormat, KeyPath, NamedBody, ObjectBody, TaggedBody
 
 Render = Callable[..., str]
@@ -149,8 +150,8 @@ class _ToolProbe:
         try:
             return self._render(messages, **options)
         except RequestError as error:
-            if isinstance(error.__cause__, DeadlineError):
-                raise _NoFormat("the chat template takes too long") from None
+            if isinstance(error.__cause__, TemplateLimitError):
+                raise _NoFormat("the chat template takes too long or too much memory") from None
             return None
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe.errors import RequestError
-from moe.text.chat import REASONING_KEY, DeadlineError, MessageDict
+from moe.text.chat import REASONING_KEY, MessageDict
+from moe.text.renderer import TemplateLimitError
 from moe.text.tool_calls.probe import Render, common
 from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
 
@@ -94,8 +95,8 @@ def probe_reasoning(render: Render) -> ReasoningSupport:
                 break
         switch = next((name for name in _SWITCHES if _reads(render, name, True, False)), None)
         effort = _reads(render, "reasoning_effort", "low", "high")
-    except DeadlineError:
-        return ReasoningSupport(None, "the chat template takes too long")
+    except TemplateLimitError:
+        return ReasoningSupport(None, "the chat template takes too long or too much memory")
     return ReasoningSupport(found, reason, switch, effort)
 
 
@@ -148,7 +149,7 @@ class _ReasoningProbe:
         try:
             return self._render(messages, **options, **self._options)
         except RequestError as error:
-            if isinstance(error.__cause__, DeadlineError):
+            if isinstance(error.__cause__, TemplateLimitError):
                 raise error.__cause__ from None
             return None
 

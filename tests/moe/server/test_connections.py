@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from moe.server.connections import TimedProtocol
+from moe.server.connections import Crowd, TimedProtocol
 from moe.server.metrics import Metrics
 
 URL = "/v1/completions"
@@ -74,18 +74,49 @@ def test_c21_an_answer_that_nobody_reads_does_not_hold_its_connection(
         assert server.http.post(URL, json=SHORT).status_code == 200
 
 
-def test_c21_a_flood_of_connections_is_refused_and_forgotten(
+def test_c21_silent_connections_keep_nobody_out(
     wait_for: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moe.server.serve.MAX_CONNECTIONS", 20)
-    with serve(read_timeout_s=2.0) as server:  # by when all are there
+    with serve() as server:
         crowd = [server.connect() for _ in range(40)]
-        assert server.http.get("/health").status_code == 503
-
-        def answers() -> bool:
-            return httpx.get(f"{server.url}/health", timeout=60).status_code == 200
-
-        wait_for(answers, "the crowd to be closed")
+        for _ in range(3):
+            assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+            crowd += [server.connect() for _ in range(20)]
+        assert server.http.post(URL, json=SHORT).status_code == 200
         for connection in crowd:
             connection.close()
-        assert server.http.post(URL, json=SHORT).status_code == 200
+
+
+class FakeConnection:
+    """As much of a connection as `Crowd` sees."""
+
+    def __init__(self, is_idle: bool = True) -> None:
+        self.is_idle, self.is_closed = is_idle, False
+        self.transport = self
+
+    def abort(self) -> None:
+        self.is_closed = True
+
+
+def test_c21_an_address_has_a_limit_and_gives_way_first() -> None:
+    crowd, made = Crowd(most=8, each=4), list[FakeConnection]()
+
+    def connect(address: str, is_idle: bool = True) -> FakeConnection:
+        made.append(FakeConnection(is_idle))
+        if not crowd.admit(made[-1], address):  # type: ignore[arg-type]
+            made[-1].abort()
+        return made[-1]
+
+    few, many = [connect("few"), connect("few")], [connect("many") for _ in range(5)]
+    assert [each.is_closed for each in many] == [True, *[False] * 4], "its own oldest"
+    connect("few")
+    connect("other")
+    assert sum(each.is_closed for each in many) == 2, "of the address that has most"
+    assert not any(each.is_closed for each in few)
+    busy = [connect("busy", is_idle=False) for _ in range(4)]
+    assert connect("busy").is_closed, "requests are not cut off for a new connection"
+    assert not any(each.is_closed for each in busy)
+    for each in made:
+        crowd.leave(each)  # type: ignore[arg-type]
+    assert not any(connect("busy").is_closed for _ in range(4))

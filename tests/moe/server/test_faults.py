@@ -38,7 +38,7 @@ CUBIC = "{% for a in messages %}{% for b in messages %}{% for c in messages %}" 
 def test_templates_have_a_time_limit(
     template: str, serve: Any, model: MoE, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moe.text.chat.TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr("moe.text.renderer.WALL_SECONDS", 0.3)
     monkeypatch.setattr(model.codec.tokenizer, "chat_template", template)
     with serve() as server:
         answers: list[httpx.Response] = []
@@ -49,7 +49,7 @@ def test_templates_have_a_time_limit(
         while asking.is_alive():  # the event loop is free meanwhile
             assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         assert answers[0].status_code == 400
-        assert "chat template took more than 0.3 s" in answers[0].json()["error"]["message"]
+        assert "chat template takes more than 0.3 s" in answers[0].json()["error"]["message"]
         assert server.http.post(URL, json=SHORT).status_code == 200
 
 

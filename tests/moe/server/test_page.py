@@ -50,6 +50,16 @@ def test_a_file_that_has_not_changed_is_not_sent_again(server: Any) -> None:
     assert (answer.status_code, answer.content) == (304, b"")
 
 
+def test_c17_ranges_are_not_served(server: Any) -> None:
+    """Merging many of them takes quadratic time in some libraries (CVE-2025-62727)."""
+    whole = server.http.get("/page/main.js").content
+    many = ",".join(f"{at}-{at}" for at in range(0, 400, 2))
+    for ranges in ("0-9", "-1", many):
+        answer = server.http.get("/page/main.js", headers={"range": f"bytes={ranges}"})
+        assert (answer.status_code, answer.content) == (200, whole)
+        assert answer.headers["accept-ranges"] == "none"
+
+
 @pytest.mark.parametrize("file", OURS, ids=lambda file: file.name)
 def test_our_files_name_no_other_origin_and_no_inline_code(file: Any) -> None:
     text = file.read_text().replace("http://www.w3.org/2000/svg", "")

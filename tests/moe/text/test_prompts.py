@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import MixtralConfig, PreTrainedTokenizerFast
 
-from moe.errors import CheckpointError, RequestError
-from moe.text.tokenizer import TextCodec
+from moe.errors import CheckpointError, ContextError, RequestError
+from moe.text.tokenizer import TextCodec, load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -190,3 +199,58 @@ def test_a_damaged_generation_config_is_refused(tmp_path: Path, content: str) ->
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"generation_config\.json must be a JSON object"):
         TextCodec.from_directory(tmp_path, MixtralConfig())
+
+
+GROWING = {
+    "a literal": (normalizers.Replace("a", "b" * 1_000_000), None),
+    "an expression": (normalizers.Replace(Regex("x*"), "b" * 1_000_000), None),
+    "replacements": (normalizers.Sequence([normalizers.Replace("a", "a" * 100)] * 3), None),
+    "repetitions": (None, processors.TemplateProcessing(single=["$A"] * 1000, special_tokens=[])),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_a7_texts_that_a_tokenizer_makes_much_longer_are_refused(kind: str) -> None:
+    tokenizer = make_tokenizer()
+    normalizer, processor = GROWING[kind]
+    if normalizer is not None:
+        tokenizer.backend_tokenizer.normalizer = normalizer
+    if processor is not None:
+        tokenizer.backend_tokenizer.post_processor = processor
+    with pytest.raises(ContextError, match=r"tokenizer may make \d+ of each; send at most"):
+        TextCodec(tokenizer, VOCAB_SIZE).encode("a" * 100_000)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        ("decoder", decoders.Replace("a", "b" * 100_000)),
+        ("normalizer", normalizers.Prepend("b" * 100_000)),
+    ],
+)
+def test_a7_tokens_of_endless_text_make_no_tokenizer(
+    part: str, value: object, tmp_path: Path
+) -> None:
+    tokenizer = make_tokenizer()
+    setattr(tokenizer.backend_tokenizer, part, value)
+    tokenizer.save_pretrained(tmp_path)
+    found, why = load_tokenizer(tmp_path)
+    assert found is None
+    assert re.search("makes texts of .* characters of a token, more than 65536", why)
+
+
+def test_a7_files_of_a_tokenizer_have_a_limit(tmp_path: Path) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    with (tmp_path / "vocab.txt").open("wb") as file:
+        file.truncate(2**29)
+    found, why = load_tokenizer(tmp_path)
+    assert found is None
+    assert "vocab.txt has more than 256 MiB" in why
+
+
+def test_a7_a_panic_of_the_tokenizer_is_the_requests(capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = make_tokenizer()
+    rules = [normalizers.Replace(Regex("x*"), "yy"), normalizers.Replace("ab", "c" * 9)]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*rules, normalizers.NFKC()])
+    with pytest.raises(RequestError, match="tokenizer cannot take this text: index out of bounds"):
+        TextCodec(tokenizer, VOCAB_SIZE).encode("abxxa")

@@ -1,0 +1,85 @@
+"""Run the property tests of the C++ kernels with a sanitizer built into the kernels.
+
+    python -m tests.sanitize address|thread [ARGS of pytest]
+
+``address`` finds reads and writes outside of an array, uses after a release, and undefined
+behaviour (AddressSanitizer and UndefinedBehaviorSanitizer); ``thread`` finds races between the
+threads that read files, exchange rows and run steps. GCC's OpenMP runtime is not built for
+ThreadSanitizer, so there each test has one thread of OpenMP.
+
+The instrumented library is compiled to build/sanitize/ (minutes, once a change). A finding ends the
+process, which names the line of the kernel and of the test.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "sanitize"
+_FLAGS = {
+    "address": "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer",
+    "thread": "-fsanitize=thread",
+}
+_RUNTIMES = {"address": ("libasan.so", "libubsan.so"), "thread": ("libtsan.so",)}
+_OPTIONS = {
+    "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1:abort_on_error=1",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+    "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:report_signal_unsafe=0",
+}
+_KERNELS = [
+    *(
+        f"tests/kernels/test_{name}.py"
+        for name in ("activation", "checksum", "file_codes", "kv", "layouts")
+    ),
+    *(f"tests/kernels/test_{name}.py" for name in ("native", "native_attention", "native_planes")),
+    *(f"tests/kernels/test_{name}.py" for name in ("post_norm", "quantized", "recurrence")),
+    *(f"tests/kernels/test_{name}.py" for name in ("stages", "sums", "waves")),
+    "tests/moe/decode/test_step.py",
+]
+_THREADS = [
+    *("tests/offload/test_arriving.py", "tests/offload/test_learning.py"),
+    *("tests/offload/test_transfer_native.py", "tests/experts/test_reading.py"),
+    "tests/experts/test_dispatch_native.py",
+]
+_TESTS = {"address": [*_KERNELS, *_THREADS], "thread": _THREADS}
+
+
+def main(kind: str, arguments: list[str]) -> int:
+    compiler = os.environ.get("CXX", "g++")
+    folder = FOLDER / kind
+    folder.mkdir(parents=True, exist_ok=True)
+    # The last -O counts: at -O3 the instrumented kernels compile for a quarter of an hour.
+    wrapper = folder / "c++"
+    wrapper.write_text(f'#!/bin/sh\nexec {compiler} "$@" {_FLAGS[kind]} -O1 -g1\n')
+    wrapper.chmod(0o755)
+    runtimes = [*_RUNTIMES[kind], "libstdc++.so"]  # the last, else exceptions are not intercepted
+    found = [_output([*shlex.split(compiler), f"-print-file-name={name}"]) for name in runtimes]
+    environment = os.environ | {
+        **_OPTIONS,
+        "CXX": str(wrapper),
+        "XDG_CACHE_HOME": str(folder),
+        "OMP_NUM_THREADS": "1" if kind == "thread" else "2",
+    }
+    build = "from kernels.cpu.build import _built; print(_built(['-march=native']))"
+    subprocess.run([sys.executable, "-c", build], cwd=ROOT, env=environment, check=True)
+    # Other instruction sets would be compiled in the middle of a test.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    command += ["-k", "not x86", *(arguments or _TESTS[kind])]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment | {"LD_PRELOAD": ":".join(found)}
+    ).returncode
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in _FLAGS:
+        sys.exit(__doc__)
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

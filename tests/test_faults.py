@@ -1,0 +1,45 @@
+"""`tests/faults.yaml` names every fault of the list, and tests that there are."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+FAULTS = yaml.safe_load((ROOT / "tests" / "faults.yaml").read_text())
+NUMBERS = {"A": 19, "B": 14, "C": 24, "D": 7, "E": 14}
+
+
+@cache
+def names_in(file: str) -> set[str]:
+    tree = ast.parse((ROOT / file).read_text())
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)} | {
+        target.id
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+
+def test_every_fault_is_there() -> None:
+    assert sorted(FAULTS) == sorted(
+        f"{letter}{number + 1}" for letter, count in NUMBERS.items() for number in range(count)
+    )
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_its_tests_are_there(fault: str) -> None:
+    assert FAULTS[fault]["fault"][0] in "CDLW"
+    assert FAULTS[fault]["tests"]
+    missing = [
+        test
+        for test in FAULTS[fault]["tests"]
+        for file, _, name in [test.partition("::")]
+        if not (ROOT / file).is_file() or name not in names_in(file)
+    ]
+    assert not missing
