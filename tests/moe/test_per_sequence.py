@@ -139,11 +139,11 @@ def scores(model: MoE, prompts: list[list[int]]) -> list[list[float | None]]:
     return [[token.logprob for token in c.tokens] for c in model.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"hy_v4", "deepseek_v4", "qwen4_exp_text"}))
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"hy_v4", "deepseek_v4"}))
 def test_decoded_tokens_have_the_same_bits_alone_and_together(
     tiny_checkpoint: Callable[[str], Path], kind: str
 ) -> None:
-    """With weights as planes. The three others leave more to torch, and last bits move there."""
+    """With weights as planes. The two others leave more to torch, and last bits move there."""
     model = MoE.from_pretrained(tiny_checkpoint(kind), WAVE, model=PLANES)
     assert scores(model, PROMPTS) == [scores(model, [prompt])[0] for prompt in PROMPTS]
 
