@@ -40,7 +40,8 @@ TINY: dict[str, Any] = {
     "linear_num_heads": 4, "linear_head_dim": 8,
     "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "mamba_dt_rank": 4,
     "index_topk": 4, "index_n_heads": 8, "index_head_dim": 16, "swa_num_attention_heads": 4,
-    "swa_num_key_value_heads": 2, "swa_head_dim": 16, "swa_v_head_dim": 8,
+    "swa_num_key_value_heads": 2, "swa_head_dim": 16, "swa_v_head_dim": 8, "kv_channels": 16,
+    "router_hidden_size": 24, "o_lora_rank": 16,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Values for every configuration that has the name; others are left out.
@@ -84,6 +85,12 @@ SPECIFIC: dict[str, dict[str, Any]] = {
     },
     "inkling_text": {"rel_extent": 12, "log_scaling_n_floor": 8, "sliding_window_size": 6},
     "inkling2_text": {"rel_extent": 8, "log_scaling_n_floor": 16, "sliding_window_size": 6},
+    "inkling2_loop_text": {
+        "rel_extent": 8, "log_scaling_n_floor": 16, "sliding_window_size": 6,
+        "num_hidden_layers": 5, "layer_types": ["hybrid_sliding", "hybrid"] * 2 + ["hybrid"],
+        "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 2, "loop_layer_index_end": 4,
+        "loop_num_passes": 3, "loop_gate_rank": 8,
+    },
     "doge": {"is_moe": True, "num_experts": 16},
     "llama4_text": {"intermediate_size_mlp": 40, "moe_layers": [1, 3], "num_experts_per_tok": 1},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 5},
@@ -115,6 +122,9 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "indexed_attention"] * 2, "index_kpool": 2,
         "index_topk": 8, "qk_rope_head_dim": 0, "head_dim": 0, "qk_nope_head_dim": 16,
         "v_head_dim": 16, "linear_num_heads": 4, "linear_head_dim": 8,
+    },
+    "hy_v4_vl_text": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
     },
     "muse_spark_audio": {"num_hidden_layers": 4, "patch_sizes": [16, 6, 5, 4]},
     "qwen3_omni_moe_text": {"sliding_window": None},

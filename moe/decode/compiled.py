@@ -50,7 +50,8 @@ class CompiledStep(ABC):
         moe: of each part of the step (a layer, or what lies between two layers of experts), the
             MoE layer that ends it; None: none does.
         top_k: experts that a row chooses.
-        inside: what runs the experts of each MoE layer within the step; none: only callers do.
+        inside: what runs the experts of each visit to a MoE layer within the step; none: only
+            callers do.
     """
 
     keeps_hidden = False
@@ -134,7 +135,6 @@ class CompiledStep(ABC):
         for record, layer, index in zip(experts, self._moe, self._moe_layers, strict=False):
             record.index = -1 if layer is None else index
             if layer is not None and inside:
-                assert layer == index, layer  # ranks tell each other this number
                 (record.forward, record.layer, record.activation, _), slots = inside[index]
                 record.slots = None if slots is None else slots.data_ptr()
         return experts

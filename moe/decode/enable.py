@@ -114,11 +114,14 @@ def _described_step(
     backbone: Backbone, experts: MoELayers, kernel: NativeKernels, description: Description
 ) -> tuple[DecodeForward, str]:
     feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
-    known = [feed.layer for feed in feeds if isinstance(feed.router, Router)]
-    inside, why_not = _compiled_experts(experts, kernel, known)
+    order = [feed.layer for feed in feeds]
+    if all(isinstance(feed.router, Router) for feed in feeds):
+        inside, why_not = _compiled_experts(experts, kernel, order)
+    else:
+        inside, why_not = [], _UNKNOWN_ROUTER
     step = DescribedStep(description, kernel.decode, inside)
     reason = prove(backbone, description, step)
-    forward = DecodeForward(step, experts, why_not)
+    forward = DecodeForward(step, experts, why_not, order)
     prompts = fuse_prompts(backbone, description, kernel.norms)
     return forward, f"{reason}; {prompts}; {forward.where}"
 
@@ -133,17 +136,18 @@ def _traced_step(
     embedding = backbone.model.get_input_embeddings()
     step = TracedStep(program, embedding, kernel.decode, inside)
     reason = prove_traced(backbone, step, program.layers, program.latents)
-    forward = DecodeForward(step, experts, why_not)
+    forward = DecodeForward(step, experts, why_not, order)
     return forward, f"traced, {reason}; {forward.where}"
 
 
 def _compiled_experts(
-    experts: MoELayers, kernel: NativeKernels, known: Sequence[int]
+    experts: MoELayers, kernel: NativeKernels, order: Sequence[int]
 ) -> tuple[Sequence[CompiledExperts], str]:
-    """What runs the experts of each MoE layer in a compiled step; none, and why not.
+    """What runs the experts of each visit to a MoE layer in a compiled step; none, and why not.
 
     Args:
-        known: the MoE layers whose routers the step runs, in its order.
+        order: the MoE layer of each visit. Looped models come to some layers again; tokens of text
+            pass by layers for images.
     """
     calls = list[LayerCall]()
 
@@ -153,15 +157,13 @@ def _compiled_experts(
         return call is not None
 
     why_not = why_outside(experts, takes)
-    if not why_not and list(known) != list(range(len(experts.layers))):
-        why_not = _UNKNOWN_ROUTER
     if why_not:
         return [], why_not
     slots = [
         layer.cache.slot_ids(layer.layer) if isinstance(layer, OffloadedExperts) else None
         for layer in experts.layers
     ]
-    return list(map(CompiledExperts, calls, slots)), ""
+    return [CompiledExperts(calls[layer], slots[layer]) for layer in order], ""
 
 
 def _recorded(backbone: Backbone, experts: MoELayers) -> tuple[DecodeForward, str]:

@@ -121,7 +121,7 @@ def _prove_inside(
     work = [Work(t, cache) for t, cache in zip(tokens, run.caches, strict=True)]
     again = [replace(item, cache=kv_of(item.cache).fork(room, item.cache.length)) for item in work]
     unused = RoutingStatistics([layer.num_experts for layer in experts.layers])
-    actual = step.inside(again, InsideExperts(unused, "decode"))
+    actual = step.inside(again, InsideExperts(unused, "decode", ()))
     expected, dtype = torch.cat(step(work, routed)), backbone_dtype(backbone.model)
     gap = difference(torch.cat(actual), expected)
     if not gap <= max(EXACT.values, 8 * torch.finfo(dtype).eps):

@@ -93,21 +93,31 @@ class CompiledExperts(NamedTuple):
 
 
 class InsideExperts:
-    """Experts that a step runs itself, all of them in memory: their use is only counted."""
+    """Experts that a step runs itself, all of them in memory: their use is only counted.
 
-    def __init__(self, statistics: RoutingStatistics, phase: Phase) -> None:
-        self._statistics, self._phase = statistics, phase
+    Args:
+        order: the MoE layer of each visit in a step. Looped models come to some layers again.
+    """
+
+    def __init__(self, statistics: RoutingStatistics, phase: Phase, order: Sequence[int]) -> None:
+        self._statistics, self._phase, self._order = statistics, phase, order
+        self._in_turn = is_in_turn(order)
 
     def count(self, layer: int, routing: Routing) -> None:
         """The step has run the experts of an MoE layer."""
         self._statistics.record(layer, {self._phase: routing})
 
     def passed(self, first: int, end: int, step: CompiledPass) -> None:
-        """A compiled step has run the experts of MoE layers from ``first`` on without a stop."""
-        self._statistics.record_layers(first, self._phase, step.ids_LBK[first:end])
+        """A compiled step has run the experts of its visits from ``first`` on without a stop."""
+        if self._in_turn:
+            return self._statistics.record_layers(first, self._phase, step.ids_LBK[first:end])
+        for at in range(first, end):
+            ids = step.ids_LBK[at : at + 1]
+            self._statistics.record_layers(self._order[at], self._phase, ids)
+        return None
 
-    def run(self, layer: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
-        """Run the experts of a layer at which a compiled step has stopped.
+    def run(self, at: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
+        """Run the experts of the visit at which a compiled step has stopped.
 
         Returns:
             ``(B, H)``; None where the rows are already in `CompiledPass.rows`.
@@ -120,21 +130,25 @@ class CachedExperts(InsideExperts):
     """The same of experts in a cache: the step stops where one is missing."""
 
     def __init__(
-        self, statistics: RoutingStatistics, phase: Phase, layers: Sequence[OffloadedExperts]
+        self,
+        statistics: RoutingStatistics,
+        phase: Phase,
+        order: Sequence[int],
+        layers: Sequence[OffloadedExperts],
     ) -> None:
-        super().__init__(statistics, phase)
+        super().__init__(statistics, phase, order)
         self._layers = layers
 
     def passed(self, first: int, end: int, step: CompiledPass) -> None:
         super().passed(first, end, step)
-        for layer in range(first, end):
-            own = self._layers[layer]
-            own.cache.found(own.layer, step.experts(layer))
+        for at in range(first, end):
+            own = self._layers[self._order[at]]
+            own.cache.found(own.layer, step.experts(at))
 
-    def run(self, layer: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
-        routing = step.routing(layer)
+    def run(self, at: int, step: CompiledPass, call: LayerCall) -> Tensor | None:
+        routing, layer = step.routing(at), self._order[at]
         self._statistics.record(layer, {self._phase: routing})
-        asked, rows = step.experts(layer), step.rows(layer)
+        asked, rows = step.experts(at), step.rows(at)
         return self._layers[layer].run_stopped(asked, call, rows, step.h_BH, routing)
 
 
@@ -164,6 +178,11 @@ class RankGroup(NamedTuple):
             self.counts.passed(0, layers, step)
 
 
+def is_in_turn(order: Sequence[int]) -> bool:
+    """Whether a step visits each MoE layer once, from the first to the last."""
+    return list(order) == list(range(len(order)))
+
+
 def why_outside(experts: MoELayers, takes: Callable[[AnyExperts], bool]) -> str:
     """Why a step cannot run these experts itself; empty if it can.
 
@@ -182,19 +201,30 @@ class DecodeForward:
     Args:
         experts: the model's MoE layers, as the step was made for them.
         why_outside: why the step can never run experts itself; empty if it can.
+        order: the MoE layer of each visit; None: each layer once, in turn.
     """
 
-    def __init__(self, step: DecodeStep, experts: MoELayers, why_outside: str = "") -> None:
+    def __init__(
+        self,
+        step: DecodeStep,
+        experts: MoELayers,
+        why_outside: str = "",
+        order: Sequence[int] | None = None,
+    ) -> None:
         self._step, self._experts, self._why_outside = step, experts, why_outside
+        order = range(len(experts.layers)) if order is None else order
+        self._in_turn = is_in_turn(order)
         self._run, self._forward, self._layers = experts.run, experts.forward, [*experts.layers]
         self._routed = through_lane(experts.run)
         cached = [layer for layer in self._layers if isinstance(layer, OffloadedExperts)]
         self._cached, self._partly_cached = cached, 0 < len(cached) < len(self._layers)
         statistics = experts.statistics
-        self._counts = {phase: InsideExperts(statistics, phase) for phase in PHASES}
+        self._counts = {phase: InsideExperts(statistics, phase, order) for phase in PHASES}
         self._inside = self._counts
         if cached:
-            self._inside = {phase: CachedExperts(statistics, phase, cached) for phase in PHASES}
+            self._inside = {
+                phase: CachedExperts(statistics, phase, order, cached) for phase in PHASES
+            }
 
     def __call__(self, work: Sequence[Work]) -> list[Tensor]:
         experts = self._experts
@@ -236,6 +266,8 @@ class DecodeForward:
         dispatcher, ranks_pass = self._experts.dispatcher, self._experts.lockstep_pass
         native = dispatcher.native if isinstance(dispatcher, AllToAllDispatcher) else None
         if native is None or ranks_pass is None or ranks_pass.left != len(self._layers):
+            return None
+        if not self._in_turn:  # a visit's number is not its layer's, which ranks tell each other
             return None
         return RankGroup(native, ranks_pass, self._experts.layers, self._counts[phase])
 

@@ -38,7 +38,13 @@ from moe.describe.observe import AttentionCall
 from moe.describe.parts import close, describe_projection
 from moe.describe.probe import random_prompts, stand_in
 from moe.describe.row_wise import as_torch_does
-from moe.network.attention import MaskRule, packed_attention, packed_mask, packed_pass
+from moe.network.attention import (
+    MaskRule,
+    is_within_tokens,
+    packed_attention,
+    packed_mask,
+    packed_pass,
+)
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import (
     KeyRule,
@@ -47,6 +53,7 @@ from moe.network.kv_cache import (
     PackedCache,
     States,
     Work,
+    layer_of,
 )
 from moe.network.lanes import run_lanes
 from moe.network.miniature import owns_stack
@@ -216,6 +223,12 @@ class _TracedCache(PackedCache):
         self._recorder.rules[mask.untyped_storage().data_ptr()] = rule
         return mask
 
+    def distances(self, device: torch.device) -> Tensor:
+        with self._recorder.pause():
+            distances = super().distances(device)
+        self._recorder.histories.add([distances], Lineage())
+        return distances
+
     def history_positions(self) -> Tensor:
         with self._recorder.pause():
             positions = super().history_positions()
@@ -252,11 +265,13 @@ def _traced_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     recorder = _active.get()
+    if is_within_tokens(module, attention_mask):
+        return packed_attention(module, query, key, value, attention_mask, **options)
     with recorder.pause():
         output, _ = packed_attention(module, query, key, value, attention_mask, **options)
     if recorder.paused:
         return output, None
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = layer_of(recorder.cached | recorder.read, key, value, module.layer_idx)  # type: ignore[arg-type]
     cached = recorder.cached.get(layer)
     if cached is None:
         raise NotDescribed(f"attention {layer} has no cache of its own")

@@ -1,7 +1,8 @@
 """Finds the modules that must see one sequence at a time, by what they ask of the model's cache.
 
 Recurrent modules keep states in it, sparse attention the keys of its indexer, and attention with
-biases by position asks it for positions. Rotary modules say themselves that they depend on lengths.
+biases by position asks it for positions, or is given the distances of queries and keys by a model
+that does. Rotary modules say themselves that they depend on lengths.
 """
 
 from __future__ import annotations
@@ -77,17 +78,49 @@ def find_stateful(model: PreTrainedModel, token_ids: Sequence[int]) -> StatefulM
     """
     own = OwnCache.of(model)
     cache_class = own.standing_for(_WatchedCache, _WatchedStates, layers=False)
-    with active_modules(model) as active:
+    distances: dict[nn.Module, set[str]] = {}
+    with active_modules(model) as active, _given_distances(model, len(token_ids), distances):
         cache = cache_class(model.config.get_text_config(decoder=True), active)
         ids = torch.tensor([list(token_ids)], device=model.device)
         model(input_ids=ids, **{CACHE_ARGUMENT: cache}, use_cache=True)
     # Where one layer has an indexer, others may reuse its choice.
-    apart = [module for module in cache.attention if cache.indexed or module in cache.positioned]
+    apart = [
+        module
+        for module in dict.fromkeys(cache.attention)
+        if cache.indexed or module in cache.positioned or module in distances
+    ]
     apart += [module for layer, module in cache.by_layer.items() if layer in own.layers]
+    names = frozenset(name for module in apart for name in distances.get(module, ()))
     rotary = [module for module in model.modules() if depends_on_length(module)]
     kept = [getattr(layer, "indexer_position_ids", None) for layer in cache.layers]
     dims = next((len(positions) for positions in kept if positions is not None), 0)
-    return StatefulModules(list(cache.recurrent.values()), apart, rotary, bool(own.layers), dims)
+    recurrent = list(cache.recurrent.values())
+    return StatefulModules(recurrent, apart, rotary, bool(own.layers), dims, names)
+
+
+@contextmanager
+def _given_distances(
+    model: nn.Module, tokens: int, found: dict[nn.Module, set[str]]
+) -> Iterator[None]:
+    """Collect by which arguments modules are given the distances ``(T, T)`` of so many queries and
+    keys."""
+    at = torch.arange(tokens, device=model.device)
+    expected = at[:, None] - at
+
+    def watch(module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        for name, value in kwargs.items():
+            if isinstance(value, Tensor) and not value.is_floating_point():
+                if value.shape == expected.shape and torch.equal(value, expected):
+                    found.setdefault(module, set()).add(name)
+
+    hooks = [
+        module.register_forward_pre_hook(watch, with_kwargs=True) for module in model.modules()
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

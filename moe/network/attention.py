@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kernels.cpu import choose_kernel
 from kernels.cpu.dense import BlockRows
-from moe.network.kv_cache import KVCache, PackedCache
+from moe.network.kv_cache import KVCache, PackedCache, layer_of
 
 PACKED = "moe_packed"
 """Name of this implementation in transformers' registries."""
@@ -121,6 +121,8 @@ def packed_attention(
     """Attention interface of transformers for one packed row.
 
     Args:
+        module: with a ``layer_idx``; attention without one has no keys of other tokens: it sums up
+            rows of each token by itself, which stand where heads do.
         query: ``(1, Q, T, D)``.
         key, value: what `PackedCache.update` returned, or what the module made of it.
         attention_mask: the layer's rule; a mask of a module that sees one sequence at a time.
@@ -128,8 +130,11 @@ def packed_attention(
     Returns:
         ``(1, T, Q, D)``, and no attention weights.
     """
+    if is_within_tokens(module, attention_mask):
+        how = scaling, kwargs.get("s_aux"), kwargs.get("softcap")
+        return _attend_masked(query, key, value, None, *how).contiguous(), None
     cache = current_pass.get()
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    layer = layer_of(cache.returned, key, value, module.layer_idx)  # type: ignore[arg-type]
     if cache.is_running and isinstance(attention_mask, Tensor):
         mask = _chosen(attention_mask, kwargs.get("indices"), kwargs.get("position_bias"))
         sinks, softcap = kwargs.get("s_aux", kwargs.get("sinks")), kwargs.get("softcap")
@@ -147,6 +152,12 @@ def packed_attention(
         pairs = zip(queries, seen, strict=True)
         cache.received = torch.cat([_received(q, rows.read()[0], *how) for q, rows in pairs])
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).contiguous(), None
+
+
+def is_within_tokens(module: nn.Module, attention_mask: object) -> bool:
+    """Whether attention reads nothing but rows of the token itself: without a layer's cache, and
+    without a mask."""
+    return attention_mask is None and not hasattr(module, "layer_idx")
 
 
 class SeenRows(NamedTuple):

@@ -350,6 +350,17 @@ class KeyRule(Protocol):
         """For the last queries of a sequence and all of its keys; broadcasts to both."""
 
 
+def layer_of(
+    rows: Mapping[LayerKey, tuple[Tensor, ...]], keys: Tensor, values: Tensor, own: int
+) -> int:
+    """The layer whose rows these are; a module's own number if it has computed with them. The two
+    differ in modules that run several times in a pass, each time with a cache of its own."""
+    for layer, pair in rows.items():
+        if isinstance(layer, int) and pair[0] is keys and pair[-1] is values:
+            return layer
+    return own
+
+
 class PackedCache(Cache):
     """The cache that transformers sees during one packed pass over several sequences.
 
@@ -388,7 +399,7 @@ class PackedCache(Cache):
         self.sequences = sequences
         self.sizes = list(sizes)
         self.needs_history = needs_history
-        self.returned: dict[int, tuple[Tensor, Tensor]] = {}
+        self.returned: dict[LayerKey, tuple[Tensor, ...]] = {}
         self.states: list[dict[int, dict[StateKey, Tensor]]] = [{} for _ in sequences]
         self.recurrent_before: Tensor | None = None
         self.adds_masks = False
@@ -460,6 +471,11 @@ class PackedCache(Cache):
         keys = self.running_end
         seen = rule.evaluate(queries, keys, device).expand(queries, keys)[None, None]
         return torch.where(seen, 0.0, -torch.inf) if self.adds_masks else seen
+
+    def distances(self, device: torch.device) -> Tensor:
+        """``(size, L)`` int64: of each token of the running sequence from all that it has read."""
+        keys = torch.arange(self.running_end, device=device)
+        return keys[-self._size :, None] - keys
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Store the indexer's keys ``(1, T, D)`` of a layer; return all of the sequence."""

@@ -12,7 +12,7 @@ Rotary tables are computed as if no other sequence had been read before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -38,6 +38,8 @@ class StatefulModules:
         rotary: their tables depend on the length of the sequence.
         own_layers: some of `attention` keep more than keys in cache layers of their own.
         position_dims: see `moe.network.own_cache.OwnCache`.
+        distances: arguments by which `attention` is given the distance of each query from each key,
+            where the model computes them for all layers; each sequence gets its own.
     """
 
     recurrent: list[nn.Module] = field(default_factory=list)
@@ -45,6 +47,7 @@ class StatefulModules:
     rotary: list[nn.Module] = field(default_factory=list)
     own_layers: bool = False
     position_dims: int = 0
+    distances: frozenset[str] = frozenset()
 
 
 def serve_packed(modules: StatefulModules) -> None:
@@ -52,7 +55,9 @@ def serve_packed(modules: StatefulModules) -> None:
     for module in modules.recurrent:
         module.forward = partial(_forward, module.forward, together=True)
     for module in modules.attention:
-        module.forward = partial(_forward, module.forward, together=False)
+        module.forward = partial(
+            _forward, module.forward, together=False, distances=modules.distances
+        )
     for module in modules.rotary:
         module.forward = partial(_forward, partial(_afresh, module, module.forward), together=False)
 
@@ -78,10 +83,17 @@ def _afresh(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: An
     return own(*args, **kwargs)
 
 
-def _forward(own: Callable[..., Any], *args: Any, together: bool, **kwargs: Any) -> Any:
+def _forward(
+    own: Callable[..., Any],
+    *args: Any,
+    together: bool,
+    distances: Set[str] = frozenset(),
+    **kwargs: Any,
+) -> Any:
     """
     Args:
         together: tokens of several sequences run as a batch in decode passes.
+        distances: see `StatefulModules`.
     """
     cache = current_pass.get(None)
     if cache is None or cache.is_running:  # the latter: a module inside another one of these
@@ -93,9 +105,9 @@ def _forward(own: Callable[..., Any], *args: Any, together: bool, **kwargs: Any)
         rows = [starts[index] + token + at for index in running for at in range(size)]
         with cache.running(running, token, size):
             chosen = _Rows(cache, rows, len(running), device)
-            output = own(
-                *map(chosen.of, args), **{name: chosen.of(kwargs[name]) for name in kwargs}
-            )
+            given = {name: chosen.of(kwargs[name]) for name in kwargs.keys() - distances}
+            given |= {name: cache.distances(device) for name in kwargs.keys() & distances}
+            output = own(*map(chosen.of, args), **given)
         outputs.append(_as_row(output, len(running), size))
         order += rows
     if len(outputs) == 1:

@@ -20,13 +20,13 @@ from moe.network.lanes import run_lanes
 PROVEN = [
     "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss",
     "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "minimax_m2", "mixtral", "olmoe", "phimoe",
-    "qwen2_moe", "qwen3_moe",
+    "qwen2_moe", "qwen3_moe", "sarvam_mla", "sarvam_moe",
 ]  # fmt: skip
 TRACED = [
     "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v32",
     "dots3_note_text", "gemma4_text", "glm5_next", "glm_moe_dsa", "granitemoehybrid", "hy_v4",
-    "inkling2_text", "inkling_text", "jamba", "jetmoe", "kimi_linear", "kolibri1", "laguna",
-    "lfm2_moe", "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "muse_spark", "nemotron_h",
+    "inkling2_loop_text", "inkling2_text", "inkling_text", "jamba", "jetmoe", "kimi_linear",
+    "kolibri1", "laguna", "lara_mini", "lfm2_moe", "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "muse_spark", "nemotron_h",
     "qwen3_5_moe_text", "qwen3_next", "step3p7", "zaya",
 ]  # fmt: skip
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [1, 2]]
