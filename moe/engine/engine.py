@@ -153,8 +153,8 @@ class Engine:
         prefixes = self.scheduler.prefixes
         for sequence in ended:
             cache, finished = sequence.cache, sequence.finish_reason is not None
-            if prefixes is not None and finished and isinstance(cache, KVCache):
-                known = sequence.prompt_token_ids
+            known = None if prefixes is None or not finished else sequence.prompt_keys
+            if prefixes is not None and known is not None and isinstance(cache, KVCache):
                 if self._reuse_answers:
                     known = [*known, *sequence.token_ids][: cache.length]
                 prefixes.add(sequence.salt, known, cache)

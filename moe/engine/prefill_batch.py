@@ -21,6 +21,7 @@ from torch import Tensor
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.errors import RequestError
 from moe.network.kv_cache import SequenceCache
+from moe.network.prompt_rows import PromptRows
 from moe.sampling.sampler import Token, score
 from moe.sequence import RunningSequence
 from moe.settings import PrefillSettings
@@ -66,6 +67,11 @@ class SequenceGroup:
     def token_ids(self) -> list[int]:
         """The prompt."""
         return self.sequences[0].prompt_token_ids
+
+    @property
+    def rows(self) -> PromptRows | None:
+        """What the text model is given for the prompt beside token ids; None: nothing."""
+        return self.sequences[0].rows
 
     @property
     def num_tokens(self) -> int:
@@ -234,7 +240,8 @@ class PrefillBatchBuilder:
         limit = min(self._num_left, self._num_scored_left) if scored else self._num_left
         token_ids = group.token_ids[group.num_read :]
         too_long = len(token_ids) > limit
-        cut = too_long and self._can_cut and (self._mode != "whole" or scored)
+        can_cut = self._can_cut and (group.rows is None or not group.rows.whole)
+        cut = too_long and can_cut and (self._mode != "whole" or scored)
         fills_up = limit > 0 and cut and self._mode == "chunked"
         if too_long and self.chunks and not fills_up:
             return False

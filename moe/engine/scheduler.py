@@ -175,8 +175,11 @@ class Scheduler:
         if self.prefixes is None or group.num_read or group.prompt_logprobs is not None:
             return
         first = group.sequences[0]
-        group.snapshots = self.prefixes.snapshots(first.salt, group.token_ids)
-        cached = self.prefixes.match(first.salt, group.token_ids, first.capacity)
+        keys = first.prompt_keys
+        if keys is None:
+            return
+        group.snapshots = self.prefixes.snapshots(first.salt, keys)
+        cached = self.prefixes.match(first.salt, keys, first.capacity)
         if cached is not None:
             group.begin(cached)
             for sequence in group.sequences:

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from experts.placement import slots_for
 from moe.errors import DoesNotFitError, ProfileError
+from moe.images.towers import PlannedTowers, plan_towers
 from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, size_text
@@ -56,6 +57,7 @@ class PlannedModel:
         kv: how keys and values are to be kept, if the decode step can be compiled.
         logits_size: V of the logits.
         context_length: most tokens of a sequence; None for no limit.
+        towers: what reads images, or why nothing is to.
         why_resident: why its experts cannot stay on disk and what would help; empty if they can.
         room: how many experts fit where; None if the device holds all.
     """
@@ -69,6 +71,7 @@ class PlannedModel:
     kv: KVPrecision
     logits_size: int
     context_length: int | None
+    towers: PlannedTowers | str
     why_resident: str
     room: Capacity | None
 
@@ -99,7 +102,8 @@ def planning(
             profile, device, network.dtype, quantized=_quantized(network, weights)
         )
         footprint = _footprint(network, profile, device, kv)
-        memory = _plan(network, weights, profile, device, footprint, offloadable, host)
+        towers = _towers(path, config, network, profile, device, ranks)
+        memory = _plan(network, weights, towers, profile, device, footprint, offloadable, host)
         notices = decoding_notices(config, profile.model.expert_bits, weights.kept)
         memory = replace(memory, notice="".join(notices))
         yield PlannedModel(
@@ -112,6 +116,7 @@ def planning(
             kv=kv,
             logits_size=network.get_output_embeddings().weight.shape[0],
             context_length=_context_length(config, profile),
+            towers=towers,
             why_resident=offloadable if isinstance(offloadable, str) else "",
             room=_room(memory, profile, device, ranks),
         )
@@ -185,9 +190,28 @@ def _footprint(
     )
 
 
+def _towers(
+    path: Path,
+    config: PreTrainedConfig,
+    network: PreTrainedModel,
+    profile: Profile,
+    device: torch.device,
+    ranks: int,
+) -> PlannedTowers | str:
+    """What reads images, if the profile wants that; else why nothing does."""
+    if not profile.model.images:
+        return "it is loaded without what reads images (model.images=true loads it)"
+    if ranks > 1:
+        return "several ranks share the experts: images are read by one process only"
+    if profile.speculation.contrast:
+        return "speculation.contrast reads each token twice, which images do not support"
+    return plan_towers(path, config, network, _backbone_dtype(profile, device))
+
+
 def _plan(
     network: PreTrainedModel,
     weights: WeightPlan,
+    towers: PlannedTowers | str,
     profile: Profile,
     device: torch.device,
     footprint: Footprint,
@@ -196,8 +220,9 @@ def _plan(
 ) -> MemoryPlan:
     experts = _expert_bytes(network, weights)
     on_cuda = device.type == "cuda"
+    vision = {} if isinstance(towers, str) else {"image towers": towers.nbytes}
     return plan_memory(
-        {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts},
+        {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts, **vision},
         footprint,
         profile,
         place=str(device) if on_cuda else "memory",
