@@ -173,9 +173,7 @@ class MoE:
                 ids, chat = self.codec.encode(prompt), is_chat(prompt)
                 if params is None:
                     one = self.params(len(ids), chat=chat)
-                groups.append(
-                    self.request(ids if chat else prompt, one, shown=shown, chat=chat)
-                )
+                groups.append(self.request(ids if chat else prompt, one, shown=shown, chat=chat))
         for group in groups:
             engine.submit(group)
         return stream_events(engine, groups, self._lock, self._check_open)

@@ -8,6 +8,7 @@ import hashlib
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ MAX_BYTES = 32 << 20
 MAX_IMAGES = 64
 """Most images of a prompt."""
 _SECONDS = 30.0
+_AT_ONCE = threading.BoundedSemaphore(2)
+"""Decoders that run at a time: each may take a gigabyte."""
 _DECODER = Path(__file__).with_name("decoder.py")
 _DATA_URL = re.compile(r"data:image/(?:png|jpeg|jpg|webp);base64,", re.IGNORECASE)
 
@@ -103,7 +106,10 @@ def _run(data: bytes, most_pixels: int, what: str) -> tuple[tuple[int, int], byt
     """Width and height, and the pixels, from the decoder's process."""
     command = [sys.executable, "-I", str(_DECODER), str(max(most_pixels, 0)), str(MAX_BYTES)]
     try:
-        done = subprocess.run(command, input=data, capture_output=True, timeout=_SECONDS, env={})
+        with _AT_ONCE:
+            done = subprocess.run(
+                command, input=data, capture_output=True, timeout=_SECONDS, env={}
+            )
     except subprocess.TimeoutExpired as error:
         raise RequestError(f"{what} took more than {_SECONDS:g} s to decode") from error
     if done.returncode != 0:

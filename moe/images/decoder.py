@@ -16,7 +16,7 @@ import sys
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 REFUSED = 3
-_SECONDS = 20
+_SECONDS = 10
 _SPARE_BYTES = 768 << 20  # the interpreter, Pillow and its libraries
 _BYTES_A_PIXEL = 12  # the decoder's own rows, RGBA, RGB, and the copy that is written
 
@@ -39,7 +39,9 @@ def main() -> int:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         if image.width * image.height > pixels:
-            print(f"it has {image.width} x {image.height} pixels, more than {pixels}", file=sys.stderr)
+            print(
+                f"it has {image.width} x {image.height} pixels, more than {pixels}", file=sys.stderr
+            )
             return REFUSED
         image = ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # a decoder meets anything in what strangers send

@@ -31,7 +31,7 @@ from moe.network.attention import PACKED
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import Lane, run_lanes
-from moe.network.prompt_rows import NotRows, PromptRows, caught, watch
+from moe.network.prompt_rows import PromptRows, caught, watch
 from moe.network.stored_embedding import backbone_dtype
 from moe.text.chat import render
 from moe.text.tokenizer import ImagePrompt
@@ -233,7 +233,10 @@ def load_processor(
     """transformers' processor of a checkpoint for text and images, without torchvision where there
     is one; or why there is none."""
     from transformers import AutoImageProcessor
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING, processor_class_from_name
+    from transformers.models.auto.processing_auto import (
+        PROCESSOR_MAPPING,
+        processor_class_from_name,
+    )
 
     name = _processor_name(directory)
     found = processor_class_from_name(name) if name else None

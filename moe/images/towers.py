@@ -59,14 +59,25 @@ def plan_towers(
         towers = build_towers(network)
         with _open(path, config) as checkpoint:
             make = plan_exactly if is_store(path) else None
-            weights = plan_weights(
-                towers, checkpoint, lambda _, stored: _kept(dtype, stored), make
-            )
+            weights = plan_weights(towers, checkpoint, lambda _, stored: _kept(dtype, stored), make)
     except (CheckpointError, UnsupportedModelError) as error:
         return f"its images cannot be read: {error}"
     if not weights.plan.conversions:
         return "its files have no weights that read images"
     return PlannedTowers(path, config, towers, weights)
+
+
+def read_towers(network: PreTrainedModel, checkpoint: Checkpoint) -> PreTrainedModel | str:
+    """What reads images, in memory as it is stored; or why there is nothing."""
+    try:
+        towers = build_towers(network)
+        weights = plan_weights(towers, checkpoint, lambda _, stored: stored)
+    except (CheckpointError, UnsupportedModelError) as error:
+        return f"the store has nothing that reads images: {error}"
+    if not weights.plan.conversions:
+        return "the checkpoint has no weights that read images"
+    load_weights(towers, checkpoint, weights, device="cpu")
+    return towers
 
 
 def _kept(dtype: torch.dtype | None, stored: torch.dtype) -> torch.dtype:

@@ -34,8 +34,8 @@ from moe.network.kv_cache import (
 )
 from moe.network.lanes import Lane
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
-from moe.network.prompt_rows import POSITIONS, given
 from moe.network.per_sequence import StatefulModules, serve_packed
+from moe.network.prompt_rows import POSITIONS, given
 from moe.network.recurrent_kernels import use_kernels
 from routing import Phase
 

@@ -103,8 +103,7 @@ class PromptRows:
         tensors = list(_tensors(value))
         total = self.tokens + 1
         if not tensors:
-            self._constant[name] = value
-            return
+            return  # a flag: the pass has its own
         if name == POSITIONS and all(t.shape[-1] == total for t in tensors):
             self._rows[name] = _Rows(value, -1)
         elif all(t.ndim > 1 and t.shape[:2] == (1, total) for t in tensors):
@@ -162,7 +161,7 @@ def watch(decoder: nn.Module) -> None:
         if found is not None:
             found.update(named)
             raise _Caught
-        return (), {name: value for name, value in (named | dict(given or {})).items()}
+        return (), named | dict(given or {})
 
     decoder.register_forward_pre_hook(replace, with_kwargs=True)
 
