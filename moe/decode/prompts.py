@@ -109,14 +109,11 @@ class PromptAttention:
         rules = [value for value in (*args, *kwargs.values()) if isinstance(value, MaskRule)]
         way: Any = self._module.config
         packed = cache is not None and not cache.decoding and way._attn_implementation == PACKED
-        if (
-            not packed
-            or cache.places_given
-            or len(rules) != 1
-            or not self._native.supports(given.hidden)
-        ):
+        if not packed or len(rules) != 1 or not self._native.supports(given.hidden):
             return forward(*args, **kwargs)
         assert cache is not None
+        if cache.places_given:  # in several dimensions, which compiled rotations do not know
+            return forward(*args, **kwargs)
         return self._attend(given.hidden, rules[0], cache), None
 
     def _attend(self, hidden: Tensor, rule: MaskRule, cache: PackedCache) -> Tensor:

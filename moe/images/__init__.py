@@ -1,6 +1,6 @@
 """Images in prompts: bytes of a client -> pixels -> rows for the text model.
 
-- `decode.Pixels`: an image's bytes become pixels in a process of its own (`decoder`), within limits.
+- `decode`: an image's bytes become pixels in a process of its own (`decoder`), within limits.
 - `towers`: the parts of a multimodal model that text does not need, loaded when a profile says
   ``model.images``.
 - `reader.ImageReader`: transformers' own processor and model make of a conversation's text and

@@ -168,8 +168,8 @@ class Backbone:
         return cache
 
     def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
-        """One lane for all of the work if sequences are packed, else one each; work that cannot share
-        a pass (`Work.alone`) has one of its own.
+        """One lane for all of the work if sequences are packed, else one each; work that cannot
+        share a pass (`Work.alone`) has one of its own.
 
         Joined in order, the results of the lanes are the float32 logits of each piece of work:
         ``(1, V)`` of the last token, or ``(T, V)`` of all (`Work.all_logits`).
@@ -181,7 +181,8 @@ class Backbone:
             return [Lane(partial(self._forward_own, item), phase) for item in work]
         lanes: list[Lane[list[Tensor]]] = []
         for alone, part in groupby(work, lambda item: item.alone):
-            pieces = [[item] for item in part] if alone else [list(part)]
+            items = list(part)
+            pieces = [[item] for item in items] if alone else [items]
             lanes += [self._lane(piece, phase) for piece in pieces]
         return lanes
 

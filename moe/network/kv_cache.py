@@ -71,8 +71,8 @@ class KVCache:
             moves it when all layers are done, so a cancelled pass leaves no trace.
         room: tokens that the buffers hold, or will hold at the next `write` or `addresses`.
         hidden: the final hidden states of the last tokens; None: nobody reads them.
-        offset: what the position of a token behind the prompt differs by from its index (images take
-            fewer positions than tokens).
+        offset: what the position of a token behind the prompt differs by from its index (images
+            take fewer positions than tokens).
         head: keys and values of the multi-token-prediction layer, a row for each token after the
             first: it has read the token, and the model's hidden state of the one before. It lacks
             rows where tokens came without hidden states: behind a known prefix, and after long

@@ -2,10 +2,10 @@
 
 A multimodal model turns a prompt with images into embeddings and positions, and hands these to its
 text model, some with further rows (features that are added behind its first layers, modalities of
-tokens). `caught` catches that call; `PromptRows` keeps it, and hands out what belongs to some of the
-tokens, however the prompt is read; `given` puts it in place of what token ids give. No argument is
-known by its name but embeddings, positions, masks and the cache: which of a tensor's dimensions are
-tokens is found by their number. Legend: T tokens, H hidden.
+tokens). `caught` catches that call. `PromptRows` keeps it, and hands out what belongs to some of
+the tokens, however the prompt is read; `given` puts it in place of what token ids give. Embeddings,
+positions, masks and the cache are known by their names; of all else the dimension of tokens is
+found by their number. Legend: T tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class PromptRows:
             raise NotRows("the text model is not given embeddings of all tokens")
         mask = found.pop(_MASK, None)
         self._constant: dict[str, Any] = {}
-        given = [rule for rule in (mask.values() if isinstance(mask, dict) else [mask])]
+        given = list(mask.values()) if isinstance(mask, dict) else [mask]
         rules = [rule for rule in given if isinstance(rule, MaskRule)]
         if any(isinstance(rule, Tensor) and rule.ndim != 2 for rule in given):
             raise NotRows("the text model is given a mask of its own")

@@ -81,14 +81,12 @@ def text_of(*kinds: str, labels: Collection[str] = (), between: str = "") -> Cal
     return text
 
 
-def content_of(
-    *kinds: str, labels: Collection[str] = (), between: str = ""
-) -> Callable[[Any], Any]:
+def content_of(*kinds: str, labels: Collection[str] = ()) -> Callable[[Any], Any]:
     """As `text_of`, but content with images stays a list of parts, in the shape of OpenAI's chats.
 
     Images may have the shape of any dialect: ``image_url``, ``input_image`` or ``image``.
     """
-    text = text_of(*kinds, labels=labels, between=between)
+    text = text_of(*kinds, labels=labels)
 
     def content(value: Any) -> Any:
         if not isinstance(value, list) or not any(_is_image(part) for part in value):

@@ -150,14 +150,14 @@ def take_images(messages: Sequence[Any]) -> tuple[list[MessageDict], list[object
 
 def _part(position: int, part: object) -> tuple[MessageDict, object]:
     """A part of a message for the template, and its image; None: it is text."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    assert isinstance(part, Mapping) or kind is None
-    if kind == "text" and isinstance(part["text"] if "text" in part else None, str):
-        return {"type": "text", "text": part["text"]}, None
-    if kind == "image" and part.get("image") is not None:
-        return {"type": "image"}, part["image"]
+    about = part if isinstance(part, Mapping) else {}
+    kind, text = about.get("type"), about.get("text")
+    if kind == "text" and isinstance(text, str):
+        return {"type": "text", "text": text}, None
+    if kind == "image" and about.get("image") is not None:
+        return {"type": "image"}, about["image"]
     if kind == "image_url":
-        url = part.get("image_url")
+        url = about.get("image_url")
         url = url.get("url") if isinstance(url, Mapping) else url
         if isinstance(url, str):
             return {"type": "image"}, url
