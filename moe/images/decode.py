@@ -68,8 +68,8 @@ def _decode(source: object, most_pixels: int, what: str) -> Picture:
 
     if isinstance(source, Image.Image):
         if source.width * source.height > most_pixels:
-            size = f"{source.width} x {source.height}"
-            raise RequestError(f"{what}: it has {size} pixels, more than {most_pixels}")
+            shape = f"{source.width} x {source.height}"
+            raise RequestError(f"{what} has {shape} pixels, more than {most_pixels}")
         image: Any = source.convert("RGB")
     else:
         data = _bytes_of(source, what)

@@ -39,8 +39,8 @@ def main() -> int:
     try:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         if image.width * image.height > pixels:
-            size = f"{image.width} x {image.height}"
-            print(f"it has {size} pixels, more than {pixels}", file=sys.stderr)
+            shape = f"{image.width} x {image.height}"
+            print(f"it has {shape} pixels, more than {pixels}", file=sys.stderr)
             return REFUSED
         image = ImageOps.exif_transpose(image).convert("RGB")
     except Exception as error:  # a decoder meets anything in what strangers send

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -129,13 +130,12 @@ class PromptRows:
     def keys(self) -> list[int]:
         """``T`` negative numbers that stand for the content of each token, for `PrefixCache`: two
         are equal only if the text model is given the same."""
-        dense = [
-            tensor.movedim(rows.dim, 0).reshape(self.tokens + 1, -1).contiguous().cpu()
+        lines = [
+            _bytes(tensor.movedim(rows.dim, 0).reshape(self.tokens + 1, -1))
             for rows in self._rows.values()
             if rows.mask is None
             for tensor in _tensors(rows.value)
         ]
-        lines = [tensor.view(torch.uint8).numpy() for tensor in dense]
         keys = []
         for token in range(self.tokens):
             digest = hashlib.blake2b(digest_size=8)
@@ -144,7 +144,7 @@ class PromptRows:
             for rows in self._rows.values():
                 if rows.mask is not None and rows.mask[token]:
                     for tensor in _tensors(rows.part(token, token + 1)):
-                        digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().data)
+                        digest.update(_bytes(tensor).data)
             keys.append(-1 - (int.from_bytes(digest.digest(), "little") >> 1))
         return keys
 
@@ -198,6 +198,12 @@ def _offset(positions: Tensor, tokens: int) -> int:
     if len(last) != 1:
         raise NotRows("the position behind the prompt is not one number")
     return int(last) - tokens
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    """The bytes of a tensor, those of its last dimension side by side."""
+    plain = tensor.cpu().clone(memory_format=torch.contiguous_format)
+    return np.asarray(plain.view(torch.uint8).numpy())
 
 
 def _looks_ahead(rule: MaskRule, tokens: int) -> bool:
