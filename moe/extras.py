@@ -18,10 +18,13 @@ EXTRAS = {
     "parallel": ("deepspeed>=0.18", "scipy>=1.12"),
     "gguf": ("gguf>=0.18", "transformers>=5.18"),
     "calibration": ("scipy>=1.12",),
+    "images": ("Pillow>=11",),
     "plots": ("matplotlib>=3.9",),
     "gpu": ("triton>=3.4",),
 }
 """Requirements by extra."""
+
+_MODULES = {"Pillow": "PIL"}
 
 # DeepSpeed's set-up compiles for CUDA without this.
 _BEFORE = {"parallel": "DS_BUILD_OPS=0 "}
@@ -35,4 +38,5 @@ def install_line(extra: str) -> str:
 
 def is_installed(extra: str) -> bool:
     """Whether all packages of an extra can be imported; imports none."""
-    return all(find_spec(one.partition(">")[0]) is not None for one in EXTRAS[extra])
+    names = (one.partition(">")[0] for one in EXTRAS[extra])
+    return all(find_spec(_MODULES.get(name, name)) is not None for name in names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ from moe.describe.row_wise import make_row_wise
 from moe.engine.borrowing import borrowing_notice
 from moe.engine.prefix_store import prefix_key, prepare_directory
 from moe.errors import ProfileError
+from moe.extras import install_line, is_installed
+from moe.images.reader import ImageReader, conversation, enable_images, load_processor
 from moe.loading.hub import resolve_model
 from moe.loading.load import LoadReport
 from moe.loading.memory_plan import MemoryPlan
@@ -147,6 +150,8 @@ def _load(
         codec = TextCodec.from_directory(path, planned.config)
         sampling = ModelSampling.from_directory(path)
         made, read = planned.source.load(weights, device, report, planned.room)
+        towers = planned.towers
+        vision = towers if isinstance(towers, str) else towers.load(device, report)
     offloaded = made if isinstance(made, Offloaded) else None
     nbytes = total_bytes(network, made.layers if isinstance(made, Offloaded) else made)
     head, head_layers = take_head(network), _behind(made, len(experts_modules(network)))
@@ -164,6 +169,7 @@ def _load(
     make_row_wise(backbone)
     mtp = _mtp(head, head_layers, backend, planned, profile)
     found = _probe(backbone, experts, profile, mtp)
+    codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
     _alter(backbone, experts, offloaded, policies, profile)
     kv = _keep_in_blocks(backbone, planned.kv, found.fused)
     if not kv.in_blocks:
@@ -191,6 +197,7 @@ def _load(
         notices=[
             *sampling.notices,
             *load_notices(found.packing, found.fused, codec, read),
+            *image_notices(codec, profile),
             *found.speculation.notices,
             *decoding_notices(planned.config, profile.model.expert_bits, weights.kept),
             *precision_notices(network, layers, found.mended),
@@ -292,6 +299,36 @@ def _probe(backbone: Backbone, experts: MoELayers, profile: Profile, mtp: MtpHea
         mtp = "the model's decode steps do not hand on their hidden states"
     speculation = enable_speculation(profile.speculation, backbone, experts, experts.forward, mtp)
     return _Found(packing, mended, fused, speculation)
+
+
+def _images(
+    backbone: Backbone,
+    towers: PreTrainedModel | str,
+    codec: TextCodec,
+    path: Path,
+    config: PreTrainedConfig,
+    profile: Profile,
+) -> ImageReader | str:
+    """What reads images, or why nothing does."""
+    if isinstance(towers, str):
+        return towers
+    tokenizer = codec.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        return f"images come in chats: {codec.no_tokenizer_reason or 'it has no chat template'}"
+    if not is_installed("images"):
+        return f"images need Pillow, which is not installed: {install_line('images')}"
+    processor = load_processor(path, config, tokenizer)
+    if isinstance(processor, str):
+        return processor
+    text = partial(conversation, tokenizer)
+    return enable_images(backbone, towers, processor, text, profile.model.image_pixels)
+
+
+def image_notices(codec: TextCodec, profile: Profile) -> list[str]:
+    """Why images are refused although the profile asks for them."""
+    if not profile.model.images or not isinstance(codec.images, str):
+        return []
+    return [f"prompts with images are refused: {codec.images}"]
 
 
 def _alter(

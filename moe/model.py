@@ -44,7 +44,7 @@ from moe.requests import Defaults, as_batch, check_length, is_chat, make_group
 from moe.sampling.params import SamplingParams
 from moe.settings import MemorySettings, Profile
 from moe.settings.profile import LoadedProfile, load_profile
-from moe.text.tokenizer import Prompt
+from moe.text.tokenizer import Prompt, TextCodec
 from routing import LOADED_FOR
 
 Session = Coordinator | WorkerLoop | None
@@ -175,10 +175,12 @@ class MoE:
         engine = self.loop()
         batch = as_batch(prompts, SamplingParams() if params is None else params)
         with plain_torch():
-            groups = [
-                self.request(prompt, self._usual(prompt) if params is None else one, shown=shown)
-                for prompt, one in batch
-            ]
+            groups = []
+            for prompt, one in batch:
+                ids, chat = self.codec.encode(prompt), is_chat(prompt)
+                if params is None:
+                    one = self.params(len(ids), chat=chat)
+                groups.append(self.request(ids if chat else prompt, one, shown=shown, chat=chat))
         for group in groups:
             engine.submit(group)
         return stream_events(engine, groups, self._lock, self._check_open)
@@ -209,9 +211,6 @@ class MoE:
                 f"the model was loaded by process {self._process}, and process {os.getpid()} is a "
                 "fork without its threads; load it there, or share it among threads"
             )
-
-    def _usual(self, prompt: Prompt) -> SamplingParams:
-        return self.params(len(self.codec.encode(prompt)), chat=is_chat(prompt))
 
     def params(self, num_prompt: int, *, chat: bool, **said: Any) -> SamplingParams:
         """The parameters of a request: ``said``, and the defaults for the rest.
@@ -440,10 +439,16 @@ def _status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
         "expert_kernel": {"name": loaded.backend.name, "reason": loaded.backend.reason},
         "offload": None if offloaded is None else offloaded.status(),
         "parallel": session.status() if isinstance(session, Coordinator) else None,
+        "images": _image_status(loaded.codec),
         "tools": loaded.codec.tools.as_dict(),
         "reasoning": loaded.codec.reasoning.as_dict(),
         "notices": list(loaded.notices),
     }
+
+
+def _image_status(codec: TextCodec) -> dict[str, Any]:
+    why = codec.images if isinstance(codec.images, str) else "equal to transformers' own forward"
+    return {"enabled": not isinstance(codec.images, str), "why": why}
 
 
 def _pool(profile: Profile, kv_tokens: int) -> int:

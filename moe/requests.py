@@ -14,7 +14,7 @@ from moe.sequence import RunningSequence, check_priority
 from moe.settings import GenerationSettings
 from moe.text.detokenize import StopStrings
 from moe.text.generation_config import GENERATION_CONFIG, ModelSampling
-from moe.text.tokenizer import Prompt
+from moe.text.tokenizer import ImagePrompt, Prompt
 
 CONTINUATION = 128
 """Most new tokens after a text prompt under ``max_new_tokens: auto``."""
@@ -59,6 +59,7 @@ def make_group(
             num_new,
             salt,
             priority,
+            rows=ids.rows if isinstance(ids, ImagePrompt) else None,
         )
         for index in range(params.n)
     ]

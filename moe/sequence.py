@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moe.errors import RequestError
 from moe.network.kv_cache import SequenceCache
+from moe.network.prompt_rows import PromptRows
 from moe.sampling.sampler import Sampler, Token
 from moe.text.detokenize import IncrementalDecoder, StopStrings
 
@@ -63,8 +64,10 @@ class RunningSequence:
         priority: lower numbers go first.
         token_ids: tokens generated so far, if another rank began the sequence; this object owns
             the list.
+        rows: what the text model is given for the prompt beside token ids (images).
 
     Attributes:
+        rows: as given.
         sampler: as given.
         queue_key: order among all sequences; those with a smaller key go first.
         num_cached_tokens: tokens of the prompt found in the prefix cache.
@@ -85,8 +88,10 @@ class RunningSequence:
         salt: str = "",
         priority: int = 0,
         token_ids: list[int] | None = None,
+        rows: PromptRows | None = None,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
+        self.rows = rows
         self.max_new_tokens = max_new_tokens
         self.salt = salt
         self.priority = priority
@@ -103,6 +108,14 @@ class RunningSequence:
         self._decoder = decoder
         self._stop_strings = stop_strings
         self._stop_token_ids = frozenset(stop_token_ids)
+
+    @property
+    def prompt_keys(self) -> list[int] | None:
+        """What stands for each token of the prompt in the prefix cache: its id, or its content with
+        images; None: the prompt is not kept there."""
+        if self.rows is None:
+            return self.prompt_token_ids
+        return None if self.rows.whole else self.rows.keys
 
     @property
     def capacity(self) -> int:

@@ -227,10 +227,16 @@ def _class_of(config: PreTrainedConfig) -> Any:
     return None
 
 
-def tiny_model(model_type: str, seed: int = 0) -> PreTrainedModel:
-    """The architecture's model in float32 with random weights that make all parts matter."""
+def tiny_model(
+    model_type: str, seed: int = 0, *, config: PreTrainedConfig | None = None
+) -> PreTrainedModel:
+    """The architecture's model in float32 with random weights that make all parts matter.
+
+    Args:
+        config: None: `tiny_config`.
+    """
     torch.manual_seed(seed)
-    config = tiny_config(model_type)
+    config = tiny_config(model_type) if config is None else config
     model_class = _class_of(config)
     model: PreTrainedModel = model_class(config).eval()
     with torch.no_grad():

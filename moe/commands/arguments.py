@@ -15,6 +15,14 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--system", metavar="TEXT|@FILE", help="system message that leads the conversation"
     )
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="PNG, JPEG or WebP file that the first message shows; may be given several times "
+        "(sets model.images)",
+    )
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,25 +17,38 @@ from moe.text.tool_calls.reasoning import ReasoningParser
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
-def chat(name: str | Path, profile: LoadedProfile, system: str | None = None) -> int:
-    """Chat until end of input or ``/exit``, with ``system`` as the system message.
+def chat(
+    name: str | Path,
+    profile: LoadedProfile,
+    system: str | None = None,
+    images: Sequence[str] = (),
+) -> int:
+    """Chat until end of input or ``/exit``.
+
+    Args:
+        system: the system message.
+        images: files of images that the first message shows.
 
     Raises:
-        RequestError: the model has no tokenizer or no chat template, or the template refuses the
-            system message.
+        RequestError: the model has no tokenizer or no chat template, the template refuses the
+            system message, or an image cannot be read.
     """
+    shown = [_image(file) for file in images]
     model = load(name, profile)
     leading: list[dict[str, object]] = []
     if system is not None:
         leading = [{"role": "system", "content": system}]
-    greeting: dict[str, object] = {"role": "user", "content": "Hello."}
+    greeting = _question("Hello.", shown)
     model.codec.encode([*leading, greeting])  # refuse now, not at each turn
     history = [*leading]
     stats: RunStats | None = None
     if sys.stdin.isatty():
         with suppress(ImportError):  # not every Python is built with it
             import readline  # noqa: F401 - arrow keys and history for `input`
-        print("Ctrl-D or /exit ends, /reset forgets the conversation, /stats shows figures.")
+        print(
+            "Ctrl-D or /exit ends, /reset forgets the conversation, /stats shows figures, "
+            "/image FILE shows an image with the next message."
+        )
     while (line := _ask()) is not None:
         if line == "/exit":
             break
@@ -43,9 +57,33 @@ def chat(name: str | Path, profile: LoadedProfile, system: str | None = None) ->
             print("(conversation forgotten)")
         elif line == "/stats":
             print(stats.summary() if stats else "(nothing generated yet)")
+        elif line.startswith("/image "):
+            try:
+                shown.append(_image(line.removeprefix("/image ").strip()))
+                model.codec.encode([*leading, _question("Hello.", shown)])
+            except RequestError as error:
+                shown.clear()
+                print(f"moe: {error}", file=sys.stderr)
         elif line:
-            stats = _answer(model, history, line) or stats
+            stats = _answer(model, history, _question(line, shown)) or stats
+            shown.clear()
     return 0
+
+
+def _image(file: str) -> bytes:
+    """The bytes of an image's file. Raises `RequestError`."""
+    try:
+        return Path(file).expanduser().read_bytes()
+    except OSError as error:
+        raise RequestError(f"cannot read the image {file}: {error.strerror or error}") from error
+
+
+def _question(text: str, images: Sequence[bytes]) -> dict[str, object]:
+    """A message of the user."""
+    if not images:
+        return {"role": "user", "content": text}
+    parts: list[dict[str, object]] = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 class _AnswerPrinter:
@@ -81,9 +119,10 @@ class _AnswerPrinter:
         self.said += said
 
 
-def _answer(model: MoE, history: list[dict[str, object]], line: str) -> RunStats | None:
+def _answer(
+    model: MoE, history: list[dict[str, object]], question: dict[str, object]
+) -> RunStats | None:
     """One turn, added to the history unless it is refused or interrupted."""
-    question: dict[str, object] = {"role": "user", "content": line}
     messages = [*history, question]
     try:
         answer = _AnswerPrinter(model, messages)

@@ -51,6 +51,8 @@ def load_settings(options: argparse.Namespace) -> Any:
             overrides[f"generation.{name}"] = getattr(options, name)
     if getattr(options, "allowed_origins", None) is not None:
         overrides["server.allowed_origins"] = options.allowed_origins
+    if getattr(options, "image", None):
+        overrides["model.images"] = True
     return load_profile(options.profile, overrides)
 
 
@@ -246,7 +248,7 @@ def chat(options: argparse.Namespace) -> int:
     with importing():
         from moe.commands.chat import chat as run
 
-    return run(options.model, profile, system)
+    return run(options.model, profile, system, options.image)
 
 
 def serve(options: argparse.Namespace) -> int:

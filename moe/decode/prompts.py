@@ -112,6 +112,8 @@ class PromptAttention:
         if not packed or len(rules) != 1 or not self._native.supports(given.hidden):
             return forward(*args, **kwargs)
         assert cache is not None
+        if cache.places_given:  # in several dimensions, which compiled rotations do not know
+            return forward(*args, **kwargs)
         return self._attend(given.hidden, rules[0], cache), None
 
     def _attend(self, hidden: Tensor, rule: MaskRule, cache: PackedCache) -> Tensor:

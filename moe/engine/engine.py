@@ -155,8 +155,8 @@ class Engine:
         prefixes = self.scheduler.prefixes
         for sequence in ended:
             cache, finished = sequence.cache, sequence.finish_reason is not None
-            if prefixes is not None and finished and isinstance(cache, KVCache):
-                known = sequence.prompt_token_ids
+            known = None if prefixes is None or not finished else sequence.prompt_keys
+            if prefixes is not None and known is not None and isinstance(cache, KVCache):
                 if self._reuse_answers:
                     known = [*known, *sequence.token_ids][: cache.length]
                 prefixes.add(sequence.salt, known, cache)
@@ -174,7 +174,9 @@ class Engine:
             first = chunk.group.sequences[0]
             if not chunk.is_last or not isinstance(cache := first.cache, KVCache):
                 continue
-            known, block = first.prompt_token_ids, cache.fork_tokens
+            known, block = first.prompt_keys, cache.fork_tokens
+            if known is None:
+                continue
             if not self.scheduler.is_awaited(chunk.group):
                 known = known[: len(known) // block * block if block else 0]
             prefixes.add(first.salt, known, cache)

@@ -24,6 +24,7 @@ from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.engine.prefix_cache import BLOCK, PrefixCache, block_hashes
 from moe.errors import RequestError
 from moe.network.kv_cache import SequenceCache
+from moe.network.prompt_rows import PromptRows
 from moe.sampling.sampler import Token, score
 from moe.sequence import RunningSequence
 from moe.settings import PrefillSettings
@@ -73,6 +74,11 @@ class SequenceGroup:
         return self.sequences[0].prompt_token_ids
 
     @property
+    def rows(self) -> PromptRows | None:
+        """What the text model is given for the prompt beside token ids; None: nothing."""
+        return self.sequences[0].rows
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the prompt, and those generated so far."""
         first = self.sequences[0]
@@ -95,7 +101,8 @@ class SequenceGroup:
     @cached_property
     def hashes(self) -> list[bytes]:
         """Of each whole block of the prompt, see `block_hashes`."""
-        return block_hashes(self.sequences[0].salt, self.token_ids)
+        first = self.sequences[0]
+        return block_hashes(first.salt, first.prompt_keys or [])
 
     def is_expected_from(self, other: SequenceGroup) -> bool:
         """Whether most of what is left to read of the prompt is a prefix that ``other`` reads."""
@@ -124,9 +131,11 @@ class SequenceGroup:
     def look_up(self, prefixes: PrefixCache) -> None:
         """Begin with the longest prefix of the prompt that is cached, if there is one."""
         first, again = self.sequences[0], self.looked_up
-        self.looked_up = True
-        self.snapshots = prefixes.snapshots(first.salt, self.token_ids)
-        cached = prefixes.match(first.salt, self.token_ids, first.capacity, again=again)
+        self.looked_up, keys = True, first.prompt_keys
+        if keys is None:
+            return
+        self.snapshots = prefixes.snapshots(first.salt, keys)
+        cached = prefixes.match(first.salt, keys, first.capacity, again=again)
         if cached is not None:
             self.begin(cached)
             for sequence in self.sequences:
@@ -274,7 +283,8 @@ class PrefillBatchBuilder:
         limit = min(self._num_left, self._num_scored_left) if scored else self._num_left
         token_ids = group.token_ids[group.num_read :]
         too_long = len(token_ids) > limit
-        cut = too_long and self._can_cut and (self._mode != "whole" or scored)
+        can_cut = self._can_cut and (group.rows is None or not group.rows.whole)
+        cut = too_long and can_cut and (self._mode != "whole" or scored)
         fills_up = limit > 0 and cut and self._mode == "chunked"
         if too_long and self.chunks and not fills_up:
             return False

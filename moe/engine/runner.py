@@ -180,8 +180,10 @@ def _work(chunk: PromptChunk, backbone: Backbone) -> Work:
     if cache is None:
         cache = backbone.new_cache(group.sequences[0].capacity)
         group.begin(cache)
-    scored = group.prompt_logprobs is not None
-    return Work(chunk.token_ids, cache, all_logits=scored, snapshots=chunk.snapshots)
+    scored, rows = group.prompt_logprobs is not None, group.rows
+    cache.offset = 0 if rows is None else rows.offset
+    given = None if rows is None else rows.part(chunk.span.start, chunk.span.stop)
+    return Work(chunk.token_ids, cache, scored, chunk.snapshots, given)
 
 
 def _finish_chunk(
@@ -220,11 +222,11 @@ def _results(
     If a pass over several sequences lacked an expert, it is run again with a lane for each, so
     that only the sequences that need the expert fail.
     """
-    rows = _lane_logits(lanes, len(work))
+    rows = _lane_logits(lanes)
     if len(lanes) < len(work) and any(isinstance(row, OffloadError) for row in rows):
         lanes = [lane for item in work for lane in backbone.lanes([item], lanes[0].phase)]
         run_lanes(lanes, run_experts)
-        rows = _lane_logits(lanes, len(work))
+        rows = _lane_logits(lanes)
     return _without_lost(rows, lanes, work)
 
 
@@ -232,10 +234,11 @@ def _without_lost(
     rows: list[Tensor | Exception], lanes: Sequence[Lane[list[Tensor]]], work: Sequence[Work]
 ) -> list[Tensor | Exception]:
     """The same, with an error for work that lacked an expert of another rank (`Lane.lost`)."""
-    share = len(work) // len(lanes) if lanes else 0
-    for at, lane in enumerate(lanes):
-        start = 0
-        for index in range(at * share, (at + 1) * share) if lane.lost else ():
+    first = 0
+    for lane in lanes:
+        start, own = 0, range(first, first + lane.pieces)
+        first = own.stop
+        for index in own if lane.lost else ():
             end = start + len(work[index].token_ids)
             reasons = [lane.lost[row] for row in sorted(lane.lost) if start <= row < end]
             if reasons and not isinstance(rows[index], Exception):
@@ -245,14 +248,14 @@ def _without_lost(
     return rows
 
 
-def _lane_logits(lanes: Sequence[Lane[list[Tensor]]], num_work: int) -> list[Tensor | Exception]:
+def _lane_logits(lanes: Sequence[Lane[list[Tensor]]]) -> list[Tensor | Exception]:
     """Logits of each item of work as `Backbone.lanes` gives them, or what ended its lane."""
     rows: list[Tensor | Exception] = []
     for lane in lanes:
         try:
             rows += lane.result()
         except Exception as error:
-            rows += [error] * (num_work // len(lanes))
+            rows += [error] * lane.pieces
     return rows
 
 

@@ -81,6 +81,49 @@ def build_like(network: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
     return model
 
 
+def build_towers(network: PreTrainedModel) -> PreTrainedModel:
+    """All of a multimodal model that `build_meta_model` leaves out of ``network``: on the meta
+    device, without the decoder of text and its head (see `join_towers`).
+
+    Raises:
+        UnsupportedModelError: the model reads text only.
+    """
+    if "text_config" not in network.config.sub_configs:
+        raise UnsupportedModelError(f"{type(network).__name__} reads text only")
+    config = copy.deepcopy(network.config)
+    towers = _construct(type(network), config, network.dtype)
+    removed = _text_parts(towers)
+    for name in removed:
+        path, _, leaf = name.rpartition(".")
+        delattr(towers.get_submodule(path), leaf)
+    _ignore(towers, removed)
+    there = {name for name, _ in towers.named_parameters(remove_duplicate=False)}
+    towers.all_tied_weights_keys = {
+        target: source
+        for target, source in towers.all_tied_weights_keys.items()
+        if {target, source} <= there
+    }
+    return towers
+
+
+def join_towers(towers: PreTrainedModel, network: PreTrainedModel) -> None:
+    """Give the other parts of a multimodal model the text part of ``network``, which both share:
+    so it is whole."""
+    for name in _text_parts(network):
+        path, _, leaf = name.rpartition(".")
+        setattr(towers.get_submodule(path), leaf, network.get_submodule(name))
+
+
+def _text_parts(model: PreTrainedModel) -> list[str]:
+    """The names of the decoder of text and of the head, unless that is a part of the decoder."""
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    names = {id(module): name for name, module in model.named_modules()}
+    parts = [names[id(decoder)]]
+    if head is not None and not names[id(head)].startswith(f"{parts[0]}."):
+        parts.append(names[id(head)])
+    return parts
+
+
 def _generating_part(config: PreTrainedConfig) -> tuple[PreTrainedConfig, list[str]]:
     """The part of a configuration that reads and generates text (of models that also speak; mostly
     it is the whole), and the names of the other parts in a checkpoint."""

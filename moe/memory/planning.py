@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from experts.placement import slots_for
 from moe.errors import DoesNotFitError, ProfileError
+from moe.images.towers import PlannedTowers, plan_towers
 from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, size_text
@@ -62,6 +63,7 @@ class PlannedModel:
         kv: how keys and values are to be kept, if the decode step can be compiled.
         logits_size: V of the logits.
         context_length: most tokens of a sequence; None for no limit.
+        towers: what reads images, or why nothing is to.
         why_resident: why its experts cannot stay on disk and what would help; empty if they can.
         room: how many experts fit where; None if the device holds all.
     """
@@ -75,6 +77,7 @@ class PlannedModel:
     kv: KVPrecision
     logits_size: int
     context_length: int | None
+    towers: PlannedTowers | str
     why_resident: str
     room: Capacity | None
 
@@ -104,8 +107,9 @@ def planning(
         kv = choose_kv_precision(
             profile, device, network.dtype, quantized=_quantized(network, weights)
         )
+        towers = _towers(path, config, network, profile, device, ranks)
         footprint, memory = _plan_waves(
-            network, weights, profile, device, kv, offloadable, host, ranks
+            network, weights, towers, profile, device, kv, offloadable, host, ranks
         )
         notices = decoding_notices(config, profile.model.expert_bits, weights.kept)
         memory = replace(memory, notice="".join(notices))
@@ -119,6 +123,7 @@ def planning(
             kv=kv,
             logits_size=network.get_output_embeddings().weight.shape[0],
             context_length=_context_length(config, profile),
+            towers=towers,
             why_resident=offloadable if isinstance(offloadable, str) else "",
             room=_room(memory, profile, device, ranks),
         )
@@ -195,6 +200,7 @@ def _footprint(
 def _plan_waves(
     network: PreTrainedModel,
     weights: WeightPlan,
+    towers: PlannedTowers | str,
     profile: Profile,
     device: torch.device,
     kv: KVPrecision,
@@ -208,7 +214,7 @@ def _plan_waves(
     """
 
     def planned(footprint: Footprint, own: Profile) -> MemoryPlan:
-        return _plan(network, weights, own, device, footprint, offloadable, host_bytes)
+        return _plan(network, weights, towers, own, device, footprint, offloadable, host_bytes)
 
     prefill = profile.prefill
     fixed = prefill.wave_tokens != "auto" or prefill.mode in ("whole", "chunked") or ranks > 1
@@ -233,9 +239,28 @@ def _with_wave(profile: Profile, tokens: int) -> Profile:
     return profile.model_copy(update={"prefill": prefill})
 
 
+def _towers(
+    path: Path,
+    config: PreTrainedConfig,
+    network: PreTrainedModel,
+    profile: Profile,
+    device: torch.device,
+    ranks: int,
+) -> PlannedTowers | str:
+    """What reads images, if the profile wants that; else why nothing does."""
+    if not profile.model.images:
+        return "it is loaded without what reads images (model.images=true loads it)"
+    if ranks > 1:
+        return "several ranks share the experts: images are read by one process only"
+    if profile.speculation.contrast:
+        return "speculation.contrast reads each token twice, which images do not support"
+    return plan_towers(path, config, network, _backbone_dtype(profile, device))
+
+
 def _plan(
     network: PreTrainedModel,
     weights: WeightPlan,
+    towers: PlannedTowers | str,
     profile: Profile,
     device: torch.device,
     footprint: Footprint,
@@ -244,8 +269,9 @@ def _plan(
 ) -> MemoryPlan:
     experts = _expert_bytes(network, weights)
     on_cuda = device.type == "cuda"
+    vision = {} if isinstance(towers, str) else {"image towers": towers.nbytes}
     return plan_memory(
-        {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts},
+        {"trunk": sum(weights.nbytes.values()) - experts, "experts": experts, **vision},
         footprint,
         profile,
         place=str(device) if on_cuda else "memory",

@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
@@ -35,6 +36,7 @@ from moe.network.kv_cache import (
 from moe.network.lanes import Lane
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
 from moe.network.per_sequence import StatefulModules, serve_packed
+from moe.network.prompt_rows import POSITIONS, given
 from moe.network.recurrent_kernels import use_kernels
 from routing import Phase
 
@@ -177,7 +179,8 @@ class Backbone:
         return BLOCK if self.blocks is not None and self.contrast is None else 0
 
     def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
-        """One lane for all of the work if sequences are packed, else one each.
+        """One lane for all of the work if sequences are packed, else one each; work that cannot
+        share a pass (`Work.alone`) has one of its own.
 
         Joined in order, the results of the lanes are the float32 logits of each piece of work:
         ``(1, V)`` of the last token, or ``(T, V)`` of all (`Work.all_logits`).
@@ -187,14 +190,23 @@ class Backbone:
         """
         if not self.packed:
             return [Lane(partial(self._forward_own, item), phase) for item in work]
-        if not work:
-            return []
+        lanes: list[Lane[list[Tensor]]] = []
+        for alone, part in groupby(work, lambda item: item.alone):
+            items = list(part)
+            pieces = [[item] for item in items] if alone else [items]
+            lanes += [self._lane(piece, phase) for piece in pieces]
+        return lanes
+
+    def _lane(self, work: Sequence[Work], phase: Phase) -> Lane[list[Tensor]]:
+        """A lane for work that shares a pass."""
         forward: Forward = partial(self.forward_packed, watched=self.watched and phase == "prefill")
         if phase == "decode" and all(map(_is_short, work)):
-            forward = self.decode_forward or partial(self.forward_packed, decoding=True)
+            forward = partial(self.forward_packed, decoding=True)
+            if self.decode_forward is not None and not any(item.alone for item in work):
+                forward = self.decode_forward
         if self.contrast is not None:
             forward = partial(self.contrast.read, forward)
-        return [Lane(partial(forward, work), phase)]
+        return Lane(partial(forward, work), phase, pieces=len(work))
 
     def forward_packed(
         self, work: Sequence[Work], *, decoding: bool = False, watched: bool = False
@@ -212,7 +224,9 @@ class Backbone:
             snapshots=[item.snapshots for item in work],
         )
         positions = cache.positions()[None].to(self.device)
-        with packed_pass(cache):
+        rows = work[0].rows if len(work) == 1 else None
+        cache.places_given = rows is not None and POSITIONS in rows
+        with packed_pass(cache), given(rows):
             _, logits = self._forward(work, **{CACHE_ARGUMENT: cache}, position_ids=positions)
         cache.commit()
         if self._final_hidden is not None:
@@ -222,7 +236,13 @@ class Backbone:
 
     def _forward_own(self, item: Work) -> list[Tensor]:
         assert isinstance(item.cache, TransformersCache)
-        output, logits = self._forward([item], **{CACHE_ARGUMENT: item.cache.state})
+        inputs: dict[str, Any] = {CACHE_ARGUMENT: item.cache.state}
+        if item.cache.offset and item.rows is None:
+            start = item.cache.length + item.cache.offset
+            positions = torch.arange(start, start + len(item.token_ids))
+            inputs["position_ids"] = positions[None].to(self.device)
+        with given(item.rows):
+            output, logits = self._forward([item], **inputs)
         item.cache.state = getattr(output, CACHE_ARGUMENT)
         item.cache.length += len(item.token_ids)
         return logits

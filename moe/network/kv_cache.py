@@ -71,6 +71,8 @@ class KVCache:
             moves it when all layers are done, so a cancelled pass leaves no trace.
         room: tokens that the buffers hold, or will hold at the next `write` or `addresses`.
         hidden: the final hidden states of the last tokens; None: nobody reads them.
+        offset: what the position of a token behind the prompt differs by from its index (images
+            take fewer positions than tokens).
         head: keys and values of the multi-token-prediction layer, a row for each token after the
             first: it has read the token, and the model's hidden state of the one before. It lacks
             rows where tokens came without hidden states: behind a known prefix, and after long
@@ -82,7 +84,7 @@ class KVCache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.length = 0
+        self.length = self.offset = 0
         self.hidden: HiddenRows | None = None
         self.head: KVCache | None = None
         self.room = 0
@@ -266,6 +268,7 @@ class KVCache:
         copy._snapshots = [end for end in self._snapshots if end <= copy.length]
         ends = {*copy._snapshots, copy.length} & self._states.keys()
         copy._states = {end: self._states[end] for end in ends}
+        copy.offset = self.offset
         if self.hidden is None:
             return
         copy.hidden = self.hidden.without(self.length - copy.length)
@@ -297,6 +300,7 @@ class TransformersCache:
 
     length: int = 0
     state: Any = None
+    offset: int = 0
     shared_tokens = 0
 
     def mark(self) -> None:
@@ -308,7 +312,7 @@ class TransformersCache:
     def fork(self, capacity: int, length: int) -> TransformersCache:
         """A copy that has read the same tokens, all of them: states cannot be cut."""
         assert length == self.length
-        return TransformersCache(length, deepcopy(self.state))
+        return TransformersCache(length, deepcopy(self.state), self.offset)
 
 
 SequenceCache = KVCache | TransformersCache
@@ -323,12 +327,20 @@ class Work:
         cache: the sequence's state; its length moves when the pass is done.
         all_logits: give ``(T, V)`` logits instead of the last token's ``(1, V)``.
         snapshots: after how many of the tokens the sequence keeps its recurrent states, in order.
+        rows: what the text model is given in place of the tokens' embeddings
+            (`moe.network.prompt_rows`); None: nothing else.
     """
 
     token_ids: Sequence[int]
     cache: SequenceCache
     all_logits: bool = False
     snapshots: Sequence[int] = ()
+    rows: Mapping[str, Any] | None = None
+
+    @property
+    def alone(self) -> bool:
+        """It cannot share a pass: its positions are not the tokens' indices, or it has rows."""
+        return self.rows is not None or self.cache.offset != 0
 
 
 def keep_hidden_rows(work: Sequence[Work], hidden_TH: Tensor) -> None:
@@ -376,6 +388,7 @@ class PackedCache(Cache):
         watched: attention layers leave in `received` how much attention each row gets.
         states: of each sequence its recurrent states, by how many tokens of this pass they have
             read; `commit` gives them to the sequence.
+        places_given: positions come with the pass, so `positions` says nothing about them.
         adds_masks: modules that see one sequence at a time add their mask to scores, and change it.
         recurrent_before: the recurrent state that the running module asked for last, if there is
             one: kernels go on from it where their callers do not hand it on.
@@ -403,6 +416,7 @@ class PackedCache(Cache):
         self.states: list[dict[int, dict[StateKey, Tensor]]] = [{} for _ in sequences]
         self.recurrent_before: Tensor | None = None
         self.adds_masks = False
+        self.places_given = False
         self._running: list[int] = []
         self._token = self._size = 0
 
@@ -583,8 +597,8 @@ class PackedCache(Cache):
 
     def positions(self) -> Tensor:
         """``(T,)`` int64, of the new tokens in their sequences."""
-        spans = zip(self.ends, self.sizes, strict=True)
-        return torch.cat([torch.arange(end - size, end) for end, size in spans])
+        spans = zip(self.sequences, self.ends, self.sizes, strict=True)
+        return torch.cat([torch.arange(end - size, end) + s.offset for s, end, size in spans])
 
     def history_positions(self) -> Tensor:
         """``(1 + P,)`` int64, of the P tokens that all sequences have read before, in order. A zero

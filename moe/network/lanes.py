@@ -91,13 +91,16 @@ class Lane(Generic[Result]):
     Args:
         forward: takes no arguments; its return value is the lane's result.
         phase: what its tokens are read for.
+        pieces: how many pieces of work it reads.
 
     Attributes:
         lost: rows whose numbers mean nothing because an expert could not be read or run, and why.
     """
 
-    def __init__(self, forward: Callable[[], Result], phase: Phase = "prefill") -> None:
-        self.phase = phase
+    def __init__(
+        self, forward: Callable[[], Result], phase: Phase = "prefill", pieces: int = 1
+    ) -> None:
+        self.phase, self.pieces = phase, pieces
         self.state = LaneState.READY
         self.call: ExpertCall | None = None
         self.mode = GradMode.current()

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol
 from moe.completion import StreamEvent
 from moe.server.errors import APIError
 from moe.server.fields import Json
+from moe.text.tool_calls.channels import ChannelParser
 from moe.text.tool_calls.parser import CallParser, ParsedCall
 from moe.text.tool_calls.reasoning import ReasoningParser
 
@@ -75,14 +76,17 @@ class AnswerParser:
     """Separates the text of one sequence into reasoning, content and tool calls.
 
     Args:
-        calls: finds tool calls; None: the answer cannot have any.
+        calls: finds tool calls, and reasoning too if both are messages on channels; None: the
+            answer cannot have any.
         reasoning: finds reasoning; None: the answer cannot have any.
 
     Attributes:
         num_reasoning_tokens: so far, provided that `take` is called once for each token.
     """
 
-    def __init__(self, calls: CallParser | None, reasoning: ReasoningParser | None) -> None:
+    def __init__(
+        self, calls: CallParser | ChannelParser | None, reasoning: ReasoningParser | None
+    ) -> None:
         self.num_reasoning_tokens = 0
         self._calls = calls
         self._reasoning = reasoning
@@ -91,8 +95,12 @@ class AnswerParser:
     def take(self, text: str, finish_reason: Literal["stop", "length"] | None) -> AnswerPiece:
         """Parse the next piece of text. A finish reason marks the last piece."""
         ended = finish_reason is not None
-        reasoning, text = self._cut_reasoning(text, ended=ended)
-        parts = [self._with_id(part) for part in self._cut_calls(text, ended=ended)]
+        if isinstance(self._calls, ChannelParser):
+            reasoning, found = self._read_channels(self._calls, text, ended=ended)
+        else:
+            reasoning, text = self._cut_reasoning(text, ended=ended)
+            found = self._cut_calls(text, ended=ended)
+        parts = [self._with_id(part) for part in found]
         calls = self._num_calls and finish_reason == "stop"
         return AnswerPiece(reasoning, parts, "tool_calls" if calls else finish_reason)
 
@@ -110,8 +118,18 @@ class AnswerParser:
             self.num_reasoning_tokens = 0
         return reasoning, text
 
+    def _read_channels(
+        self, parser: ChannelParser, text: str, *, ended: bool
+    ) -> tuple[str, list[str | ParsedCall]]:
+        reasoning, parts = parser.push(text)
+        self.num_reasoning_tokens += parser.thinking
+        if ended:
+            rest = parser.finish()
+            reasoning, parts = reasoning + rest[0], parts + rest[1]
+        return reasoning, parts
+
     def _cut_calls(self, text: str, *, ended: bool) -> list[str | ParsedCall]:
-        if self._calls is None:
+        if not isinstance(self._calls, CallParser):
             return [text]
         parts = self._calls.push(text)
         return parts + self._calls.finish() if ended else parts

@@ -7,7 +7,7 @@ answer.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, model_validator
@@ -67,6 +67,14 @@ class ThinkingBlock(Block):
     """Of no effect: nothing is signed."""
 
 
+class ImageBlock(Block):
+    """An image of the user."""
+
+    type: Literal["image"]
+    source: dict[str, Any]
+    """``{"type": "base64", "media_type": "image/png", "data": ...}`` (png, jpeg or webp)."""
+
+
 class ToolUseBlock(Block):
     type: Literal["tool_use"]
     id: CallId
@@ -85,13 +93,14 @@ class ToolResultBlock(Block):
 ContentBlock = Annotated[
     Annotated[TextBlock, Tag("text")]
     | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[ImageBlock, Tag("image")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
-    by_type("text", "thinking", "tool_use", "tool_result"),
+    by_type("text", "thinking", "image", "tool_use", "tool_result"),
 ]
 _ROLES = {
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
-    "user": (TextBlock, ToolResultBlock),
+    "user": (TextBlock, ImageBlock, ToolResultBlock),
 }
 
 
@@ -264,15 +273,23 @@ def _chat_messages(system: str | None, turns: Iterable[InputMessage]) -> list[Js
 
 def _from_user(turn: InputMessage) -> list[Json]:
     made: list[Json] = []
-    texts: list[str] = []
+    parts: list[TextBlock | ImageBlock] = []
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
-            made += [_message(turn.role, texts)] if texts else []
+            made += [_spoken(turn.role, parts)] if parts else []
             made.append(_message("tool", [block.content]) | {"tool_call_id": block.tool_use_id})
-            texts = []
-        elif isinstance(block, TextBlock):
-            texts.append(block.text)
-    return [*made, _message(turn.role, texts)] if texts or not made else made
+            parts = []
+        elif isinstance(block, TextBlock | ImageBlock):
+            parts.append(block)
+    return [*made, _spoken(turn.role, parts)] if parts or not made else made
+
+
+def _spoken(role: str, parts: Sequence[TextBlock | ImageBlock]) -> Json:
+    """A message of text and images; in text alone, blocks become lines."""
+    if any(isinstance(part, ImageBlock) for part in parts):
+        blocks = [part.model_dump(include={"type", "text", "source"}) for part in parts]
+        return {"role": role, "content": blocks}
+    return _message(role, [part.text for part in parts if isinstance(part, TextBlock)])
 
 
 def _from_assistant(turn: InputMessage) -> Json:

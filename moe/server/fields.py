@@ -81,6 +81,52 @@ def text_of(*kinds: str, labels: Collection[str] = (), between: str = "") -> Cal
     return text
 
 
+def content_of(*kinds: str, labels: Collection[str] = ()) -> Callable[[Any], Any]:
+    """As `text_of`, but content with images stays a list of parts, in the shape of OpenAI's chats.
+
+    Images may have the shape of any dialect: ``image_url``, ``input_image`` or ``image``.
+    """
+    text = text_of(*kinds, labels=labels)
+
+    def content(value: Any) -> Any:
+        if not isinstance(value, list) or not any(_is_image(part) for part in value):
+            return text(value)
+        return [
+            {"type": "image_url", "image_url": {"url": _image_url(part)}}
+            if _is_image(part)
+            else {"type": "text", "text": text([part])}
+            for part in value
+        ]
+
+    return content
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in ("image_url", "input_image", "image")
+
+
+def _image_url(part: Json) -> str:
+    """The URL of a part with an image; bytes in base64 become a data URL."""
+    known = {"type", "image_url", "source", "detail", "cache_control"}
+    if unknown := part.keys() - known:
+        raise ValueError(f"an image has no field {min(unknown)!r:.80}; remove it")
+    url = part.get("image_url")
+    if part["type"] == "image_url" and isinstance(url, dict):
+        url = url.get("url")
+    if part["type"] == "image":
+        source = part.get("source")
+        about = source if isinstance(source, dict) else {}
+        url = about.get("url")
+        if about.get("type") == "base64":
+            url = f"data:{about.get('media_type')};base64,{about.get('data')}"
+    if not isinstance(url, str):
+        raise ValueError(
+            "an image must be a data URL: in image_url.url of a chat, in image_url of a part "
+            "input_image, or as the base64 source of a part image"
+        )
+    return url
+
+
 def by_type(*kinds: str, default: str | None = None) -> Discriminator:
     """The discriminator of a union of models with these tags, by the field ``type``."""
 
@@ -150,6 +196,10 @@ StopList = Annotated[
     ),
 ]
 Text = Annotated[str, BeforeValidator(text_of("text"))]
+Content = Annotated[
+    str | list[Json], BeforeValidator(content_of("text")), WithJsonSchema({"type": "string"})
+]
+"""A text, or parts with images."""
 TokenCount = Annotated[int, Field(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_SEQUENCES)]

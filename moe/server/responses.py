@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, WithJsonSchema, model_validator
 
 from moe.server.answers import EmittedCall
 from moe.server.bodies import LabelFields, RequestBody, ResentBody
@@ -22,6 +22,7 @@ from moe.server.fields import (
     TokenCount,
     at_most,
     by_type,
+    content_of,
     text_of,
     text_or,
 )
@@ -46,6 +47,11 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ItemId = Annotated[str, Field(max_length=256)]
 _LABELS = ("annotations", "logprobs")
 ItemText = Annotated[str, BeforeValidator(text_of("input_text", "output_text", labels=_LABELS))]
+ItemContent = Annotated[
+    str | list[Json],
+    BeforeValidator(content_of("input_text", "output_text", labels=_LABELS)),
+    WithJsonSchema({"type": "string"}),
+]
 Thought = Annotated[str, BeforeValidator(text_of("reasoning_text"))]
 
 
@@ -60,8 +66,9 @@ class MessageItem(InputItemBase):
     type: Literal["message"] = "message"
     role: str = Field(min_length=1, max_length=64)
     """Who speaks; developer is the same as system."""
-    content: ItemText
-    """Text, or parts of the type ``input_text`` or ``output_text``."""
+    content: ItemContent
+    """Text, or parts of the type ``input_text``, ``output_text`` or ``input_image`` (with a data
+    URL as its ``image_url``)."""
     phase: Literal["commentary", "final_answer"] | None = None
     """Of no effect."""
 
@@ -226,12 +233,19 @@ def _chat_messages(instructions: str | None, items: Iterable[InputItem]) -> list
             continue
         answering = False
     for turn in turns:
-        turn["content"] = ("\n\n" if turn["role"] == "system" else "").join(turn["content"])
+        if not any(isinstance(content, list) for content in turn["content"]):
+            turn["content"] = ("\n\n" if turn["role"] == "system" else "").join(turn["content"])
+        else:
+            turn["content"] = [part for content in turn["content"] for part in _parts(content)]
     return turns
 
 
-def _turn(role: str, *texts: str) -> Json:
-    return {"role": role, "content": list(texts)}
+def _parts(content: str | list[Json]) -> list[Json]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _turn(role: str, *contents: str | list[Json]) -> Json:
+    return {"role": role, "content": list(contents)}
 
 
 def _add_message(turns: list[Json], item: MessageItem) -> None:

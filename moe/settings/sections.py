@@ -77,6 +77,13 @@ class ModelSettings(Settings):
     """Number of weights that share a scale when weights are quantized while loading. A store keeps
     its own."""
 
+    images: bool = False
+    """Load the parts of a multimodal model that read images, so that prompts may have some. false:
+    they are neither read nor in memory."""
+
+    image_pixels: int = Field(default=2**25, ge=1)
+    """Most pixels of all images of a prompt together, before the model's processor scales them."""
+
     check_finite: bool = False
     """Refuse weights that contain NaN or infinity. Costs one more pass over them while loading."""
 

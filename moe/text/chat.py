@@ -91,6 +91,50 @@ def check_message(position: int, message: object) -> None:
         raise RequestError(f"{where} must have a string as its content, got {content!r}")
 
 
+def take_images(messages: Sequence[Any]) -> tuple[list[MessageDict], list[object]]:
+    """Checked messages as chat templates read them, and their images in order.
+
+    Content in parts stays a list in a message with images, where ``{"type": "image"}`` stands for
+    one; else its texts are joined. Raises `RequestError`.
+    """
+    made, images = list[MessageDict](), list[object]()
+    for position, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, list):
+            parts = [_part(position, part) for part in content]
+            found = [image for _, image in parts if image is not None]
+            plain: object = [part for part, _ in parts]
+            if not found:
+                plain = "".join(part["text"] for part, _ in parts)
+            check_message(position, {**message, "content": ""})
+            made.append({**message, "content": plain})
+            images += found
+        else:
+            check_message(position, message)
+            made.append(dict(message))
+    return made, images
+
+
+def _part(position: int, part: object) -> tuple[MessageDict, object]:
+    """A part of a message for the template, and its image; None: it is text."""
+    about = part if isinstance(part, Mapping) else {}
+    kind, text = about.get("type"), about.get("text")
+    if kind == "text" and isinstance(text, str):
+        return {"type": "text", "text": text}, None
+    if kind == "image" and about.get("image") is not None:
+        return {"type": "image"}, about["image"]
+    if kind == "image_url":
+        url = about.get("image_url")
+        url = url.get("url") if isinstance(url, Mapping) else url
+        if isinstance(url, str):
+            return {"type": "image"}, url
+    raise RequestError(
+        f'chat message {position} must have parts {{"type": "text", "text": ...}}, {{"type": '
+        f'"image", "image": BYTES}} or {{"type": "image_url", "image_url": {{"url": ...}}}}, got '
+        f"{part!r:.200}"
+    )
+
+
 def with_calls(messages: Sequence[MessageDict], format: CallFormat | None) -> list[MessageDict]:
     """Messages of OpenAI's API with the arguments of tool calls as the template reads them, as JSON
     text or as an object.

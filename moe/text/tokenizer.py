@@ -13,15 +13,16 @@ import operator
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from experts.safetensors_io import read_small
 from moe.errors import CheckpointError, ContextError, RequestError
+from moe.network.prompt_rows import PromptRows
 from moe.text.chat import (
     REASONING_KEY,
-    check_message,
     check_settings,
     render,
+    take_images,
     with_calls,
     with_reasoning,
 )
@@ -36,7 +37,9 @@ if TYPE_CHECKING:
 
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]
-"""Text, token ids, or chat messages with `role` and `content`."""
+"""Text, token ids, or chat messages with `role` and `content`: text, or a list of parts ``{"type":
+"text", "text": ...}``, ``{"type": "image", "image": ...}`` (the bytes of a PNG, JPEG or WebP file)
+and ``{"type": "image_url", "image_url": {"url": ...}}`` (a data URL)."""
 
 OPENED: Mapping[str, bool] = {"add_generation_prompt": True}
 """The default `ending` of a chat's prompt: it opens the assistant's turn."""
@@ -53,6 +56,26 @@ WHY_NONE = "no_tokenizer.txt"
 """A file that says why a directory has no tokenizer, where what made the directory knows."""
 
 
+class ImagePrompt(list[int]):
+    """Token ids of a prompt with images, and what the text model is given for them.
+
+    Attributes:
+        rows: for each token.
+    """
+
+    def __init__(self, token_ids: Iterable[int], rows: PromptRows) -> None:
+        super().__init__(token_ids)
+        self.rows = rows
+
+
+class ReadsImages(Protocol):
+    """The part of a multimodal model that turns images into rows for its text model."""
+
+    def read(self, text: str, images: Sequence[object]) -> ImagePrompt:
+        """A rendered conversation with its images, in order. Raises `RequestError`."""
+        ...
+
+
 class TextCodec:
     """A model's tokenizer, with every input checked against the model's vocabulary.
 
@@ -63,6 +86,7 @@ class TextCodec:
         no_tokenizer_reason: why there is none, else "".
         vocab_size: number of ids that the model's embedding knows.
         eos_token_ids: ids that end a text by the model's own rules.
+        images: what reads images; or why nothing does.
     """
 
     def __init__(
@@ -71,7 +95,9 @@ class TextCodec:
         vocab_size: int,
         eos_token_ids: Iterable[int] = (),
         no_tokenizer_reason: str = "the model has no tokenizer",
+        images: ReadsImages | str = "this model reads text only",
     ) -> None:
+        self.images = images
         self.tokenizer = tokenizer
         self.no_tokenizer_reason = "" if tokenizer is not None else no_tokenizer_reason
         self.vocab_size = vocab_size
@@ -120,16 +146,32 @@ class TextCodec:
                 "a prompt must be a string, a list of token ids or a list of chat messages, "
                 f"got {type(prompt).__name__}"
             )
+        if isinstance(prompt, ImagePrompt):
+            return prompt
         if len(prompt) == 0:
             raise RequestError("the prompt is empty; give at least one character, id or message")
         if isinstance(prompt, str):
             token_ids = self._encode_text(prompt, max_tokens)
         elif any(isinstance(item, Mapping) for item in prompt):
-            text = self._chat_text(prompt, settings or {}, {"tools": tools, **ending})
+            messages, images = take_images(prompt)
+            if images and isinstance(self.images, str):
+                raise RequestError(f"the messages have images, and {self.images}")
+            text = self._chat_text(messages, settings or {}, {"tools": tools, **ending})
+            if images:
+                assert not isinstance(self.images, str)
+                self._check_text(text, max_tokens)
+                read = self.images.read(text, images)
+                return ImagePrompt(self._checked(read), read.rows)
             token_ids = self._encode_text(text, max_tokens, special=False)
         else:
             token_ids = prompt  # type: ignore[assignment]
         return self._checked(token_ids)
+
+    def with_images(self, images: ReadsImages | str) -> TextCodec:
+        """The same with what reads images, or why nothing does."""
+        return TextCodec(
+            self.tokenizer, self.vocab_size, self.eos_token_ids, self.no_tokenizer_reason, images
+        )
 
     def require_tokenizer(self, need: str) -> PreTrainedTokenizerBase:
         """The tokenizer; raises `RequestError` saying that `need` is impossible without one."""
@@ -223,8 +265,6 @@ class TextCodec:
         self, messages: Sequence[Any], settings: Mapping[str, object], options: Mapping[str, object]
     ) -> str:
         tokenizer = self.require_tokenizer("chat prompts")
-        for position, message in enumerate(messages):
-            check_message(position, message)
         if not tokenizer.chat_template:
             raise RequestError(
                 "chat prompts need a chat template, and the model's tokenizer has none; "

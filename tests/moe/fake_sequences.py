@@ -27,6 +27,11 @@ class FakeSequence:
     queue_key: tuple[int, int] = (0, 0)
     cache: Any = None
     cancelled: bool = False
+    rows: None = None
+
+    @property
+    def prompt_keys(self) -> list[int]:
+        return self.prompt_token_ids
 
     def enqueue(self, step: int, number: int) -> None:
         self.queue_key = (step, number)

@@ -23,6 +23,7 @@ from torch import nn
 from experts.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
+    TOWERS_NAME,
     TRUNK_NAME,
     VERSION,
     Manifest,
@@ -47,6 +48,7 @@ from kernels.reference import AnyExperts
 from moe.commands.convert.bit_allocation import CALIBRATE_FIRST, BitBudget, allocate_bits
 from moe.commands.convert.repair import repair_routers
 from moe.errors import CalibrationError, CheckpointError
+from moe.images.towers import read_towers
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import ModelFiles, reach_model, read_config
 from moe.loading.load import plan_weights
@@ -153,6 +155,7 @@ class _Conversion:
         unwanted = CALIBRATED if calibration is not None or budget is not None else ""
         with open_checkpoint(source.path, self._config, source=self._bytes) as checkpoint:
             self._mtp = plan_mtp(self._network, checkpoint.tensors, unwanted)
+        self._towers: dict[str, FileRecord] = {}
         self._names = [name for name, _ in experts_modules(self._network)]
         self._allocation = allocate_bits(self._network, self._settings, calibration, budget)
         if self._allocation is not None:
@@ -177,10 +180,21 @@ class _Conversion:
             }
             with Journal(self._work, job) as self._journal:
                 self._convert(checkpoint)
+                self._write_towers(checkpoint, on_notice)
                 self._complete()
                 if repair_by is not None:
                     repair_routers(self._network, self._work, repair_by, on_notice)
                     self._complete()
+
+    def _write_towers(self, checkpoint: Checkpoint, on_notice: Callable[[str], object]) -> None:
+        """Write what reads images of a multimodal model, as it is stored."""
+        if "text_config" not in self._network.config.sub_configs:
+            return
+        towers = read_towers(self._network, checkpoint)
+        if isinstance(towers, str):
+            on_notice(towers)
+        else:
+            self._towers = {TOWERS_NAME: write_trunk(towers, self._work / TOWERS_NAME)}
 
     def _complete(self) -> None:
         """Write everything except experts, and the manifest."""
@@ -195,7 +209,9 @@ class _Conversion:
             group_size=self._settings.group_size,
             linears=prefixes_of(self._network),
             layers=tuple(layer for layer, _ in finished),
-            files={layer.file: file for layer, file in finished} | {TRUNK_NAME: trunk},
+            files={layer.file: file for layer, file in finished}
+            | {TRUNK_NAME: trunk}
+            | self._towers,
         )
         write_manifest(self._work, manifest)
 

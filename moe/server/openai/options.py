@@ -7,6 +7,7 @@ Each option is a base class with its fields, and with what they mean for one mod
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
@@ -17,6 +18,7 @@ from moe.server.bodies import RequestBody
 from moe.server.errors import APIError
 from moe.server.fields import Json, at_most
 from moe.text.tokenizer import TextCodec
+from moe.text.tool_calls.channels import ChannelParser
 from moe.text.tool_calls.grammar import ANY, CAN_FOLLOW, CallGrammar, Schema, after_reasoning
 from moe.text.tool_calls.parser import CallParser
 from moe.text.tool_calls.reasoning import ReasoningParser, ReasoningSupport
@@ -234,13 +236,16 @@ class ToolBody(RequestBody):
         schemas = {function.name: function.parameters or ANY for function in functions}
         return Structure.grammar(grammar.calls(schemas, several=several), _parts(schemas))
 
-    def call_parser(self, codec: TextCodec) -> CallParser | None:
+    def call_parser(self, codec: TextCodec) -> CallParser | ChannelParser | None:
         """A parser of one answer's calls; None if it cannot have any."""
-        if self.offered_tools is None or codec.tools.format is None:
+        format = codec.tools.format
+        if self.offered_tools is None or format is None:
             return None
         schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
         most = None if self.parallel_tool_calls else 1
-        return CallParser(codec.tools.format, schemas, most)
+        if format.channels is not None:
+            return ChannelParser(format.channels, schemas, most)
+        return CallParser(format, schemas, most)
 
 
 def _parts(schemas: Mapping[str, Schema]) -> list[tuple[str, Structure]]:
@@ -291,6 +296,10 @@ class ReasoningBody(ToolBody, StructuredBody):
         if structure is None or format is None or not self._thinks:
             return structure
         inside = codec.opens_reasoning(prompt)
+        calls = codec.tools.format
+        if structure is not self.structure and calls is not None and calls.channels is not None:
+            # A call is a message of its own, behind the reasoning's or alone.
+            format = replace(format, close=format.close.removesuffix(format.lead), lead="")
         return after_reasoning(structure, format, codec.reasoning_tokens, inside=inside)
 
     def shown_tokens(self, codec: TextCodec) -> Collection[int]:

@@ -19,6 +19,7 @@ from moe.server.fields import (
     MAX_MESSAGES,
     NEUTRAL_CHAT,
     NEUTRAL_COMPLETIONS,
+    Content,
     LogitBias,
     PromptList,
     StopList,
@@ -36,8 +37,9 @@ class ChatMessage(ResentBody):
 
     role: str = Field(min_length=1, max_length=64)
     """Who speaks. The model's chat template decides which roles are valid."""
-    content: Text | None = None
-    """Text, or a list of ``{"type": "text", "text": ...}``; null only beside tool_calls."""
+    content: Content | None = None
+    """Text, or a list of ``{"type": "text", "text": ...}`` and ``{"type": "image_url", "image_url":
+    {"url": "data:image/png;base64,..."}}`` (png, jpeg or webp); null only beside tool_calls."""
     reasoning_content: Text | None = None
     """The reasoning before this answer, for chat templates that read it."""
     reasoning: Text | None = None
@@ -58,6 +60,8 @@ class ChatMessage(ResentBody):
         for thought in (self.reasoning_content, self.reasoning):
             if thought is not None and self.role != "assistant":
                 raise ValueError(f"reasoning is of role assistant; got role {self.role!r:.80}")
+        if isinstance(self.content, list) and self.role in ("assistant", "system", "developer"):
+            raise ValueError(f"images are of role user or tool; got role {self.role!r:.80}")
         if self.content is None and self.tool_calls is None:
             raise ValueError("content is missing or has nothing in it")
         return self

@@ -59,6 +59,29 @@ class TaggedBody:
 
 
 @dataclass(frozen=True)
+class Channels:
+    """How a model writes an answer as messages on channels: each is a header, `message`, the
+    content, one of `ends`. A header names a channel behind `channel`, and a recipient behind
+    `recipient` if the message is a call.
+
+    Attributes:
+        start: the special token that begins the header of every message but the first.
+        thought: the channel of reasoning; "": not known.
+    """
+
+    start: str
+    channel: str
+    message: str
+    ends: tuple[str, ...]
+    recipient: str
+    thought: str = ""
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        return (self.start, self.channel, self.message, *self.ends)
+
+
+@dataclass(frozen=True)
 class CallFormat:
     """How a model writes an answer with calls; the module's docstring explains the literals.
 
@@ -66,6 +89,7 @@ class CallFormat:
         several: the template writes more than one call in an answer.
         arguments_as_text: the template takes arguments as JSON text, not as an object.
         no_content: what the template takes as the content of an answer that only calls.
+        channels: answers are messages on channels, and a call is one of them.
     """
 
     body: ObjectBody | NamedBody | TaggedBody
@@ -77,6 +101,7 @@ class CallFormat:
     several: bool = True
     arguments_as_text: bool = False
     no_content: str | None = None
+    channels: Channels | None = None
 
     @property
     def opening(self) -> str:
@@ -90,10 +115,13 @@ class CallFormat:
     @property
     def literals(self) -> tuple[str, ...]:
         outside = (self.section_open, self.call_open, self.call_close, self.section_close)
-        return (*outside, self.separator, *self.body.literals)
+        channels = () if self.channels is None else self.channels.literals
+        return (*outside, self.separator, *self.body.literals, *channels)
 
     def as_dict(self) -> dict[str, str]:
         """The shape and the literals around a call, for the server's status."""
         names = {ObjectBody: "JSON object", NamedBody: "name and JSON", TaggedBody: "tagged values"}
+        if self.channels is not None:
+            names[NamedBody] = "a message on a channel"
         around = {"opens": self.section_open + self.call_open}
         return {"shape": names[type(self.body)], **around, "closes": self.call_close}

@@ -56,6 +56,12 @@ class CallGrammar:
             RequestError: as `calls`, or the format has no delimiters that show where calls begin.
         """
         format = self._format
+        if format.channels is not None:
+            raise RequestError(
+                "strict tools cannot be enforced while the model may also answer: it writes calls "
+                "among messages on channels; leave strict out, or use a tool_choice that makes it "
+                "call"
+            )
         opening = format.opening
         if not opening:
             raise RequestError(

@@ -253,7 +253,7 @@ class CallParser:
         if read is None:
             return None
         name, arguments, end = read
-        call = _call(name, arguments, self._tools)
+        call = parsed_call(name, arguments, self._tools)
         if call is None:
             return None
         closed = yield from self._scanner.literal(end, self._format.call_close)
@@ -274,7 +274,7 @@ class CallParser:
         self._at = max(self._at, end)
 
 
-def _call(name: object, arguments: object, tools: Schemas) -> ParsedCall | None:
+def parsed_call(name: object, arguments: object, tools: Schemas) -> ParsedCall | None:
     """The call, if it is valid and its tool exists."""
     if isinstance(arguments, str):  # some templates write JSON in JSON
         arguments = loads(arguments)

@@ -7,19 +7,27 @@ around them is what the model was taught to write. No architecture is named.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moe.errors import RequestError
-from moe.text.chat import MessageDict
+from moe.text.chat import REASONING_KEY, MessageDict
 from moe.text.renderer import TemplateLimitError
-from moe.text.tool_calls.format import CallFormat, KeyPath, NamedBody, ObjectBody, TaggedBody
+from moe.text.tool_calls.format import (
+    CallFormat,
+    Channels,
+    KeyPath,
+    NamedBody,
+    ObjectBody,
+    TaggedBody,
+)
 
 Render = Callable[..., str]
 """Renders messages as text; takes the options of `moe.text.chat.render`. Raises `RequestError`."""
 
-_ASKED, _ANSWERED = "probe question", "probe answer"
+_ASKED, _ANSWERED, _THOUGHT = "probe question", "probe answer", "probe thought"
 _TOOL = "probe_tool"
 # Ids have nine letters and digits: some templates accept nothing else.
 _FIRST = ("probe_first", {"key_one": "value one", "key_two": {"in": [True]}, "key_six": 31337})
@@ -65,6 +73,11 @@ class _ToolProbe:
     def run(self) -> CallFormat:
         self._check_tools_are_shown()
         lead, end = self._plain_answer()
+        if hidden := [token for token in self._special if token in lead]:
+            made = self._on_channels(lead, end)
+            if made is None:
+                raise _NoFormat(f"answers begin with {hidden[0]!r}: channels are not understood")
+            return made
         for as_text in (False, True):
             for content in (_ANSWERED, None, ""):
                 spots = self._answer(content, as_text, lead)
@@ -95,9 +108,59 @@ class _ToolProbe:
         if text is None or begin < 0:
             raise _NoFormat("the chat template does not write answers")
         lead = text[self._prompt_end(text) : begin]
-        if hidden := [token for token in self._special if token in lead]:
-            raise _NoFormat(f"answers begin with {hidden[0]!r}: channels are not understood")
         return lead, text[begin + len(_ANSWERED) :]
+
+    def _on_channels(self, lead: str, end: str) -> CallFormat | None:
+        """The format of an answer of messages on channels; None if it is none.
+
+        The model writes the recipient behind the channel, where templates may write it before.
+        """
+        tokens = sorted(self._special, key=len, reverse=True)
+        token = "|".join(map(re.escape, tokens))
+        plain = re.fullmatch(rf"({token})(\w+)({token})", lead.strip())
+        if plain is None:
+            return None
+        channel, _, message = plain.groups()
+        for as_text in (False, True):
+            text = self._try([_user(), _calling(None, as_text, 1)])
+            text = text or self._try([_user(), _calling("", as_text, 1)])
+            spot = None if text is None else locate(text, 0, *_FIRST)
+            if text is None or spot is None or not isinstance(spot.body, NamedBody):
+                continue
+            before = text[: spot.begin]
+            found = re.search(rf"(?P<start>{token})\w*\s(?P<to>to=[\w.]*)\Z", before)
+            how = re.fullmatch(
+                rf"\s*{re.escape(channel)}(\w+)\s*(?:{token})?\s*(\w*){re.escape(message)}",
+                spot.body.middle,
+            )
+            if found is None or how is None:
+                continue
+            asked = text[text.find(_ASKED) + len(_ASKED) :]
+            ends = [re.match(token, tail.lstrip()) for tail in (text[spot.end :], end, asked)]
+            channels = Channels(
+                found["start"],
+                channel,
+                message,
+                tuple(dict.fromkeys(each[0] for each in ends if each is not None)),
+                found["to"],
+                self._thought_channel(channel, message),
+            )
+            body = NamedBody(f" {how[2]}{message}")
+            opened = f"{channel}{how[1]} {found['to']}"
+            made = CallFormat(body, call_open=opened, several=False, channels=channels)
+            content = None if self._try([_user(), _calling(None, as_text, 1)]) else ""
+            return replace(made, arguments_as_text=as_text, no_content=content)
+        return None
+
+    def _thought_channel(self, channel: str, message: str) -> str:
+        """The channel on which the template writes reasoning; "" if it writes none."""
+        for key in (REASONING_KEY, "thinking", "reasoning"):
+            answer = {"role": "assistant", "content": _ANSWERED, key: _THOUGHT}
+            text = self._try([_user(), answer]) or ""
+            found = re.search(rf"{re.escape(channel)}(\w+){re.escape(message)}{_THOUGHT}", text)
+            if found is not None:
+                return found[1]
+        return ""
 
     def _prompt_end(self, text: str) -> int:
         """Where the prompt ends in the text of a conversation."""

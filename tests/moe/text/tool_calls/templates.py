@@ -168,7 +168,6 @@ NO_TOOLS = "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- e
 NO_CALLS = _CHATML.replace("@", "{{- message.content or '' }}")
 UNKNOWN = {
     "kimi": (KIMI, "does not write calls of earlier answers, or not as JSON or as tagged values"),
-    "harmony": (HARMONY, "answers begin with '<|channel|>': channels are not understood"),
     "pythonic": (PYTHONIC, "does not write calls of earlier answers, or not as JSON"),
     "no tools": (NO_TOOLS, "does not tell the model about tools"),
     "no calls": (NO_CALLS, "does not write calls of earlier answers"),

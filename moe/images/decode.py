@@ -1,0 +1,121 @@
+"""Images as clients send them: checked, and decoded in a process of their own (`decoder`)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe.errors import RequestError
+from moe.extras import install_line, is_installed
+from moe.images.decoder import REFUSED
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_BYTES = 32 << 20
+"""Most bytes of the file of one image."""
+MAX_IMAGES = 64
+"""Most images of a prompt."""
+_SECONDS = 30.0
+_AT_ONCE = threading.BoundedSemaphore(2)
+"""Decoders that run at a time: each may take a gigabyte."""
+_DECODER = Path(__file__).with_name("decoder.py")
+_DATA_URL = re.compile(r"data:image/(?:png|jpeg|jpg|webp);base64,", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A decoded image: RGB, and the digest of its pixels and size."""
+
+    image: Image
+    digest: bytes
+
+
+def decode(sources: Sequence[object], most_pixels: int) -> list[Picture]:
+    """Decode the images of a prompt.
+
+    Args:
+        sources: of each the bytes of a PNG, JPEG or WebP file, a data URL with such, or an image of
+            Pillow.
+        most_pixels: of all images together.
+
+    Raises:
+        RequestError: there are too many, or one is too large, damaged or something else.
+    """
+    if not is_installed("images"):
+        raise RequestError(f"images need Pillow, which is not installed: {install_line('images')}")
+    if len(sources) > MAX_IMAGES:
+        raise RequestError(f"a prompt may have {MAX_IMAGES} images, and has {len(sources)}")
+    pictures = []
+    for number, source in enumerate(sources):
+        picture = _decode(source, most_pixels, f"image {number} of the prompt")
+        most_pixels -= picture.image.width * picture.image.height
+        pictures.append(picture)
+    return pictures
+
+
+def _decode(source: object, most_pixels: int, what: str) -> Picture:
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
+        if source.width * source.height > most_pixels:
+            shape = f"{source.width} x {source.height}"
+            raise RequestError(f"{what} has {shape} pixels, more than {most_pixels}")
+        image: Any = source.convert("RGB")
+    else:
+        data = _bytes_of(source, what)
+        size, pixels = _run(data, most_pixels, what)
+        image = Image.frombytes("RGB", size, pixels)
+    digest = hashlib.blake2b(repr(image.size).encode() + image.tobytes(), digest_size=16)
+    return Picture(image, digest.digest())
+
+
+def _bytes_of(source: object, what: str) -> bytes:
+    if isinstance(source, str):
+        start = _DATA_URL.match(source)
+        if start is None:
+            raise RequestError(
+                f"{what} must be a data URL (data:image/png;base64,..., or jpeg or webp), got "
+                f"{source!r:.60}; this program opens no links and no files: send the image itself"
+            )
+        if len(source) > MAX_BYTES * 4 // 3 + 1024:
+            raise RequestError(f"{what} may have {MAX_BYTES} bytes; send a smaller one")
+        try:
+            source = base64.b64decode(source[start.end() :], validate=True)
+        except (binascii.Error, ValueError) as error:
+            raise RequestError(f"{what}: its data URL is not valid base64: {error}") from error
+    if not isinstance(source, bytes | bytearray):
+        raise RequestError(
+            f"{what} must be the bytes of a PNG, JPEG or WebP file, got {type(source).__name__}"
+        )
+    if len(source) > MAX_BYTES:
+        raise RequestError(f"{what} may have {MAX_BYTES} bytes, and has {len(source)}")
+    return bytes(source)
+
+
+def _run(data: bytes, most_pixels: int, what: str) -> tuple[tuple[int, int], bytes]:
+    """Width and height, and the pixels, from the decoder's process."""
+    command = [sys.executable, "-I", str(_DECODER), str(max(most_pixels, 0)), str(MAX_BYTES)]
+    try:
+        with _AT_ONCE:
+            done = subprocess.run(
+                command, input=data, capture_output=True, timeout=_SECONDS, env={}
+            )
+    except subprocess.TimeoutExpired as error:
+        raise RequestError(f"{what} took more than {_SECONDS:g} s to decode") from error
+    if done.returncode != 0:
+        why = done.stderr.decode(errors="replace").strip().splitlines()
+        last = why[-1] if why and done.returncode == REFUSED else "its decoder failed"
+        raise RequestError(f"{what} cannot be read: {last}")
+    head, _, pixels = done.stdout.partition(b"\n")
+    width, height = map(int, head.split())
+    return (width, height), pixels

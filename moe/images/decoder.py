@@ -1,0 +1,58 @@
+"""A process that decodes one image: its file on standard input, pixels on standard output.
+
+    python -I decoder.py MOST_PIXELS MOST_BYTES < photo.jpeg > pixels
+
+It runs apart from the server, because decoders are large programs in C that read what strangers
+send. It limits its own memory and time, writes no files, and knows three formats. The pixels are
+RGB, one byte each, behind a line with width and height; what is wrong is one line on standard
+error, and the exit status 3.
+"""
+
+from __future__ import annotations
+
+import io
+import resource
+import sys
+
+FORMATS = ("PNG", "JPEG", "WEBP")
+REFUSED = 3
+_SECONDS = 10
+_SPARE_BYTES = 768 << 20  # the interpreter, Pillow and its libraries
+_BYTES_A_PIXEL = 12  # the decoder's own rows, RGBA, RGB, and the copy that is written
+
+
+def _limit(pixels: int) -> None:
+    most = _SPARE_BYTES + _BYTES_A_PIXEL * pixels
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main() -> int:
+    pixels, size = map(int, sys.argv[1:3])
+    from PIL import Image, ImageOps
+
+    _limit(pixels)
+    Image.MAX_IMAGE_PIXELS = None  # of our own limit Pillow would only warn up to twice as many
+    data = sys.stdin.buffer.read(size + 1)
+    try:
+        image = Image.open(io.BytesIO(data), formats=FORMATS)
+        if image.width * image.height > pixels:
+            shape = f"{image.width} x {image.height}"
+            print(f"it has {shape} pixels, more than {pixels}", file=sys.stderr)
+            return REFUSED
+        image = ImageOps.exif_transpose(image).convert("RGB")
+    except Exception as error:  # a decoder meets anything in what strangers send
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        if type(error).__name__ == "UnidentifiedImageError":
+            why = "it is no PNG, JPEG or WebP file"
+        print(why, file=sys.stderr)
+        return REFUSED
+    sys.stdout.buffer.write(b"%d %d\n" % image.size)
+    sys.stdout.buffer.write(image.tobytes())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

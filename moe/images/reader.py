@@ -1,0 +1,288 @@
+"""`ImageReader`: conversations with images to rows for a text model, by transformers' own parts.
+
+The checkpoint's processor turns text and pixels into token ids and whatever its model wants of the
+pixels; the model's own forward turns these into embeddings and positions, and is stopped where it
+calls its text model. The rows that it hands over are what our passes read. No architecture is
+known: `enable_images` shows by a probe that our passes over such rows, also in parts, give the
+logits of transformers' whole forward; else images are refused with the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from moe.describe.probe import TOLERANCE, difference, stand_in
+from moe.errors import RequestError
+from moe.images.decode import Picture, decode
+from moe.loading.meta_model import join_towers
+from moe.model_lock import plain_torch
+from moe.network.attention import PACKED
+from moe.network.backbone import Backbone
+from moe.network.kv_cache import Work
+from moe.network.lanes import Lane, run_lanes
+from moe.network.prompt_rows import PromptRows, caught, watch
+from moe.network.stored_embedding import backbone_dtype
+from moe.text.chat import render
+from moe.text.tokenizer import ImagePrompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Processor = Callable[..., Mapping[str, Any]]
+_KEPT = 4
+"""Prompts whose rows are kept: a request reads its prompt more than once."""
+
+
+class ImageReader:
+    """Reads images for one model. Threads may share it.
+
+    Args:
+        processor: transformers' own of the checkpoint.
+        model: the whole multimodal model, which shares its text part with the backbone.
+        most_pixels: of all images of a prompt.
+
+    Attributes:
+        whole: prompts with images must be read in one pass.
+    """
+
+    def __init__(
+        self, processor: Processor, model: PreTrainedModel, most_pixels: int, *, whole: bool = False
+    ) -> None:
+        self._processor, self._model = processor, model
+        self._most_pixels, self.whole = most_pixels, whole
+        self._lock = threading.Lock()
+        self._known: OrderedDict[object, ImagePrompt] = OrderedDict()
+
+    def read(self, text: str, images: Sequence[object]) -> ImagePrompt:
+        """The prompt of a rendered conversation with its images, in order.
+
+        Raises:
+            RequestError: an image cannot be read, or the conversation does not fit the images.
+        """
+        pictures = decode(images, self._most_pixels)
+        key = text, tuple(picture.digest for picture in pictures)
+        with self._lock:
+            if key not in self._known:
+                self._known[key] = self._read(text, pictures)
+                while len(self._known) > _KEPT:
+                    self._known.popitem(last=False)
+            self._known.move_to_end(key)
+            return self._known[key]
+
+    def _read(self, text: str, pictures: Sequence[Picture]) -> ImagePrompt:
+        try:
+            inputs = self.inputs(text, [picture.image for picture in pictures])
+            with plain_torch():
+                return self.rows(inputs)
+        except Exception as error:  # processors are many programs, and check in their own ways
+            raise RequestError(
+                f"the model's own processor refused the images: {type(error).__name__}: "
+                f"{error!s:.300}; send no marks of images as text, and one image for each part"
+            ) from error
+
+    def inputs(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
+        """What the processor makes of them, for the model's forward."""
+        made = self._processor(
+            text=[text], images=[list(images)], return_tensors="pt", add_special_tokens=False
+        )
+        device = self._model.device
+        return {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in made.items()
+        }
+
+    @torch.inference_mode()
+    def rows(self, inputs: Mapping[str, Any]) -> ImagePrompt:
+        """The prompt with what the text model is given for it. Raises what the model raises."""
+        ids = inputs["input_ids"]
+        with _attention(self._model, PACKED):
+            found = caught(partial(self._model, **_one_more(inputs), use_cache=False))
+        rows = PromptRows(found, ids.shape[1])
+        rows.whole |= self.whole
+        return ImagePrompt(ids[0].tolist(), rows)
+
+    @torch.inference_mode()
+    def reference(self, inputs: Mapping[str, Any]) -> Tensor:
+        """``(T, V)`` float32 logits by transformers' own whole forward; experts stand in."""
+        lane = Lane(partial(self._model, **inputs, use_cache=False), "prefill")
+        run_lanes([lane], stand_in)
+        logits: Tensor = lane.result().logits
+        return logits[0].float()
+
+
+def _one_more(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with the last token once more: its position tells those of new tokens."""
+    shape = inputs["input_ids"].shape
+    return {
+        name: torch.cat([value, value[:, -1:]], 1)
+        if isinstance(value, Tensor) and value.shape == shape
+        else value
+        for name, value in inputs.items()
+    }
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Let the text part's masks be made for this implementation of attention."""
+    config = model.config.get_text_config(decoder=True)
+    own = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = own
+
+
+def enable_images(
+    backbone: Backbone,
+    towers: PreTrainedModel,
+    processor: Processor,
+    conversation: Callable[[], str],
+    most_pixels: int,
+) -> ImageReader | str:
+    """What reads images for a model from now on; or why nothing does.
+
+    Args:
+        towers: all of the model but its text part.
+        conversation: makes the text of a conversation with one image.
+    """
+    join_towers(towers, backbone.model)
+    watch(backbone.model.get_decoder())
+    reader = ImageReader(processor, towers.eval(), most_pixels)
+    packed = backbone.packed
+    try:
+        inputs = reader.inputs(conversation(), [_probe_image()])
+        gap, cut = _gaps(backbone, reader, inputs)
+    except Exception as error:  # as `enable_packing`: an architecture may do anything
+        return f"its images cannot be read: {type(error).__name__}: {error!s:.300}"
+    finally:
+        backbone.set_packed(packed)
+    most = TOLERANCE[backbone_dtype(backbone.model)]
+    if not gap <= most:
+        return f"rows of images give other logits than transformers' own forward (by {gap:.1e})"
+    return ImageReader(processor, towers, most_pixels, whole=not cut <= most)
+
+
+def _gaps(
+    backbone: Backbone, reader: ImageReader, inputs: Mapping[str, Any]
+) -> tuple[float, float]:
+    """How far our logits differ from transformers' if the prompt is read in one pass, with a token
+    behind it; and if it is read in two."""
+    packed = backbone.packed
+    longer = _one_more(inputs)
+    backbone.set_packed(False)
+    expected = reader.reference(longer)
+    backbone.set_packed(packed)
+    prompt = reader.rows(inputs)
+    whole = difference(_logits(backbone, prompt, [len(prompt)]), expected)
+    if not backbone.can_cut or prompt.rows.whole:
+        return whole, float("nan")
+    return whole, difference(_logits(backbone, prompt, [len(prompt) // 2, len(prompt)]), expected)
+
+
+@torch.inference_mode()
+def _logits(backbone: Backbone, prompt: ImagePrompt, ends: Sequence[int]) -> Tensor:
+    """``(T + 1, V)`` logits of a prompt that is read up to these ends, and of its last token once
+    more."""
+    rows = []
+    cache = backbone.new_cache(len(prompt) + 1)
+    cache.offset = prompt.rows.offset
+    start = 0
+    for end in ends:
+        part = prompt.rows.part(start, end)
+        work = [Work(prompt[start:end], cache, all_logits=True, rows=part)]
+        lanes = backbone.lanes(work, "prefill")
+        run_lanes(lanes, stand_in)
+        rows += [each for lane in lanes for each in lane.result()]
+        start = end
+    lanes = backbone.lanes([Work(prompt[-1:], cache, all_logits=True)], "decode")
+    run_lanes(lanes, stand_in)
+    rows += [each for lane in lanes for each in lane.result()]
+    return torch.cat(rows)
+
+
+def _probe_image() -> Any:
+    """An image that is not square, so that rows and columns differ, with something in it."""
+    from PIL import Image
+
+    image = Image.new("RGB", (96, 64))
+    image.putdata([(5 * x % 256, 3 * y, (x * y) % 256) for y in range(64) for x in range(96)])
+    return image
+
+
+def conversation(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A conversation with one image, by the model's chat template."""
+    content = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    return render(tokenizer, [{"role": "user", "content": content}], add_generation_prompt=True)
+
+
+def load_processor(
+    directory: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> Processor | str:
+    """transformers' processor of a checkpoint for text and images, without torchvision where there
+    is one; or why there is none."""
+    from transformers import AutoImageProcessor
+    from transformers.models.auto.processing_auto import (
+        PROCESSOR_MAPPING,
+        processor_class_from_name,
+    )
+
+    name = _processor_name(directory)
+    found = processor_class_from_name(name) if name else None
+    if found is None and type(config) in PROCESSOR_MAPPING:
+        found = PROCESSOR_MAPPING[type(config)]
+    if found is None:
+        return "transformers has no processor for it"
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    try:
+        parts = {
+            "tokenizer": tokenizer,
+            "image_processor": AutoImageProcessor.from_pretrained(
+                directory, backend="pil", **options
+            ),
+        }
+        processor: Processor = _text_and_images(found, parts).from_pretrained(directory, **options)
+    except Exception as error:  # files may hold anything; some classes want torchvision
+        return f"its processor cannot be loaded ({type(error).__name__}: {error!s:.300})"
+    return processor
+
+
+def _processor_name(directory: Path) -> str | None:
+    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        try:
+            about = json.loads((directory / file).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        name = about.get("processor_class") if isinstance(about, dict) else None
+        if isinstance(name, str):
+            return name
+    return None
+
+
+def _text_and_images(found: Any, parts: Mapping[str, Any]) -> Any:
+    """A processor's class without the parts that read sounds and films, which often need packages
+    of their own."""
+
+    class TextAndImages(found):  # type: ignore[misc]
+        @classmethod
+        def _get_arguments_from_pretrained(cls, *_: Any, **__: Any) -> list[Any]:
+            return [parts.get(name) for name in cls.get_attributes()]
+
+        def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
+            if argument is not None:
+                return super().check_argument_for_proper_class(name, argument)
+            return None
+
+    TextAndImages.__name__ = found.__name__
+    return TextAndImages
