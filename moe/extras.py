@@ -20,6 +20,7 @@ EXTRAS = {
     "calibration": ("scipy>=1.12",),
     "plots": ("matplotlib>=3.9",),
     "gpu": ("triton>=3.4",),
+    "telemetry": ("opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"),
 }
 """Requirements by extra."""
 
@@ -35,4 +36,11 @@ def install_line(extra: str) -> str:
 
 def is_installed(extra: str) -> bool:
     """Whether all packages of an extra can be imported; imports none."""
-    return all(find_spec(one.partition(">")[0]) is not None for one in EXTRAS[extra])
+    return all(_is_found(one.partition(">")[0].replace("-", ".")) for one in EXTRAS[extra])
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False

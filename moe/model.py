@@ -132,6 +132,12 @@ class MoE:
         """What was planned before loading."""
         return self._loaded.memory_plan
 
+    @property
+    def expert_wait_seconds(self) -> float:
+        """Time for which steps on this rank have waited for experts on disk, since loading."""
+        offloaded = self._loaded.offloaded
+        return 0.0 if offloaded is None else offloaded.cache.statistics.stall_seconds
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

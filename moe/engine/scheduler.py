@@ -161,6 +161,9 @@ class Scheduler:
             self._reuse_prefix(group)
             if not builder.add(group):
                 break
+        for group in self.waiting[: len(builder.chunks)]:
+            for sequence in group.sequences:
+                sequence.leave_queue()
         del self.waiting[: len(builder.chunks)]
         return builder.build(self._pauses)
 

@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from moe.errors import MoEError
+from moe.errors import MoEError, ProfileError
+from moe.extras import install_line, is_installed
 from moe.loading.hub import public_name
 from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import LoadProgress, Report, reporting
@@ -33,6 +34,9 @@ from moe.server.engine_queue import EngineQueue
 from moe.server.guard import LOOPBACK_NAMES
 from moe.server.keys import ApiKeys, make_keys
 from moe.settings.profile import LoadedProfile
+
+if TYPE_CHECKING:  # its packages are optional
+    from moe.server.telemetry import Telemetry
 
 HEADER_BYTES = 32 * 1024
 MAX_CONNECTIONS = 2048
@@ -58,6 +62,7 @@ class Service:
         listener: a bound socket; `run` closes it.
         keys: clients must send one of them; None: no key is needed.
         tls: for HTTPS; None: HTTP.
+        telemetry: makes traces of requests; None: there are none. `run` closes it.
 
     Attributes:
         queue: None before `run`.
@@ -71,6 +76,7 @@ class Service:
     listener: socket.socket
     keys: ApiKeys | None = None
     tls: ssl.SSLContext | None = None
+    telemetry: Telemetry | None = None
 
     def __post_init__(self) -> None:
         self.stopping = False
@@ -92,7 +98,7 @@ class Service:
         """
         self._loop = asyncio.get_running_loop()
         settings = self.profile.profile.server
-        self.queue = queue = EngineQueue(self.load, settings.max_waiting)
+        self.queue = queue = EngineQueue(self.load, settings.max_waiting, self.telemetry)
         app = create_app(queue, self.model_names, settings, self.keys, self._host_names())
         server = _Server(_uvicorn_config(app, settings.read_timeout_s, self.tls))
         serving = asyncio.create_task(server.serve([self.listener]))
@@ -108,6 +114,8 @@ class Service:
             await serving
             # Loading cannot be interrupted, and need not be finished.
             self.is_stuck = not queue.stop(_CLOSE_TIMEOUT_S if queue.model else 0)
+            if self.telemetry is not None:
+                await asyncio.to_thread(self.telemetry.close)
         if queue.failure is not None:
             if queue.model is None:
                 raise queue.failure
@@ -225,6 +233,7 @@ def serve(
         listener=bind(host, port),
         keys=keys,
         tls=make_tls(ssl_certfile, ssl_keyfile),
+        telemetry=_telemetry() if profile.profile.server.traces else None,
     )
     if service.is_open_to_all:
         print(
@@ -251,6 +260,18 @@ def serve(
     if service.is_stuck:  # else the interpreter waits for the thread, or crashes with it
         os._exit(code)
     return code
+
+
+def _telemetry() -> Telemetry:
+    """Raises `ProfileError` if there can be no traces."""
+    if not is_installed("telemetry"):
+        raise ProfileError(
+            "server.traces is true, and OpenTelemetry is not installed: "
+            + install_line("telemetry")
+        )
+    from moe.server.telemetry import make_telemetry
+
+    return make_telemetry()
 
 
 def _load(name: str | Path, profile: LoadedProfile, report: Report) -> MoE:

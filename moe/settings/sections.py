@@ -400,6 +400,10 @@ class ServerSettings(Settings):
     page: bool = True
     """Serve a page at ``/`` for browsers: a chat, and the experts at work."""
 
+    traces: bool = False
+    """Send an OpenTelemetry trace of each request over OTLP/HTTP, to where the variables OTEL_...
+    say (http://localhost:4318 without any). Needs the packages of the extra ``telemetry``."""
+
     allowed_origins: tuple[Annotated[str, AfterValidator(_check_origin)], ...] = Field(
         default=(), strict=False
     )

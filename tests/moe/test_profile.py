@@ -116,6 +116,7 @@ def test_the_keys_are_these() -> None:
         "server.request_timeout_s",
         "server.drain_timeout_s",
         "server.page",
+        "server.traces",
         "server.allowed_origins",
     )
 
