@@ -95,6 +95,7 @@ class _Readings(Collector):
         yield from _prefixes(readings["engine"].get("prefixes") or {})
         for name, text, key in (
             ("moe_prompts_waiting", "Prompts in the engine's queue", "waiting_prompts"),
+            ("moe_prompt_tokens_waiting", "Their tokens that are not read yet", "waiting_tokens"),
             ("moe_sequences_running", "Sequences that are decoded", "running_sequences"),
             ("moe_kv_tokens", "Tokens whose keys and values requests hold", "kv_tokens"),
         ):
