@@ -14,22 +14,26 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from moe.completion import StreamEvent, places_of
-from moe.engine.engine import StepLoop
+from moe.engine.engine import Engine, StepLoop
 from moe.engine.prefill_batch import SequenceGroup
+from moe.engine.prefix_cache import PrefixCache
 from moe.errors import RankLostError, RequestError, StructureError
 from moe.fair_pool import FairPool
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
+from moe.network.kv_cache import KVCache
 from moe.sequence import RunningSequence
 from moe.server.errors import GENERIC, APIError, api_error
 from moe.server.guard import log_failure, logger
 from moe.server.metrics import Metrics, TokenClock
+from moe.server.remote_prefill import PrefillClient, fingerprint
 from moe.server.request_memory import RequestMemory, bytes_of
 from offload.errors import OffloadError
 
@@ -119,9 +123,10 @@ class EngineQueue:
         load: loads the model and reports its progress; called in the engine thread.
         max_waiting: most requests without a first token; further ones are refused with 429.
         telemetry: makes traces of requests; None: there are none.
+        prefill: fetches keys and values of long prompts from other servers; None: none are.
 
     Attributes:
-        telemetry: as given.
+        telemetry, prefill: as given.
         state: ``loading``, ``ready``, ``draining`` (no new requests) or ``failed`` (for good).
         progress: of loading.
         model: None until it is loaded.
@@ -136,8 +141,10 @@ class EngineQueue:
         load: Callable[[Report], MoE],
         max_waiting: int,
         telemetry: Telemetry | None = None,
+        prefill: PrefillClient | None = None,
     ) -> None:
-        self.telemetry = telemetry
+        self.telemetry, self.prefill = telemetry, prefill
+        self._fingerprint = ""
         self.state: ServerState = "loading"
         self.progress = LoadProgress("starting")
         self.model: MoE | None = None
@@ -237,6 +244,8 @@ class EngineQueue:
         self._count()
         try:
             job.groups = await self._run_text(build, caller, heavy=heavy)
+            if self.prefill is not None:
+                await self.prefill.fetch_for(self, job.groups)
             self._engine.take(job)
             await job.accepted
         except BaseException as error:
@@ -245,6 +254,33 @@ class EngineQueue:
             raise
         self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
         return job
+
+    def fingerprint(self) -> str:
+        """See `moe.server.remote_prefill.fingerprint`. Slow the first time."""
+        self._fingerprint = self._fingerprint or fingerprint(self.ready_model())
+        return self._fingerprint
+
+    async def num_cached(self, salt: str, token_ids: list[int]) -> int:
+        """Tokens of a prompt that the prefix cache has."""
+        return await self._ask(lambda prefixes: prefixes.num_cached(salt, token_ids))
+
+    async def cached_prefix(self, salt: str, token_ids: list[int]) -> KVCache | None:
+        """A copy of the state after these tokens; None if the prefix cache does not have it."""
+        return await self._ask(lambda prefixes: prefixes.copy_of(salt, token_ids))
+
+    async def keep_prefix(self, salt: str, token_ids: list[int], cache: KVCache) -> None:
+        """Put the state after these tokens into the prefix cache."""
+        await self._ask(lambda prefixes: prefixes.add(salt, token_ids, cache))
+
+    async def _ask(self, work: Callable[[PrefixCache], Result]) -> Result:
+        """Run work between two steps. Only with a role other than both: there is such a cache."""
+
+        def run(engine: StepLoop) -> Result:
+            assert isinstance(engine, Engine)
+            assert engine.scheduler.prefixes is not None
+            return work(engine.scheduler.prefixes)
+
+        return await asyncio.wrap_future(self._engine.ask(run))
 
     async def _run_text(self, work: Callable[[MoE], Result], caller: str, *, heavy: bool) -> Result:
         run = partial(work, self.ready_model())
@@ -423,6 +459,20 @@ class EngineThread:
     def take(self, job: GenerationJob) -> None:
         """Submit a job's groups to the engine; ``job.accepted`` has the outcome."""
         self._commands.put(lambda engine: self._take(engine, job))
+
+    def ask(self, work: Callable[[StepLoop], Result]) -> Future[Result]:
+        """Run work between two steps; for its result."""
+        future: Future[Result] = Future()
+
+        def run(engine: StepLoop) -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(engine))
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._commands.put(run)
+        return future
 
     def drop(self, job: GenerationJob) -> None:
         """Cancel a job's unfinished sequences."""

@@ -33,6 +33,7 @@ from moe.server.connections import TimedProtocol
 from moe.server.engine_queue import EngineQueue
 from moe.server.guard import LOOPBACK_NAMES
 from moe.server.keys import ApiKeys, make_keys
+from moe.server.remote_prefill import PrefillClient, check_model
 from moe.settings.profile import LoadedProfile
 
 if TYPE_CHECKING:  # its packages are optional
@@ -63,6 +64,7 @@ class Service:
         keys: clients must send one of them; None: no key is needed.
         tls: for HTTPS; None: HTTP.
         telemetry: makes traces of requests; None: there are none. `run` closes it.
+        secret: what servers with other roles know too; None: `parallel.role` is both.
 
     Attributes:
         queue: None before `run`.
@@ -77,6 +79,7 @@ class Service:
     keys: ApiKeys | None = None
     tls: ssl.SSLContext | None = None
     telemetry: Telemetry | None = None
+    secret: str | None = None
 
     def __post_init__(self) -> None:
         self.stopping = False
@@ -98,8 +101,18 @@ class Service:
         """
         self._loop = asyncio.get_running_loop()
         settings = self.profile.profile.server
-        self.queue = queue = EngineQueue(self.load, settings.max_waiting, self.telemetry)
-        app = create_app(queue, self.model_names, settings, self.keys, self._host_names())
+        roles, secret = self.profile.profile.parallel, self.secret
+        asks = secret is not None and roles.role == "decode"
+        client = PrefillClient(roles, secret) if asks and secret is not None else None
+        self.queue = queue = EngineQueue(self.load, settings.max_waiting, self.telemetry, client)
+        app = create_app(
+            queue,
+            self.model_names,
+            settings,
+            self.keys,
+            self._host_names(),
+            secret if roles.role == "prefill" else None,
+        )
         server = _Server(_uvicorn_config(app, settings.read_timeout_s, self.tls))
         serving = asyncio.create_task(server.serve([self.listener]))
         try:
@@ -114,6 +127,8 @@ class Service:
             await serving
             # Loading cannot be interrupted, and need not be finished.
             self.is_stuck = not queue.stop(_CLOSE_TIMEOUT_S if queue.model else 0)
+            if client is not None:
+                client.close()
             if self.telemetry is not None:
                 await asyncio.to_thread(self.telemetry.close)
         if queue.failure is not None:
@@ -234,6 +249,7 @@ def serve(
         keys=keys,
         tls=make_tls(ssl_certfile, ssl_keyfile),
         telemetry=_telemetry() if profile.profile.server.traces else None,
+        secret=_secret() if profile.profile.parallel.role != "both" else None,
     )
     if service.is_open_to_all:
         print(
@@ -262,6 +278,17 @@ def serve(
     return code
 
 
+def _secret() -> str:
+    """What servers of different roles share. Raises `ProfileError` without it."""
+    secret = os.environ.get("MOE_LAUNCH_SECRET", "")
+    if not secret:
+        raise ProfileError(
+            "parallel.role is not both: set MOE_LAUNCH_SECRET to the same text for the decode "
+            "server and its prefill servers, by which they know each other"
+        )
+    return secret
+
+
 def _telemetry() -> Telemetry:
     """Raises `ProfileError` if there can be no traces."""
     if not is_installed("telemetry"):
@@ -287,7 +314,10 @@ def _load(name: str | Path, profile: LoadedProfile, report: Report) -> MoE:
             report(progress)
             show(progress)
 
-        return MoE.from_pretrained(name, profile, progress=both, on_plan=say_plan)
+        model = MoE.from_pretrained(name, profile, progress=both, on_plan=say_plan)
+        if profile.profile.parallel.role != "both":
+            check_model(model)
+        return model
 
 
 def _on_signal(service: Service) -> None:
