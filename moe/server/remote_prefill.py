@@ -27,11 +27,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import safetensors.torch
 import torch
 from fastapi import APIRouter
 from pydantic import Field
 from safetensors import SafetensorError
+from safetensors.torch import load, save
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
@@ -218,7 +218,7 @@ class PrefillClient:
             raise ValueError("its answer is damaged, or not from a server that knows the secret")
         cache = model.backbone.new_cache(length)
         assert isinstance(cache, KVCache)
-        cache.unpack(safetensors.torch.load(bytes(payload)), length)
+        cache.unpack(load(bytes(payload)), length)
         return cache
 
     def close(self) -> None:
@@ -297,9 +297,7 @@ async def _answer(
         cache = task.result()
         if cache is None:  # evicted in the meantime, or memory.prefix_tokens is too small for it
             return
-        payload = await run_in_threadpool(
-            lambda: safetensors.torch.save(cache.packed(cache.length))
-        )
+        payload = await run_in_threadpool(lambda: save(cache.packed(cache.length)))
         yield _ROWS
         for start in range(0, len(payload), _PART):
             yield memoryview(payload)[start : start + _PART]

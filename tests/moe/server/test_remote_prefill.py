@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from benchmarks.servers import moe_serve
 from moe import MoE
 from moe.errors import ProfileError
 from moe.server import remote_prefill
 from moe.server.serve import Service, _secret, bind
 from moe.settings.profile import load_profile
+from tests.launched import Launch, free_port
 from tests.moe.server.conftest import Running
 
 SECRET = "correct horse battery staple"
@@ -90,24 +90,27 @@ def test_tokens_are_those_of_one_engine(text_checkpoint: Path, bits: int) -> Non
         assert prefill.is_idle()
 
 
-@pytest.mark.slow
 def test_a_killed_prefill_server_costs_nobody_an_answer(
-    text_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    text_checkpoint: Path, launch: Launch
 ) -> None:
-    monkeypatch.setenv("MOE_LAUNCH_SECRET", SECRET)
     asked = [body(number) for number in range(24)]
     with serving(text_checkpoint) as alone:
         expected = [answer(alone, each)[0] for each in asked]
-    settings = ("parallel.role=prefill", "memory.prefix_tokens=4096", "memory.kv_tokens=8192")
+    port = free_port()
+    command = ["serve", text_checkpoint, "--port", port, "--set", "parallel.role=prefill"]
+    for key, value in (ROOM | {"kv_bits": 32}).items():
+        command += ["--set", f"memory.{key}={value}"]
+    url = f"http://127.0.0.1:{port}"
     with (
-        moe_serve(text_checkpoint, *settings, "memory.kv_bits=32") as prefill,
-        serving(text_checkpoint, "decode", prefill_servers=[prefill.endpoint.url]) as decode,
+        launch(1, command, MOE_LAUNCH_SECRET=SECRET) as prefill,
+        serving(text_checkpoint, "decode", prefill_servers=[url]) as decode,
         ThreadPoolExecutor(8) as pool,
     ):
+        prefill.wait_for("serving")
         assert answer(decode, asked[0]) == (expected[0], 192)
         going = [pool.submit(answer, decode, each) for each in asked[1:]]
         going[2].result()
-        prefill.process.send_signal(signal.SIGKILL)
+        prefill.signal(0, signal.SIGKILL)
         assert [each.result()[0] for each in going] == expected[1:]
         assert decode.is_idle()
         assert outcomes(decode)["fetched"] >= 2
