@@ -25,7 +25,7 @@ from moe.engine.borrowing import kv_borrowing
 from moe.engine.engine import Engine, StepLoop
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RankLostError, RequestError
-from moe.expert_map import cache_counters, expert_activity, expert_layout
+from moe.expert_map import cache_counters, expert_activity, expert_choices, expert_layout
 from moe.loader import LoadedModel, load_model
 from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import Report
@@ -131,6 +131,17 @@ class MoE:
     def memory_plan(self) -> MemoryPlan:
         """What was planned before loading."""
         return self._loaded.memory_plan
+
+    def expert_choices(self, token_ids: Sequence[int]) -> list[list[list[int]]]:
+        """Of each MoE layer and token of a text, the experts that the token goes to; reads the
+        text. Call it between steps.
+
+        Raises:
+            RequestError: several ranks share the model.
+        """
+        if isinstance(self._session, Coordinator):
+            raise RequestError("a text's experts are not shown where ranks share the model")
+        return expert_choices(self.backbone, self.experts, token_ids)
 
     @property
     def expert_wait_seconds(self) -> float:

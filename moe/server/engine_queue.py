@@ -260,6 +260,11 @@ class EngineQueue:
         self._fingerprint = self._fingerprint or fingerprint(self.ready_model())
         return self._fingerprint
 
+    async def between_steps(self, work: Callable[[MoE], Result]) -> Result:
+        """Run work in the engine's thread; no sequence gets a token meanwhile."""
+        model = self.ready_model()
+        return await asyncio.wrap_future(self._engine.ask(lambda _: work(model)))
+
     async def num_cached(self, salt: str, token_ids: list[int]) -> int:
         """Tokens of a prompt that the prefix cache has."""
         return await self._ask(lambda prefixes: prefixes.num_cached(salt, token_ids))
