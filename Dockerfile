@@ -1,6 +1,7 @@
 # moe in a container, for CPUs (the default target) or CUDA:
 #   docker build -t moe .
 #   docker build -t moe:cuda --target cuda .
+#   docker build -t moe:parallel --target parallel .    ranks on several machines, with DeepSpeed
 #   docker run -p 127.0.0.1:8000:8000 -v moe-models:/models moe run MODEL --yes --host 0.0.0.0
 # Downloads and converted stores go to the volume. Without MOE_API_KEY everybody who reaches the
 # port may ask; the line above lets only this machine.
@@ -39,8 +40,16 @@ RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
     pip install --no-cache-dir torch==2.13.0 "triton>=3.4" "gguf>=0.18" /dist/*.whl
 USER moe
 
-FROM base AS cpu
+FROM base AS packages
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
     pip install --no-cache-dir "gguf>=0.18" /dist/*.whl
+
+FROM packages AS parallel
+RUN pip install --no-cache-dir setuptools wheel \
+    && DS_BUILD_OPS=0 pip install --no-cache-dir --no-build-isolation \
+        "deepspeed>=0.18" "scipy>=1.12"
+USER moe
+
+FROM packages AS cpu
 USER moe

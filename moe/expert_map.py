@@ -10,10 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from experts.placement import Placement
 from kernels import QuantizedExperts
+from moe.network.backbone import Backbone
+from moe.network.kv_cache import Work
+from moe.network.lanes import ExpertCall, run_lanes
+from moe.network.moe_layer import MoELayers
 from offload.layer import LayerExperts, OffloadedExperts
 from offload.offloaded import PLACES, Offloaded, bytes_in
 from routing.statistics import RoutingStatistics
@@ -64,6 +70,29 @@ def expert_activity(
         {"tokens": tokens[:count], "where": _digits(places_E[:count])}
         for count, tokens, places_E in zip(counts, tokens_LE, places_LE, strict=True)
     ]
+
+
+@torch.inference_mode()
+def expert_choices(
+    backbone: Backbone, experts: MoELayers, token_ids: Sequence[int]
+) -> list[list[list[int]]]:
+    """Read tokens; of each MoE layer and token, the experts that it went to. Call it between steps.
+
+    It counts as any reading does, in statistics and in the expert cache.
+    """
+    chosen: list[list[list[int]]] = [[] for _ in experts.layers]
+
+    def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        for call in calls:
+            ids_NK = call.routing.expert_ids.tolist()
+            chosen[layer] += [[expert for expert in ids if expert >= 0] for ids in ids_NK]
+        return experts.run(layer, calls)
+
+    lanes = backbone.lanes([Work(list(token_ids), backbone.new_cache(len(token_ids)))])
+    run_lanes(lanes, run)
+    for lane in lanes:
+        lane.result()
+    return chosen
 
 
 def cache_counters(offloaded: Offloaded) -> dict[str, Any]:

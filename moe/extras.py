@@ -21,6 +21,7 @@ EXTRAS = {
     "images": ("Pillow>=11",),
     "plots": ("matplotlib>=3.9",),
     "gpu": ("triton>=3.4",),
+    "telemetry": ("opentelemetry-sdk>=1.30", "opentelemetry-exporter-otlp-proto-http>=1.30"),
 }
 """Requirements by extra."""
 
@@ -39,4 +40,11 @@ def install_line(extra: str) -> str:
 def is_installed(extra: str) -> bool:
     """Whether all packages of an extra can be imported; imports none."""
     names = (one.partition(">")[0] for one in EXTRAS[extra])
-    return all(find_spec(_MODULES.get(name, name)) is not None for name in names)
+    return all(_is_found(_MODULES.get(name, name.replace("-", "."))) for name in names)
+
+
+def _is_found(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # the package that it would be in
+        return False

@@ -28,7 +28,7 @@ from moe.engine.prefill_mode import LayerWork
 from moe.engine.prefix_cache import PrefixCache, RereadCost
 from moe.engine.prefix_store import PrefixStore
 from moe.errors import RankLostError, RequestError
-from moe.expert_map import cache_counters, expert_activity, expert_layout
+from moe.expert_map import cache_counters, expert_activity, expert_choices, expert_layout
 from moe.loader import LoadedModel, load_model
 from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.loading.progress import Report
@@ -138,6 +138,23 @@ class MoE:
     def memory_plan(self) -> MemoryPlan:
         """What was planned before loading."""
         return self._loaded.memory_plan
+
+    def expert_choices(self, token_ids: Sequence[int]) -> list[list[list[int]]]:
+        """Of each MoE layer and token of a text, the experts that the token goes to; reads the
+        text. Call it between steps.
+
+        Raises:
+            RequestError: several ranks share the model.
+        """
+        if isinstance(self._session, Coordinator):
+            raise RequestError("a text's experts are not shown where ranks share the model")
+        return expert_choices(self.backbone, self.experts, token_ids)
+
+    @property
+    def expert_wait_seconds(self) -> float:
+        """Time for which steps on this rank have waited for experts on disk, since loading."""
+        offloaded = self._loaded.offloaded
+        return 0.0 if offloaded is None else offloaded.cache.statistics.stall_seconds
 
     def generate(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
@@ -71,6 +72,7 @@ class RunningSequence:
         sampler: as given.
         queue_key: order among all sequences; those with a smaller key go first.
         num_cached_tokens: tokens of the prompt found in the prefix cache.
+        first_scheduled_ns: Unix time at which its prompt was first taken from the queue; 0 before.
         token_ids: tokens generated so far.
         cache: the sequence's state while it decodes; None before its prompt has been read.
         cancelled: the caller no longer wants it.
@@ -97,6 +99,7 @@ class RunningSequence:
         self.priority = priority
         self.queue_key = (0, 0)
         self.num_cached_tokens = 0
+        self.first_scheduled_ns = 0
         self.token_ids = [] if token_ids is None else token_ids
         self.finish_reason: FinishReason | None = None
         self.cache: SequenceCache | None = None
@@ -129,6 +132,10 @@ class RunningSequence:
     def enqueue(self, step: int, number: int) -> None:
         """Take a place in the scheduler's queue: by step, then by order of arrival."""
         self.queue_key = (step, number)
+
+    def leave_queue(self) -> None:
+        """Its prompt is read from now on."""
+        self.first_scheduled_ns = self.first_scheduled_ns or time.time_ns()
 
     def reuse_prefix(self, num_tokens: int) -> None:
         """Note how many tokens of the prompt the prefix cache had."""

@@ -64,6 +64,11 @@ class CacheStatistics:
             **{name: sum(getattr(layer, name) for layer in self.layers) for name in names}
         )
 
+    @property
+    def stall_seconds(self) -> float:
+        """Time for which the step loop waited, in all layers, as of now."""
+        return sum(layer.stall_seconds for layer in self.layers)
+
     def as_dict(self) -> dict[str, object]:
         """For JSON: the totals, the hit ratio, and the counters of each layer."""
         total, layers = self.total, [asdict(layer) for layer in self.layers]

@@ -123,9 +123,6 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "index_topk": 8, "qk_rope_head_dim": 0, "head_dim": 0, "qk_nope_head_dim": 16,
         "v_head_dim": 16, "linear_num_heads": 4, "linear_head_dim": 8,
     },
-    "hy_v4_vl_text": {
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
-    },
     "muse_spark_audio": {"num_hidden_layers": 4, "patch_sizes": [16, 6, 5, 4]},
     "qwen3_omni_moe_text": {"sliding_window": None},
     "qwen3_vl_moe_text": {"sliding_window": None},

@@ -198,6 +198,7 @@ class Engine:
         reading = scheduler.prefilling
         return {
             "waiting_prompts": len(scheduler.waiting),
+            "waiting_tokens": sum(len(g.token_ids) - g.num_read for g in scheduler.waiting),
             "prompts_being_read": len(reading.chunks) if reading else 0,
             "running_sequences": len(scheduler.running),
             "kv_tokens": int(scheduler.num_used_tokens()) - prefix_tokens,

@@ -226,6 +226,12 @@ class PrefixCache:
         """Tokens of the longest cached proper prefix."""
         return self._longest(salt, token_ids)[1]
 
+    def copy_of(self, salt: str, token_ids: Sequence[int]) -> KVCache | None:
+        """A copy of the state after all of these tokens, if it is kept; not counted as a hit."""
+        entry, length = self._longest(salt, [*token_ids, 0])
+        known = entry is not None and length == len(token_ids)
+        return entry.kv.fork(length, length) if entry is not None and known else None
+
     def _longest(self, salt: str, token_ids: Sequence[int]) -> tuple[_Entry | None, int]:
         ids = list(token_ids[:-1])
         hashes = block_hashes(salt, ids)

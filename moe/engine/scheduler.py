@@ -187,6 +187,8 @@ class Scheduler:
             if not builder.add(group):
                 break
             taken.append(group)
+            for sequence in group.sequences:
+                sequence.leave_queue()
         self.waiting = [group for group in self.waiting if group not in taken]
         return None if builder is None else builder.build(self._pauses)
 

@@ -286,6 +286,36 @@ class BlockKVCache(KVCache):
         self.length += BLOCK
         return True
 
+    def packed(self, length: int) -> dict[str, Tensor]:
+        """As `KVCache.packed`; ``length`` is a multiple of 64: of attention, whole blocks as they
+        are stored, ``(blocks, bytes)``."""
+        assert length % BLOCK == 0
+        blocks = self.blocks[: length // BLOCK]
+        found = {
+            ".".join(map(str, ("blocks", layer, *shape))): torch.stack(
+                [block.rows[layer] for block in blocks]
+            )
+            for layer, shape in self._shapes.items()
+        }
+        return found | super().packed(length)
+
+    def unpack(self, rows: Mapping[str, Tensor], length: int) -> None:
+        own = {name: tensor for name, tensor in rows.items() if name.startswith("blocks.")}
+        self.reserve(length)
+        taken: dict[int, Tensor] = {}
+        for name, tensor in own.items():
+            layer, *sizes = map(int, name.split(".")[1:])
+            size = BLOCK * self.form.token_bytes(*sizes)
+            if tensor.dtype != torch.uint8 or tensor.shape != (length // BLOCK, size):
+                raise ValueError(f"layer {layer} has not blocks of {length} tokens in this form")
+            taken[layer], self._shapes[layer] = tensor, Shape(*sizes)
+        self._shapes = {layer: self._shapes[layer] for layer in sorted(taken)}
+        self._place()
+        for layer, tensor in taken.items():
+            for block, stored in zip(self.blocks, tensor, strict=False):
+                block.rows[layer].copy_(stored)
+        super().unpack({name: rows[name] for name in rows.keys() - own.keys()}, length)
+
     def _place(self) -> None:
         """Give every block memory for every layer, and list where it is."""
         layers, count = len(self._shapes), len(self.blocks)

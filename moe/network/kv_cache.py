@@ -279,6 +279,36 @@ class KVCache:
             copy.head = self.head.fork(copy.capacity + KEPT, rows)
             copy.head.hidden = HiddenRows()
 
+    def packed(self, length: int) -> dict[str, Tensor]:
+        """Copies of the rows of the first ``length`` tokens, for `unpack` of another process's
+        cache of the same model and form. Not for sequences with recurrent states."""
+        assert not self._states, "states are not packed"
+        assert length <= self.length
+        return {
+            f"{_text_of(layer)}.{what}": rows.contiguous()
+            for layer in self._layers
+            for what, rows in zip(
+                ("keys", "values"), KVCache.read(self, layer, length), strict=True
+            )
+        }
+
+    def unpack(self, rows: Mapping[str, Tensor], length: int) -> None:
+        """Take the rows of `packed`; this sequence has read nothing yet.
+
+        Raises:
+            ValueError: they are not of ``length`` tokens.
+        """
+        pairs: dict[LayerKey, dict[str, Tensor]] = {}
+        for name, tensor in rows.items():
+            layer, _, what = name.rpartition(".")
+            pairs.setdefault(_layer_of(layer), {})[what] = tensor
+        for key in sorted(pairs, key=str):
+            keys, values = pairs[key]["keys"], pairs[key]["values"]
+            if any(each.ndim != 4 or each.shape[2] != length for each in (keys, values)):
+                raise ValueError(f"layer {key} has not rows of {length} tokens")
+            self.write(key, keys, values)
+        self.length = length
+
     def _grow(self, layer: LayerKey) -> None:
         old = self._layers[layer]
         if old[0].shape[2] < self.room:
@@ -289,6 +319,15 @@ class KVCache:
     def _buffer(self, rows: Tensor) -> Tensor:
         shape = (rows.shape[0], rows.shape[1], self.room, rows.shape[3])
         return torch.empty(shape, dtype=rows.dtype, device=rows.device)
+
+
+def _text_of(layer: LayerKey) -> str:
+    return str(layer) if isinstance(layer, int) else f"{layer[0]}:{layer[1]}"
+
+
+def _layer_of(text: str) -> LayerKey:
+    kind, _, number = text.rpartition(":")
+    return (kind, int(number)) if kind else int(number)
 
 
 @dataclass

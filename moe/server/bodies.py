@@ -37,7 +37,7 @@ def json_body(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         if media_type != "application/json":
             raise APIError(415, "the Content-Type must be application/json")
         settings: ServerSettings = request.app.state.settings
-        data = await _read(request, settings.max_body_bytes, settings.read_timeout_s)
+        data = await read_body(request, settings.max_body_bytes, settings.read_timeout_s)
         request.state.body_bytes = len(data)
         return await run_in_threadpool(parse, model, data)
 
@@ -107,7 +107,8 @@ def _rule(messages: Iterable[str]) -> str:
     return re.sub(r"valid dictionary( or instance of \w+)?", "JSON object", rule)
 
 
-async def _read(request: Request, limit: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, limit: int, timeout_s: float) -> bytes:
+    """The whole body. Raises `APIError` 408 and 413."""
     too_large = APIError(413, f"the body may have {limit} bytes; send less (server.max_body_bytes)")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > limit:

@@ -14,24 +14,31 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 from moe.completion import StreamEvent, places_of
-from moe.engine.engine import StepLoop
+from moe.engine.engine import Engine, StepLoop
 from moe.engine.prefill_batch import SequenceGroup
+from moe.engine.prefix_cache import PrefixCache
 from moe.errors import RankLostError, RequestError, StructureError
 from moe.fair_pool import FairPool
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
+from moe.network.kv_cache import KVCache
 from moe.sequence import RunningSequence
 from moe.server.errors import GENERIC, APIError, api_error
 from moe.server.guard import log_failure, logger
 from moe.server.metrics import Metrics, TokenClock
+from moe.server.remote_prefill import PrefillClient, fingerprint
 from moe.server.request_memory import RequestMemory, bytes_of
 from offload.errors import OffloadError
+
+if TYPE_CHECKING:  # its packages are optional
+    from moe.server.telemetry import RequestTrace, Telemetry
 
 ServerState = Literal["loading", "ready", "draining", "failed"]
 Result = TypeVar("Result")
@@ -52,8 +59,9 @@ class GenerationJob:
         accepted: done when the engine has accepted all groups, or refused one.
         queue: new tokens in order, or the exception that ended the job.
         timer: until the request's time is up.
+        trace: of the request, if the server makes traces.
+        error: what ended the job; None: nothing has.
         closed: `EngineQueue.close` has been called.
-        failed: `fail` has been called.
     """
 
     clock: TokenClock
@@ -61,8 +69,9 @@ class GenerationJob:
     queue: asyncio.Queue[StreamEvent | Exception] = field(default_factory=asyncio.Queue)
     groups: Sequence[SequenceGroup] = ()
     timer: asyncio.TimerHandle | None = None
+    trace: RequestTrace | None = None
+    error: BaseException | None = None
     closed: bool = False
-    failed: bool = False
 
     @property
     def places(self) -> dict[RunningSequence, tuple[int, int]]:
@@ -93,9 +102,9 @@ class GenerationJob:
 
         Called in the event loop.
         """
-        if self.failed:
+        if self.error is not None:
             return
-        self.failed = True
+        self.error = error
         while not self.queue.empty():
             self.queue.get_nowait()
         if not self.accepted.done():
@@ -113,8 +122,11 @@ class EngineQueue:
     Args:
         load: loads the model and reports its progress; called in the engine thread.
         max_waiting: most requests without a first token; further ones are refused with 429.
+        telemetry: makes traces of requests; None: there are none.
+        prefill: fetches keys and values of long prompts from other servers; None: none are.
 
     Attributes:
+        telemetry, prefill: as given.
         state: ``loading``, ``ready``, ``draining`` (no new requests) or ``failed`` (for good).
         progress: of loading.
         model: None until it is loaded.
@@ -124,7 +136,15 @@ class EngineQueue:
         created: Unix time, in seconds, at which the server started.
     """
 
-    def __init__(self, load: Callable[[Report], MoE], max_waiting: int) -> None:
+    def __init__(
+        self,
+        load: Callable[[Report], MoE],
+        max_waiting: int,
+        telemetry: Telemetry | None = None,
+        prefill: PrefillClient | None = None,
+    ) -> None:
+        self.telemetry, self.prefill = telemetry, prefill
+        self._fingerprint = ""
         self.state: ServerState = "loading"
         self.progress = LoadProgress("starting")
         self.model: MoE | None = None
@@ -140,7 +160,9 @@ class EngineQueue:
         self._num_texts = 0
         self._text = FairPool(TEXT_THREADS, "moe-text", each=_EACH, heavy=_HEAVY, nice=True)
         loop = asyncio.get_running_loop()
-        self._engine = EngineThread(lambda: load(self._on_progress), self, loop)
+        self._engine = EngineThread(
+            lambda: load(self._on_progress), self, loop, reports_waits=telemetry is not None
+        )
 
     @property
     def seconds(self) -> float:
@@ -198,12 +220,14 @@ class EngineQueue:
         *,
         heavy: bool = False,
         timeout_s: float | None = None,
+        trace: RequestTrace | None = None,
     ) -> GenerationJob:
         """Build a request and queue it. The caller must `close` the job in the end.
 
         Args:
             build: makes the sequence groups, as the work of `text`.
             timeout_s: after which the answer ends with what is there; None: never.
+            trace: of the request; it ends with the job.
 
         Raises:
             APIError: 429 if too many requests wait, 503 unless the state is ``ready``.
@@ -212,6 +236,7 @@ class EngineQueue:
         self.ready_model()
         self._check_room()
         job = GenerationJob(TokenClock(self.metrics), asyncio.get_running_loop().create_future())
+        job.trace = trace
         self._waiting.add(job)
         if timeout_s is not None:
             loop = asyncio.get_running_loop()
@@ -219,13 +244,48 @@ class EngineQueue:
         self._count()
         try:
             job.groups = await self._run_text(build, caller, heavy=heavy)
+            if self.prefill is not None:
+                await self.prefill.fetch_for(self, job.groups)
             self._engine.take(job)
             await job.accepted
-        except BaseException:
+        except BaseException as error:
+            job.error = job.error or error
             self.close(job)
             raise
         self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
         return job
+
+    def fingerprint(self) -> str:
+        """See `moe.server.remote_prefill.fingerprint`. Slow the first time."""
+        self._fingerprint = self._fingerprint or fingerprint(self.ready_model())
+        return self._fingerprint
+
+    async def between_steps(self, work: Callable[[MoE], Result]) -> Result:
+        """Run work in the engine's thread; no sequence gets a token meanwhile."""
+        model = self.ready_model()
+        return await asyncio.wrap_future(self._engine.ask(lambda _: work(model)))
+
+    async def num_cached(self, salt: str, token_ids: list[int]) -> int:
+        """Tokens of a prompt that the prefix cache has."""
+        return await self._ask(lambda prefixes: prefixes.num_cached(salt, token_ids))
+
+    async def cached_prefix(self, salt: str, token_ids: list[int]) -> KVCache | None:
+        """A copy of the state after these tokens; None if the prefix cache does not have it."""
+        return await self._ask(lambda prefixes: prefixes.copy_of(salt, token_ids))
+
+    async def keep_prefix(self, salt: str, token_ids: list[int], cache: KVCache) -> None:
+        """Put the state after these tokens into the prefix cache."""
+        await self._ask(lambda prefixes: prefixes.add(salt, token_ids, cache))
+
+    async def _ask(self, work: Callable[[PrefixCache], Result]) -> Result:
+        """Run work between two steps. Only with a role other than both: there is such a cache."""
+
+        def run(engine: StepLoop) -> Result:
+            assert isinstance(engine, Engine)
+            assert engine.scheduler.prefixes is not None
+            return work(engine.scheduler.prefixes)
+
+        return await asyncio.wrap_future(self._engine.ask(run))
 
     async def _run_text(self, work: Callable[[MoE], Result], caller: str, *, heavy: bool) -> Result:
         run = partial(work, self.ready_model())
@@ -249,6 +309,8 @@ class EngineQueue:
         self.memory.give_back(job)
         self._count()
         self._engine.drop(job)
+        if job.trace is not None:
+            job.trace.end(job.error, job.groups)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait for the running ones; those left at the end fail."""
@@ -286,6 +348,8 @@ class EngineQueue:
                 self._running.add(job)
                 self._count()
             job.clock.tick(outcome.prompt, outcome.sample)
+            if job.trace is not None:
+                job.trace.tick()
             job.queue.put_nowait(outcome)
             self.memory.take(job, bytes_of(outcome))
         while self.memory.is_exceeded and self._drop_largest():
@@ -318,6 +382,10 @@ class EngineQueue:
         )
         self._engine.drop(largest)
         return True
+
+    def on_wait(self, wait: tuple[int, int, float]) -> None:
+        if self.telemetry is not None:
+            self.telemetry.on_wait(wait)
 
     def on_failure(self, error: BaseException) -> None:
         if self.state == "failed":
@@ -353,6 +421,10 @@ class Listener(Protocol):
 
     def on_step(self, outcomes: StepOutcomes) -> None: ...
 
+    def on_wait(self, wait: tuple[int, int, float]) -> None:
+        """A step waited for experts: when it began and ended, in Unix nanoseconds, and for how many
+        seconds of that it waited."""
+
     def on_failure(self, error: BaseException) -> None:
         """Loading, or the engine as a whole, has failed. The engine thread ends."""
 
@@ -363,6 +435,7 @@ class EngineThread:
     Args:
         load: loads the model.
         listener: receives tokens and failures, in `loop`.
+        reports_waits: it also receives how long each step waited for experts.
 
     Attributes:
         occupancy: `Engine.occupancy` after the last step or command.
@@ -370,13 +443,19 @@ class EngineThread:
     """
 
     def __init__(
-        self, load: Callable[[], MoE], listener: Listener, loop: asyncio.AbstractEventLoop
+        self,
+        load: Callable[[], MoE],
+        listener: Listener,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        reports_waits: bool = False,
     ) -> None:
         self.occupancy: dict[str, int] = {}
         self.status: dict[str, Any] = {}
         self._load = load
         self._listener = listener
         self._loop = loop
+        self._reports_waits = reports_waits
         self._places: dict[RunningSequence, tuple[GenerationJob, int, int]] = {}
         self._commands: queue.SimpleQueue[Callable[[StepLoop], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="moe-engine", daemon=True)
@@ -385,6 +464,20 @@ class EngineThread:
     def take(self, job: GenerationJob) -> None:
         """Submit a job's groups to the engine; ``job.accepted`` has the outcome."""
         self._commands.put(lambda engine: self._take(engine, job))
+
+    def ask(self, work: Callable[[StepLoop], Result]) -> Future[Result]:
+        """Run work between two steps; for its result."""
+        future: Future[Result] = Future()
+
+        def run(engine: StepLoop) -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work(engine))
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._commands.put(run)
+        return future
 
     def drop(self, job: GenerationJob) -> None:
         """Cancel a job's unfinished sequences."""
@@ -417,8 +510,12 @@ class EngineThread:
         model.on_rank_loss(partial(self._post, self._listener.on_failure))
         self._publish_status(engine)
         self._post(self._listener.on_loaded, model)
+        watched = self._reports_waits
         while self._run_commands(engine):
+            start_ns, waited = time.time_ns(), model.expert_wait_seconds if watched else 0.0
             outcomes = [] if engine.idle else self._step(engine)
+            if watched and (seconds := model.expert_wait_seconds - waited) > 0:
+                self._post(self._listener.on_wait, (start_ns, time.time_ns(), seconds))
             self._publish_status(engine)  # before the listener hears of the step
             if outcomes:
                 self._post(self._listener.on_step, outcomes)

@@ -60,7 +60,13 @@ async def answer(
     heavy = is_heavy(request) or body.structure is not None or bool(_tools_of(body))
     limit_s = request.app.state.settings.request_timeout_s
     timeout_s = min(filter(None, (body.timeout, limit_s)), default=None)
-    submitting = queue.submit(build, caller_of(request), heavy=heavy, timeout_s=timeout_s)
+    trace = None
+    if queue.telemetry is not None:
+        route, request_id = request.url.path, request.scope["request_id"]
+        trace = queue.telemetry.begin(request.headers, route, name, request_id)
+    submitting = queue.submit(
+        build, caller_of(request), heavy=heavy, timeout_s=timeout_s, trace=trace
+    )
     job = await while_connected(request.receive, submitting)
     spend = _spending(request)
     spend(job.num_prompt_tokens)

@@ -3,6 +3,7 @@
 It checks the API key and the host name, gives each request an id, counts answers, and turns an
 exception that escapes a route into status 500. Routes need the key unless listed as public. The
 files of the page at ``/`` are public, as every installation has the same; what they show is not.
+``/v1/prefill``, on prefill servers, wants a secret of the servers instead.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from moe.server.keys import ApiKey, ApiKeys
 from moe.server.metrics import Metrics
 from moe.server.request_memory import RequestMemory
 
-PUBLIC_PATHS = frozenset({"/health", "/ready"}) | page.PATHS
+PUBLIC_PATHS = frozenset({"/health", "/ready", "/v1/prefill"}) | page.PATHS
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 logger = logging.getLogger("moe.server")
 

@@ -38,6 +38,12 @@ class Metrics:
         self.prompt_tokens = self._counter("moe_prompt_tokens", "Prompt tokens accepted")
         self.new_tokens = self._counter("moe_generated_tokens", "Tokens generated")
         self.timeouts = self._counter("moe_requests_timed_out", "Requests whose time was up")
+        self.remote_prefills = Counter(
+            "moe_remote_prefills",
+            "Prompts asked of prefill servers: fetched, or failed and read here",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.first_token = self._histogram(
             "moe_time_to_first_token_seconds", "From the request to its first token"
         )
@@ -95,6 +101,7 @@ class _Readings(Collector):
         yield from _prefixes(readings["engine"].get("prefixes") or {})
         for name, text, key in (
             ("moe_prompts_waiting", "Prompts in the engine's queue", "waiting_prompts"),
+            ("moe_prompt_tokens_waiting", "Their tokens that are not read yet", "waiting_tokens"),
             ("moe_sequences_running", "Sequences that are decoded", "running_sequences"),
             ("moe_kv_tokens", "Tokens whose keys and values requests hold", "kv_tokens"),
         ):

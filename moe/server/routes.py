@@ -126,6 +126,28 @@ async def detokenize(
     return await _with_model(request, body.model, work)
 
 
+@router.post("/v1/experts/tokens", openapi_extra=schema_of(TokenizeRequest))
+async def expert_tokens(
+    request: Request, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
+) -> Response:
+    """Of a text, its last tokens, and of each MoE layer and token the experts that it goes to."""
+    check_model(request.app.state.model_names, body.model)
+    queue: EngineQueue = request.app.state.queue
+
+    def encode(model: MoE) -> tuple[list[int], list[str]]:
+        prompt = template_messages(body.messages or ()) if body.prompt is None else body.prompt
+        ids = model.codec.encode(prompt, model.context_length, ending=body.ending)
+        ids = ids[-model.profile.profile.prefill.chunk_tokens :]
+        return ids, [model.codec.decode([token]) for token in ids]
+
+    async def work() -> Response:
+        ids, texts = await queue.text(encode, caller_of(request), heavy=True)
+        chosen = await queue.between_steps(lambda model: model.expert_choices(ids))
+        return JSONResponse({"tokens": texts, "experts": chosen})
+
+    return await while_connected(request.receive, work())
+
+
 def most_tokens(model: MoE) -> int:
     """How many tokens a text may have to be counted: more than the context, to be shortened."""
     return _CONTEXTS * max(model.context_length or 0, _LEAST_TOKENS)

@@ -17,12 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from moe.errors import MoEError
+from moe.errors import MoEError, ProfileError
+from moe.extras import install_line, is_installed
 from moe.loading.hub import public_name
 from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import LoadProgress, Report, reporting
@@ -32,7 +33,11 @@ from moe.server.connections import Crowd, TimedProtocol
 from moe.server.engine_queue import EngineQueue
 from moe.server.guard import LOOPBACK_NAMES
 from moe.server.keys import ApiKeys, make_keys
+from moe.server.remote_prefill import PrefillClient, check_model
 from moe.settings.profile import LoadedProfile
+
+if TYPE_CHECKING:  # its packages are optional
+    from moe.server.telemetry import Telemetry
 
 HEADER_BYTES = 32 * 1024
 MAX_CONNECTIONS = 2048
@@ -58,6 +63,8 @@ class Service:
         listener: a bound socket; `run` closes it.
         keys: clients must send one of them; None: no key is needed.
         tls: for HTTPS; None: HTTP.
+        telemetry: makes traces of requests; None: there are none. `run` closes it.
+        secret: what servers with other roles know too; None: `parallel.role` is both.
 
     Attributes:
         queue: None before `run`.
@@ -71,6 +78,8 @@ class Service:
     listener: socket.socket
     keys: ApiKeys | None = None
     tls: ssl.SSLContext | None = None
+    telemetry: Telemetry | None = None
+    secret: str | None = None
 
     def __post_init__(self) -> None:
         self.stopping = False
@@ -92,8 +101,18 @@ class Service:
         """
         self._loop = asyncio.get_running_loop()
         settings = self.profile.profile.server
-        self.queue = queue = EngineQueue(self.load, settings.max_waiting)
-        app = create_app(queue, self.model_names, settings, self.keys, self._host_names())
+        roles, secret = self.profile.profile.parallel, self.secret
+        asks = secret is not None and roles.role == "decode"
+        client = PrefillClient(roles, secret) if asks and secret is not None else None
+        self.queue = queue = EngineQueue(self.load, settings.max_waiting, self.telemetry, client)
+        app = create_app(
+            queue,
+            self.model_names,
+            settings,
+            self.keys,
+            self._host_names(),
+            secret if roles.role == "prefill" else None,
+        )
         server = _Server(_uvicorn_config(app, settings.read_timeout_s, self.tls))
         serving = asyncio.create_task(server.serve([self.listener]))
         try:
@@ -110,6 +129,10 @@ class Service:
             await serving
             # Loading cannot be interrupted, and need not be finished.
             self.is_stuck = not queue.stop(_CLOSE_TIMEOUT_S if queue.model else 0)
+            if client is not None:
+                client.close()
+            if self.telemetry is not None:
+                await asyncio.to_thread(self.telemetry.close)
         if queue.failure is not None:
             if queue.model is None:
                 raise queue.failure
@@ -228,6 +251,8 @@ def serve(
         listener=bind(host, port),
         keys=keys,
         tls=make_tls(ssl_certfile, ssl_keyfile),
+        telemetry=_telemetry() if profile.profile.server.traces else None,
+        secret=_secret() if profile.profile.parallel.role != "both" else None,
     )
     if service.is_open_to_all:
         print(
@@ -256,6 +281,29 @@ def serve(
     return code
 
 
+def _secret() -> str:
+    """What servers of different roles share. Raises `ProfileError` without it."""
+    secret = os.environ.get("MOE_LAUNCH_SECRET", "")
+    if not secret:
+        raise ProfileError(
+            "parallel.role is not both: set MOE_LAUNCH_SECRET to the same text for the decode "
+            "server and its prefill servers, by which they know each other"
+        )
+    return secret
+
+
+def _telemetry() -> Telemetry:
+    """Raises `ProfileError` if there can be no traces."""
+    if not is_installed("telemetry"):
+        raise ProfileError(
+            "server.traces is true, and OpenTelemetry is not installed: "
+            + install_line("telemetry")
+        )
+    from moe.server.telemetry import make_telemetry
+
+    return make_telemetry()
+
+
 def _load(name: str | Path, profile: LoadedProfile, report: Report) -> MoE:
     """Load the model; shows the memory plan and the progress on the terminal too."""
 
@@ -269,7 +317,10 @@ def _load(name: str | Path, profile: LoadedProfile, report: Report) -> MoE:
             report(progress)
             show(progress)
 
-        return MoE.from_pretrained(name, profile, progress=both, on_plan=say_plan)
+        model = MoE.from_pretrained(name, profile, progress=both, on_plan=say_plan)
+        if profile.profile.parallel.role != "both":
+            check_model(model)
+        return model
 
 
 def _on_signal(service: Service) -> None:

@@ -338,6 +338,12 @@ class SpeculationSettings(Settings):
     never drawn."""
 
 
+def _check_server(text: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/?#@]+", text):
+        raise PydanticCustomError("server", 'must be like "http://10.0.0.7:8000"')
+    return text
+
+
 class ParallelSettings(Settings):
     """Expert parallelism: the ranks of one launch share the experts of a model."""
 
@@ -390,6 +396,21 @@ class ParallelSettings(Settings):
     """on: a step runs in two halves, one of which computes while rows of the other are sent. auto:
     off, because halves were slower wherever they were measured."""
 
+    role: Literal["both", "prefill", "decode"] = "both"
+    """Prefill and decode in different servers, of the same model and settings. decode: take all
+    requests, and get the keys and values of long prompts from prefill_servers. prefill: compute
+    them for servers that know MOE_LAUNCH_SECRET. Both keep them in the prefix cache
+    (memory.prefix_tokens). both: one server does both."""
+
+    prefill_servers: tuple[Annotated[str, AfterValidator(_check_server)], ...] = Field(
+        default=(), strict=False
+    )
+    """decode: addresses of servers with the role prefill, such as http://10.0.0.7:8000. Where none
+    answers within timeout_s, prompts are read here."""
+
+    prefill_tokens: int = Field(default=512, ge=1)
+    """decode: prompts with fewer unknown tokens are read here."""
+
 
 def _check_origin(text: str) -> str:
     if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#*\"']+", text):
@@ -421,6 +442,10 @@ class ServerSettings(Settings):
 
     page: bool = True
     """Serve a page at ``/`` for browsers: a chat, and the experts at work."""
+
+    traces: bool = False
+    """Send an OpenTelemetry trace of each request over OTLP/HTTP, to where the variables OTEL_...
+    say (http://localhost:4318 without any). Needs the packages of the extra ``telemetry``."""
 
     allowed_origins: tuple[Annotated[str, AfterValidator(_check_origin)], ...] = Field(
         default=(), strict=False

@@ -111,6 +111,9 @@ def test_the_keys_are_these() -> None:
         "parallel.payload",
         "parallel.buffer_rows",
         "parallel.overlap",
+        "parallel.role",
+        "parallel.prefill_servers",
+        "parallel.prefill_tokens",
         "server.max_waiting",
         "server.max_body_bytes",
         "server.read_timeout_s",
@@ -118,6 +121,7 @@ def test_the_keys_are_these() -> None:
         "server.request_timeout_s",
         "server.drain_timeout_s",
         "server.page",
+        "server.traces",
         "server.allowed_origins",
     )
 

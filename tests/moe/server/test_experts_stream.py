@@ -73,6 +73,25 @@ def test_the_layout_comes_first_and_counters_are_those_of_the_model(
     assert after["state"] == "ready"
 
 
+def test_a_text_is_shown_with_the_experts_of_its_tokens(server: Any, model: MoE) -> None:
+    def counted() -> list[list[int]]:
+        return [layer["tokens_per_expert"] for layer in model.stats()["layers"]]
+
+    before = counted()
+    found = server.http.post("/v1/experts/tokens", json={"prompt": SECRET}).json()
+    assert "".join(found["tokens"]) == SECRET
+    added = [
+        [b - a for a, b in zip(*layer, strict=True)]
+        for layer in zip(before, counted(), strict=True)
+    ]
+    for layer, choices in enumerate(found["experts"]):
+        assert len(choices) == len(found["tokens"])
+        went = [expert for experts in choices for expert in experts]
+        assert [went.count(expert) for expert in range(len(added[layer]))] == added[layer]
+    refused = server.http.post("/v1/experts/tokens", json={"prompt": SECRET, "model": "other"})
+    assert refused.status_code == 404
+
+
 def test_no_text_of_another_client_is_in_it(server: Any) -> None:
     with watching(server) as events:
         said = [json.dumps(next(events))]

@@ -112,6 +112,11 @@ def test_the_heat_map_moves_and_an_expert_can_be_chosen_by_keys(
     tokens = model.stats()["layers"][1]["tokens_per_expert"]
     page.wait(lambda: f"{tokens[1]:,}, number" in page.text("#expert-facts"))
     assert "in memory" in page.text("#expert-facts")
+    page.click("#own-ask")
+    page.wait(lambda: "tokens went to this expert" in page.text("#own-count"))
+    marked = page.run("return document.querySelectorAll('#own-text mark').length")
+    assert page.text("#own-count").startswith(f"{marked} of the last ")
+    assert "hello hello hello" in page.text("#own-text")
     page.run("document.querySelector('#busiest').open = true")
     page.wait(lambda: "in memory" in page.text("#busiest tbody"))
     page.type("#map", "\ue00c")  # Escape

@@ -32,6 +32,8 @@ async function request(path, options = {}) {
 }
 
 export const getJson = async (path) => (await request(path)).json();
+export const postJson = async (path, body) =>
+  (await request(path, { method: "POST", body: JSON.stringify(body) })).json();
 
 /** Server-sent events of a route, each parsed as JSON; `[DONE]` ends them. */
 export async function* events(path, { body, signal } = {}) {

@@ -112,12 +112,17 @@ export class Chat {
     this.#answer();
   }
 
-  #body() {
+  /** The conversation so far, as a request sends it. */
+  get conversation() {
     const system = $("#system").value.trim();
+    return [...(system ? [{ role: "system", content: system }] : []), ...this.messages];
+  }
+
+  #body() {
     const number = (id) => ($(id).value === "" ? undefined : Number($(id).value));
     return {
       model: this.model ?? undefined,
-      messages: [...(system ? [{ role: "system", content: system }] : []), ...this.messages],
+      messages: this.conversation,
       temperature: number("#temperature"),
       max_tokens: number("#max-tokens"),
       stream: true,

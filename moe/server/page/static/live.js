@@ -22,8 +22,10 @@ const TILES = {
 
 export class Live {
   /** @param needKey called when the server wants a key, or refuses the one it got. */
-  constructor(needKey) {
+  /** @param own marks the tokens of one's chat that went to the chosen expert. */
+  constructor(needKey, own) {
     this.needKey = needKey;
+    this.own = own;
     this.map = new HeatMap((place) => this.#choose(place));
     this.tiles = Object.fromEntries(
       Object.entries(TILES).map(([id, tile]) => [id, this.#addTile(id, tile)]),
@@ -208,6 +210,7 @@ export class Live {
     this.chosen = place;
     $("#expert").hidden = !place;
     this.titled = null;
+    this.own.show(place);
     this.#showExpert();
   }
 

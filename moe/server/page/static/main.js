@@ -4,6 +4,7 @@ import { getJson, hasKey, setKey } from "./api.js";
 import { Chat } from "./chat.js";
 import { $, $$ } from "./dom.js";
 import { Live } from "./live.js";
+import { OwnTokens } from "./own.js";
 
 const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
 const dark = matchMedia("(prefers-color-scheme: dark)");
@@ -53,7 +54,7 @@ async function nameModel() {
 }
 
 const chat = new Chat(needKey);
-const live = new Live(needKey);
+const live = new Live(needKey, new OwnTokens(chat));
 $$(".views button").forEach((b) => b.addEventListener("click", () => showView(b.dataset.view)));
 $("#theme").addEventListener("click", () => {
   const names = Object.keys(THEMES);

@@ -1,0 +1,127 @@
+"""What `/v1/experts/stream` costs a server: nothing without viewers, and with five?
+
+    python -m benchmarks.viewers [--quick] [--viewers 5] [--rounds 8]
+
+One server of the shipped model answers the same requests again and again, in turns with and
+without viewers. Times of a busy machine are noise, so the ratio of new tokens for a second of the
+server's processor time stands beside that of tokens a second; each is the median over rounds, of
+a round with viewers over the one without beside it. And the stream by itself: the processor time of
+a server that does nothing else, with and without viewers. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import httpx
+
+from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.load_generator import Endpoint, Request, closed_load
+from benchmarks.servers import Server, moe_serve
+from benchmarks.serving import DEMO_MODEL
+
+CLIENTS = 4
+
+
+@contextmanager
+def watching(url: str, viewers: int) -> Iterator[list[int]]:
+    """So many clients that read the stream meanwhile; of each, how many events it got."""
+    events, stop = [0] * viewers, threading.Event()
+
+    def view(number: int) -> None:
+        with httpx.stream("GET", f"{url}/v1/experts/stream", timeout=None) as response:
+            for line in response.iter_lines():
+                events[number] += line.startswith("data:")
+                if stop.is_set():
+                    return
+
+    threads = [threading.Thread(target=view, args=(number,)) for number in range(viewers)]
+    for thread in threads:
+        thread.start()
+    while not all(events):
+        time.sleep(0.05)
+    yield events
+    stop.set()
+    for thread in threads:
+        thread.join()
+
+
+def round_of(server: Server, requests: list[Request], viewers: int) -> tuple[float, float]:
+    """New tokens for a second, and for a second of the server's processor time."""
+    with watching(server.endpoint.url, viewers):
+        start, cpu = time.perf_counter(), server.cpu_seconds()
+        results = asyncio.run(closed_load(server.endpoint, requests, CLIENTS))
+        seconds, busy = time.perf_counter() - start, server.cpu_seconds() - cpu
+    assert not any(result.error for result in results)
+    tokens = sum(result.new_tokens for result in results)
+    return tokens / seconds, tokens / busy
+
+
+def idle_share(server: Server, viewers: int, seconds: float) -> float:
+    """Share of one processor that a server takes that has no requests."""
+    with watching(server.endpoint.url, viewers):
+        start, cpu = time.perf_counter(), server.cpu_seconds()
+        time.sleep(seconds)
+        return (server.cpu_seconds() - cpu) / (time.perf_counter() - start)
+
+
+def measure(viewers: int, rounds: int, tokens: int, idle_s: float) -> dict[str, Any]:
+    """All figures, by name."""
+    requests = [Request(f"# {number}\ndef main():", tokens) for number in range(2 * CLIENTS)]
+    found: dict[int, list[tuple[float, float]]] = {0: [], viewers: []}
+    with moe_serve(DEMO_MODEL) as server:
+        endpoint = server.endpoint
+        server.endpoint = Endpoint(endpoint.url, endpoint.model, extra={"ignore_eos": True})
+        round_of(server, requests, 0)
+        for number in range(rounds):
+            for count in (0, viewers) if number % 2 else (viewers, 0):
+                found[count].append(round_of(server, requests, count))
+        idle = {count: idle_share(server, count, idle_s) for count in (0, viewers)}
+    pairs = list(zip(found[0], found[viewers], strict=True))
+    return {
+        "tokens_per_s": {count: median(a for a, _ in each) for count, each in found.items()},
+        "tokens_per_cpu_s": {count: median(b for _, b in each) for count, each in found.items()},
+        "ratio": median(seen[0] / alone[0] for alone, seen in pairs),
+        "cpu_ratio": median(seen[1] / alone[1] for alone, seen in pairs),
+        "idle_cpu_share": idle,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What the stream of the experts costs.")
+    parser.add_argument("--quick", action="store_true", help="4 rounds")
+    parser.add_argument("--viewers", type=int, default=5)
+    parser.add_argument("--rounds", type=int)
+    options = parser.parse_args()
+    rounds = options.rounds or (4 if options.quick else 12)
+    print_header(environment() | {"viewers": options.viewers, "rounds": rounds})
+    figures = measure(options.viewers, rounds, 120, 10.0 if options.quick else 30.0)
+    print_table(
+        "median of rounds",
+        ("viewers", "tokens/s", "tokens a second of processor time", "processor when idle"),
+        [
+            (
+                count,
+                *(f"{figures[name][count]:.1f}" for name in ("tokens_per_s", "tokens_per_cpu_s")),
+                f"{figures['idle_cpu_share'][count]:.2%}",
+            )
+            for count in (0, options.viewers)
+        ],
+    )
+    print_table(
+        "with viewers over without",
+        ("tokens/s", "tokens a second of processor time"),
+        [(f"{figures['ratio']:.3f}", f"{figures['cpu_ratio']:.3f}")],
+    )
+    print_json(figures | {"viewers": options.viewers, "environment": environment()})
+
+
+if __name__ == "__main__":
+    main()

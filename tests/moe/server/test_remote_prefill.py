@@ -1,0 +1,188 @@
+"""Prefill and decode in two servers: the tokens of one, whatever becomes of the other."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe import MoE
+from moe.errors import ProfileError
+from moe.server import remote_prefill
+from moe.server.serve import Service, _secret, bind
+from moe.settings.profile import load_profile
+from tests.launched import Launch, free_port
+from tests.moe.server.conftest import Running
+
+SECRET = "correct horse battery staple"
+URL = "/v1/completions"
+ROOM = {"prefix_tokens": 4096, "kv_tokens": 8192}
+
+
+@contextmanager
+def serving(
+    checkpoint: Path, role: str = "both", secret: str = SECRET, bits: Any = 32, **parallel: Any
+) -> Iterator[Running]:
+    """A server with a role, in a thread."""
+    settings = {
+        "parallel": {"role": role, "prefill_tokens": 64, "timeout_s": 1.0, **parallel},
+        "memory": ROOM | {"kv_bits": bits},
+    }
+    profile = load_profile(settings, environ={})
+    running = Running(
+        Service(
+            lambda _: MoE.from_pretrained(checkpoint, profile),
+            ["tiny"],
+            profile,
+            bind("127.0.0.1", 0),
+            secret=None if role == "both" else secret,
+        )
+    )
+    yield running
+    running.stop()
+
+
+def body(number: int, length: int = 200) -> dict[str, Any]:
+    words = f"{number} " + "".join(chr(97 + (number * i * i + i) % 26) for i in range(length))
+    return {"prompt": words, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "seed": 1}
+
+
+def answer(server: Running, what: dict[str, Any]) -> tuple[str, int]:
+    """The text, and how many tokens of the prompt were known."""
+    got = server.http.post(URL, json=what)
+    assert got.status_code == 200, got.text
+    found = got.json()
+    return found["choices"][0]["text"], found["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+def outcomes(server: Running) -> dict[str, float]:
+    assert server.service.queue is not None
+    (family,) = server.service.queue.metrics.remote_prefills.collect()
+    return {s.labels["outcome"]: s.value for s in family.samples if s.name.endswith("_total")}
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_tokens_are_those_of_one_engine(text_checkpoint: Path, bits: int) -> None:
+    asked = [body(number, length) for number, length in enumerate((20, 130, 200, 240))]
+    with serving(text_checkpoint, bits=bits) as alone:
+        expected = [answer(alone, each)[0] for each in asked]
+    with ExitStack() as stack:
+        prefill = stack.enter_context(serving(text_checkpoint, "prefill", bits=bits))
+        decode = stack.enter_context(
+            serving(text_checkpoint, "decode", bits=bits, prefill_servers=[prefill.url])
+        )
+        found = [answer(decode, each) for each in asked]
+        assert [text for text, _ in found] == expected
+        # Whole blocks of 64 tokens came from the other server; the short prompt was read here.
+        assert [known for _, known in found] == [0, 128, 192, 192]
+        assert outcomes(decode) == {"fetched": 3.0}
+        assert answer(decode, asked[2])[0] == expected[2]  # known now
+        assert outcomes(decode) == {"fetched": 3.0}
+        assert prefill.service.queue is not None
+        assert prefill.is_idle()
+
+
+def test_a_killed_prefill_server_costs_nobody_an_answer(
+    text_checkpoint: Path, launch: Launch
+) -> None:
+    asked = [body(number) for number in range(24)]
+    with serving(text_checkpoint) as alone:
+        expected = [answer(alone, each)[0] for each in asked]
+    port = free_port()
+    command = ["serve", text_checkpoint, "--port", port, "--set", "parallel.role=prefill"]
+    for key, value in (ROOM | {"kv_bits": 32}).items():
+        command += ["--set", f"memory.{key}={value}"]
+    url = f"http://127.0.0.1:{port}"
+    with (
+        launch(1, command, MOE_LAUNCH_SECRET=SECRET) as prefill,
+        serving(text_checkpoint, "decode", prefill_servers=[url]) as decode,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        prefill.wait_for("serving")
+        assert answer(decode, asked[0]) == (expected[0], 192)
+        going = [pool.submit(answer, decode, each) for each in asked[1:]]
+        going[2].result()
+        prefill.signal(0, signal.SIGKILL)
+        assert [each.result()[0] for each in going] == expected[1:]
+        assert decode.is_idle()
+        assert outcomes(decode)["fetched"] >= 2
+
+
+@contextmanager
+def pretender(talk: Callable[[socket.socket], object]) -> Iterator[str]:
+    """A prefill server that does something else."""
+    with bind("127.0.0.1", 0) as listener:
+
+        def run() -> None:
+            with listener.accept()[0] as connection:
+                talk(connection)
+
+        threading.Thread(target=run, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", HEAD + b"\0\0", HEAD + b"\1" + b"x" * 500, HEAD + b"\1" + b"x" * 3_000_000, b"nonsense"],
+    ids=["closes", "breaks off", "has another secret", "is too long", "no HTTP"],
+)
+def test_what_a_stranger_says_is_not_used(text_checkpoint: Path, said: bytes) -> None:
+    def talk(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(said)
+
+    with (
+        pretender(talk) as url,
+        serving(text_checkpoint, "decode", prefill_servers=[url]) as decode,
+    ):
+        assert answer(decode, body(1))[1] == 0
+        assert "fetched" not in outcomes(decode)
+
+
+def test_a_server_that_falls_silent_is_gone_after_the_timeout(text_checkpoint: Path) -> None:
+    silent = threading.Event()
+    with (
+        pretender(lambda _: silent.wait(20)) as url,
+        serving(text_checkpoint, "decode", prefill_servers=[url]) as decode,
+    ):
+        assert answer(decode, body(1))[1] == 0
+        assert outcomes(decode) == {"failed": 1.0}
+        silent.set()
+
+
+def test_other_secrets_and_other_models_are_refused(text_checkpoint: Path) -> None:
+    with serving(text_checkpoint, "prefill") as prefill:
+        assert prefill.http.post(remote_prefill.ROUTE, json={}).status_code == 401
+        for other in ({"secret": "another"}, {"bits": 8}):
+            with serving(
+                text_checkpoint, "decode", prefill_servers=[prefill.url], **other
+            ) as decode:
+                assert answer(decode, body(1))[1] == 0
+                assert outcomes(decode) == {"failed": 1.0}
+    with serving(text_checkpoint) as alone:
+        assert alone.http.post(remote_prefill.ROUTE, json={}).status_code == 404
+
+
+def test_roles_need_each_other_a_cache_and_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for parallel, why in (
+        ({"role": "decode"}, "prefill_servers go together"),
+        ({"prefill_servers": ["http://a:1"]}, "prefill_servers go together"),
+        ({"role": "prefill"}, "needs memory.prefix_tokens"),
+        ({"role": "decode", "prefill_servers": ["a:1"]}, "must be like"),
+    ):
+        with pytest.raises(ProfileError, match=why):
+            load_profile({"parallel": parallel}, environ={})
+    monkeypatch.delitem(os.environ, "MOE_LAUNCH_SECRET", raising=False)
+    with pytest.raises(ProfileError, match="set MOE_LAUNCH_SECRET to the same text"):
+        _secret()
