@@ -64,6 +64,7 @@ class PlannedModel:
         context_length: most tokens of a sequence; None for no limit.
         why_resident: why its experts cannot stay on disk and what would help; empty if they can.
         room: how many experts fit where; None if the device holds all.
+        least_experts: the fewest that must be in memory.
     """
 
     config: PreTrainedConfig
@@ -77,6 +78,7 @@ class PlannedModel:
     context_length: int | None
     why_resident: str
     room: Capacity | None
+    least_experts: int = 0
 
 
 @contextmanager
@@ -121,6 +123,7 @@ def planning(
             context_length=_context_length(config, profile),
             why_resident=offloadable if isinstance(offloadable, str) else "",
             room=_room(memory, profile, device, ranks),
+            least_experts=offloadable.least if isinstance(offloadable, Offloadable) else 0,
         )
 
 

@@ -85,6 +85,19 @@ def test_keys_of_a_file_have_limits_of_their_own(serve: Any, tmp_path: Path) -> 
         assert ask(b"s3cret").status_code == 200
 
 
+def test_keys_share_no_known_prefixes(serve: Any, tmp_path: Path) -> None:
+    """With a prefix cache by default, times would tell one tenant what another has asked."""
+    path = tmp_path / "keys"
+    path.write_text("dave: fourth\nerin: fifth\n")
+    body = SHORT | {"prompt": "What only dave and erin may know. "}
+    with serve(keys=path) as server:
+        known = []
+        for key in (b"fourth", b"fourth", b"fifth"):
+            usage = server.http.post(URL, json=body, headers=header(key)).json()["usage"]
+            known.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert known == [0, 32, 0]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
