@@ -198,9 +198,9 @@ class PrefixCache:
     def close(self) -> None:
         """Save what is kept, the most recently used first, if there is a store."""
         if self.store is not None:
+            self.store.finish()
             for entry in reversed(self._entries.values()):
                 self._save(self.store, entry, wait=True)
-            self.store.close()
 
     @staticmethod
     def _save(store: PrefixStore, entry: _Entry, *, wait: bool = False) -> None:
