@@ -1,20 +1,23 @@
 """Keys and values in 32, 16, 8 and 4 bits: what predictions lose, and what decode steps gain.
 
-    python -m benchmarks.keys_values [--quick] [--parts quality,speed] [--bytes 200000]
+    python -m benchmarks.keys_values [--quick] [--parts quality,speed,memory] [--bytes 200000]
 
 Quality: the shipped model reads windows of 2,048 held-out tokens with each precision (its weights
 whole), and is compared with float32: bits per byte, and how often the likeliest token is the same.
 Speed: decode steps of a random model with the attention of Qwen3-30B-A3B (32 heads, 4 of keys, 128
-numbers each) and little else, behind a long context; the precisions take turns. The last line is
-one JSON object.
+numbers each) and little else, behind a long context; the precisions take turns. Memory: by how much
+the process grows with keys and values of the shape of Qwen3-30B-A3B, beside what a plan counts. The
+last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,10 +132,40 @@ def speed(context: int, seconds: float, layers: int) -> list[dict[str, Any]]:
     ]
 
 
+def memory(tokens: int) -> list[dict[str, Any]]:
+    """A row for each precision: bytes by the plan's count, and of resident memory."""
+    rows, layers, kept, found = torch.randn(2, 1, 4, 512, 128), 48, [], []
+    pool_of(4).new_cache(512).write(0, *rows)  # what only the first write takes
+    for bits in reversed(BITS):  # the smallest first, so that no freed memory is used again
+        cache = pool_of(bits).new_cache(tokens)
+        before = resident_bytes()
+        while cache.length < tokens:
+            for layer in range(layers):
+                cache.write(layer, *rows)
+            cache.length += 512
+        grown, counted = resident_bytes() - before, tokens * cache.token_bytes
+        kept.append(cache)
+        found.append(
+            {
+                "bits": bits,
+                "planned MB": round(counted / 1e6, 2),
+                "resident MB": round(grown / 1e6, 2),
+                "more %": round(100 * (grown / counted - 1), 2),
+            }
+        )
+    return found
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less text, a short context")
-    parser.add_argument("--parts", default="quality,speed")
+    parser.add_argument("--parts", default="quality,speed,memory")
     parser.add_argument("--bytes", type=int, default=200_000, help="of each of three texts")
     parser.add_argument("--context", type=int, default=8192, help="tokens behind which steps run")
     options = parser.parse_args()
@@ -143,7 +176,9 @@ def main() -> None:
     if "speed" in options.parts:
         context = 1024 if options.quick else options.context
         result["speed"] = speed(context, 2 if options.quick else 20, 2 if options.quick else 4)
-    for part in ("quality", "speed"):
+    if "memory" in options.parts:
+        result["memory"] = memory(1024 if options.quick else 4096)
+    for part in ("quality", "speed", "memory"):
         if rows := result.get(part):
             print_table(part, list(rows[0]), [list(row.values()) for row in rows])
     print_json(result)

@@ -8,7 +8,9 @@ truncated, and weights rounded to nearest at that width alone (symmetric, or asy
 point, which costs another 16 bits a group). Beside it: the engine's own kernel on the planes, which
 also rounds activations to 8 bits; how far predictions move (Kullback-Leibler divergence in bits a
 token, which needs less text than bits per byte to tell two ways apart, and a standard error of the
-latter); and how many of the original's choices of experts are kept. Nothing here is timed.
+latter); and how many of the original's choices of experts are kept. Last, the experts as they are
+with keys and values in 16, 8 and 4 bits (`memory.kv_bits`; `benchmarks.keys_values` reads longer
+windows). Nothing here is timed.
 `--quick` scores a part of the text. The last line is one JSON object.
 """
 
@@ -25,6 +27,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.keys_values import pool_of
 from benchmarks.scorer import ROOT, Experts, Scorer
 from experts.weights import quantize_experts
 from kernels import ExpertWeights
@@ -95,6 +98,18 @@ def measure(scorer: Scorer, group_size: int) -> list[dict[str, Any]]:
     return points
 
 
+def keys_and_values(scorer: Scorer) -> list[dict[str, Any]]:
+    """The original's experts, with keys and values at every precision below float32."""
+    points, backbone = [], scorer.model.backbone
+    before = backbone.blocks
+    for bits in (16, 8, 4):
+        backbone.blocks = pool_of(bits)
+        own = {"way": "keys and values", "bits": bits, "group_size": 32 if bits < 16 else 1}
+        points.append(own | scorer.score(scorer.original))
+    backbone.blocks = before
+    return points
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a part of the text, one group size")
@@ -102,11 +117,12 @@ def main() -> None:
     options = parser.parse_args()
     facts = environment()
     print_header(facts)
-    model = MoE.from_pretrained(options.model)
+    model = MoE.from_pretrained(options.model, memory={"kv_bits": 32})
     scorer = Scorer(model, 8_000 if options.quick else 20_000)
     points = [
         point for size in ((64,) if options.quick else (32, 64)) for point in measure(scorer, size)
     ]
+    points += keys_and_values(scorer)
     print_table(
         f"Held-out bits per byte; {scorer.bits_per_byte:.5f} with the experts as they are",
         ("way", "bits", "group", "bits/byte", "worse by %", "+-", "divergence", "same experts"),

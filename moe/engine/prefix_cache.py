@@ -124,11 +124,13 @@ class PrefixCache:
 
     @property
     def _held(self) -> Counter[str]:
-        if self._by_salt is None:
-            self._by_salt = Counter()
-            for entry in self._entries.values():
-                self._by_salt[entry.salt] += entry.kv.held_tokens
-        return self._by_salt
+        held = self._by_salt
+        if held is None:
+            held = Counter()
+            for entry in list(self._entries.values()):  # any thread may ask
+                held[entry.salt] += entry.kv.held_tokens
+            self._by_salt = held
+        return held
 
     def add(self, salt: str, token_ids: Sequence[int], kv: KVCache) -> None:
         """Keep the state of a prompt; ``kv`` begins with it, and stays the caller's."""
@@ -198,9 +200,9 @@ class PrefixCache:
     def close(self) -> None:
         """Save what is kept, the most recently used first, if there is a store."""
         if self.store is not None:
+            self.store.finish()
             for entry in reversed(self._entries.values()):
                 self._save(self.store, entry, wait=True)
-            self.store.close()
 
     @staticmethod
     def _save(store: PrefixStore, entry: _Entry, *, wait: bool = False) -> None:

@@ -22,9 +22,11 @@ import platform
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from uuid import uuid4
 
 import numpy as np
@@ -105,6 +107,7 @@ class PrefixStore:
         self.saved_blocks = self.restored_tokens = self.dropped_files = 0
         self._pending = self._bytes = 0
         self._stopped = False
+        self._lock = Lock()  # of `_pending`
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="moe-prefixes")
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
@@ -120,7 +123,8 @@ class PrefixStore:
         Args:
             digests: of everything up to the end of each block.
             ids: the tokens.
-            wait: write all of them; else what has to wait for too long is left out.
+            wait: write all of them now; else behind the requests, and not what would have to wait
+                for long.
         """
         if not isinstance(kv, BlockKVCache) or not kv.only_blocks:
             return
@@ -132,11 +136,15 @@ class PrefixStore:
                 return
             if path.exists():
                 continue
-            self._pending += size
             tokens = list(ids[at * BLOCK : (at + 1) * BLOCK])
             # Of one prompt the last block is the oldest, so that it goes first.
-            used = now - 1000 * at
-            self._writer.submit(self._write, path, tokens, kv.blocks[at], layout, size, used)
+            write = partial(self._write, path, tokens, kv.blocks[at], layout, now - 1000 * at)
+            if wait:  # at the end of a program, when threads can be given nothing more
+                write()
+                continue
+            with self._lock:
+                self._pending += size
+            self._writer.submit(write).add_done_callback(partial(self._written, size))
 
     def restore(
         self, kv: KVCache | None, digests: Sequence[bytes], ids: Sequence[int]
@@ -163,17 +171,15 @@ class PrefixStore:
         self.restored_tokens += kv.length - first * BLOCK
         return kv if kv.length > first * BLOCK else None
 
-    def close(self) -> None:
-        """Finish writing."""
+    def finish(self) -> None:
+        """Wait for what is being written behind the requests."""
         self._writer.shutdown()
 
     def _path(self, digest: bytes) -> Path:
         return self._directory / f"{digest.hex()}{_SUFFIX}"
 
-    def _write(
-        self, path: Path, ids: list[int], block: KVBlock, layout: Layout, size: int, used: int
-    ) -> None:
-        """In the writer's thread."""
+    def _write(self, path: Path, ids: list[int], block: KVBlock, layout: Layout, used: int) -> None:
+        """Write a file that was last used at this time, in ns."""
         if self._stopped:
             return
         text = json.dumps([[layer, *shape] for layer, shape in layout.items()]).encode()
@@ -197,9 +203,12 @@ class PrefixStore:
         except OSError as error:
             self._stop(error)
         finally:
-            self._pending -= size
             with suppress(OSError):
                 unfinished.unlink(missing_ok=True)
+
+    def _written(self, size: int, _: Future[None]) -> None:
+        with self._lock:
+            self._pending -= size
 
     def _read(self, path: Path, ids: list[int], kv: BlockKVCache) -> bool:
         """Append a file's block to a sequence; False if there is none that can be used."""

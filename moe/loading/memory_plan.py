@@ -94,6 +94,13 @@ class MemoryPlan:
         """How many experts are in memory at once; None for all of them."""
         return self.tiers[0].experts if self.tiers else None
 
+    def experts_beside(self, kv_tokens: int) -> int:
+        """How many experts would be in memory beside so many tokens of keys and values; of a plan
+        with experts on disk. Negative: so many tokens do not fit."""
+        near, size = self.tiers[0], {line.name: line.bytes for line in self.lines}
+        room = near.bytes + size["keys and values"] - kv_tokens * self.kv_bytes_per_token
+        return min(room * near.experts // near.bytes, self.tiers[-1].experts)
+
     @property
     def request_bytes(self) -> int:
         """Of the reserve, for bodies and answers of the server's requests."""

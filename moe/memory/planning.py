@@ -66,6 +66,7 @@ class PlannedModel:
         towers: what reads images, or why nothing is to.
         why_resident: why its experts cannot stay on disk and what would help; empty if they can.
         room: how many experts fit where; None if the device holds all.
+        least_experts: the fewest that must be in memory.
     """
 
     config: PreTrainedConfig
@@ -80,6 +81,7 @@ class PlannedModel:
     towers: PlannedTowers | str
     why_resident: str
     room: Capacity | None
+    least_experts: int = 0
 
 
 @contextmanager
@@ -126,6 +128,7 @@ def planning(
             towers=towers,
             why_resident=offloadable if isinstance(offloadable, str) else "",
             room=_room(memory, profile, device, ranks),
+            least_experts=offloadable.least if isinstance(offloadable, Offloadable) else 0,
         )
 
 

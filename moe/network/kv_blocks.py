@@ -320,7 +320,9 @@ class BlockKVCache(KVCache):
         """Give every block memory for every layer, and list where it is."""
         layers, count = len(self._shapes), len(self.blocks)
         if self._tables.shape[0] < layers or self._tables.shape[2] < count:
-            room = max(count, 2 * self._tables.shape[2], 16)
+            room = self._tables.shape[2]
+            if room < count:
+                room = max(count, 2 * room, 16)
             tables = np.zeros((layers, 2, room), np.int64)
             old = self._tables.shape
             tables[: old[0], :, : old[2]] = self._tables

@@ -56,7 +56,7 @@ async def answer(
     """
     name = check_model(request.app.state.model_names, body.model)
     queue: EngineQueue = request.app.state.queue
-    build = partial(make_groups, body=body)
+    build = partial(make_groups, body=body, tenant=tenant_of(request))
     heavy = is_heavy(request) or body.structure is not None or bool(_tools_of(body))
     limit_s = request.app.state.settings.request_timeout_s
     timeout_s = min(filter(None, (body.timeout, limit_s)), default=None)
@@ -86,6 +86,12 @@ async def answer(
         queue.close(job)
 
 
+def tenant_of(request: Request) -> str:
+    """The name of the client's key; empty where the server asks for none."""
+    key = request.scope["api_key"]
+    return "" if key is None else str(key.name)
+
+
 def caller_of(request: Request) -> str:
     """Whose turn it is when the request's text is worked on: the client's key and address."""
     key = request.scope["api_key"]
@@ -102,8 +108,11 @@ def _tools_of(body: GenerationRequest) -> object:
     return body.offered_tools if isinstance(body, ChatRequest) else None
 
 
-def make_groups(model: MoE, body: GenerationRequest) -> list[SequenceGroup]:
+def make_groups(model: MoE, body: GenerationRequest, tenant: str = "") -> list[SequenceGroup]:
     """One sequence group for each prompt. Slow: call it outside of the event loop.
+
+    Args:
+        tenant: shares known prefixes with no other.
 
     Raises `APIError` 400 and `RequestError` for what this model cannot do.
     """
@@ -119,7 +128,8 @@ def make_groups(model: MoE, body: GenerationRequest) -> list[SequenceGroup]:
     groups = []
     for token_ids in batch:
         params = model.params(len(token_ids), chat=chat, **sampling)
-        salt, priority = body.cache_salt, body.priority
+        salt = f"{tenant}\0{body.cache_salt}" if tenant else body.cache_salt
+        priority = body.priority
         groups.append(model.request(token_ids, params, salt, priority, shown, chat=chat))
     return groups
 

@@ -184,3 +184,13 @@ def test_answers_are_those_of_float32_where_bits_are_enough(
                 assert model.generate([prompt], params)[0].token_ids == ids
                 model.backbone.blocks = blocks
     assert 0 < (found[32] - found[16]).abs().mean() < 0.05 * found[32].abs().mean()
+
+
+def test_many_layers_take_no_more_room_in_tables() -> None:
+    assert NATIVE is not None
+    cache = BlockPool(NATIVE.kv, KVFormat.of_bits(16)).new_cache(3 * BLOCK)
+    rows = torch.randn(1, 1, 2 * BLOCK, 8)
+    for layer in range(100):
+        cache.write(layer, rows, rows)
+    assert cache._tables.shape == (100, 2, 16)
+    assert torch.equal(cache.read(99, 2 * BLOCK)[0], cache.read(0, 2 * BLOCK)[0])

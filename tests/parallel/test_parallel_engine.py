@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from moe import MoE, SamplingParams, Structure
 from moe.engine.runner import ModelRunner
 from moe.errors import RankLostError, RequestError
 from moe.parallel.engine import ParallelEngine
-from moe.parallel.remote import EngineMirror
+from moe.parallel.remote import EngineMirror, RemoteCache
 from moe.parallel.watchdog import Heartbeat
 from moe.parallel.worker import RankWorker
 from moe.sampling.sampler import LogitsError, Sampler
@@ -119,10 +119,15 @@ def test_ranks_say_what_one_engine_says(
     engine, loopback = parallel(model, ranks)
     assert tokens_of(engine, model, PARAMS) == tokens_of(model.engine(), model, PARAMS)
     assert loopback.worked.keys() == set(range(ranks))
-    for worker in loopback.workers.values():
+    for rank, worker in loopback.workers.items():
+        scheduler = engine._schedulers[rank]
+        prefixes, orders = scheduler.engine.scheduler.prefixes, list(scheduler.orders.caches)
+        assert prefixes is not None
+        kept = {cast(RemoteCache, entry.kv).id for entry in prefixes._entries.values()}
         for mirror in worker._mirrors.values():
-            held = mirror._sequences, mirror._caches, mirror._groups, mirror._numbers
-            assert not any(held), "left behind"
+            assert not any((mirror._sequences, mirror._groups, mirror._numbers)), "left behind"
+            held = mirror._caches.keys() | {own for what, own, *_ in orders if what == "copy"}
+            assert held - {own for what, own, *_ in orders if what == "free"} == kept
 
 
 def test_a_rank_goes_on_from_the_states_of_a_known_prompt(

@@ -32,6 +32,26 @@ from moe.network.seam import experts_modules
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile
 
+CONTEXTS = tuple(1024 << doubled for doubled in range(1, 8))
+"""Tokens of context that a plan shows beside its own."""
+
+
+@dataclass(frozen=True)
+class ContextChoice:
+    """Tokens in the KV cache against experts in memory (`memory.kv_tokens` sets the former).
+
+    Attributes:
+        kv_tokens: of all sequences.
+        kv_bytes: what they take.
+        experts: that are in memory beside them.
+        tokens_per_second: of one sequence.
+    """
+
+    kv_tokens: int
+    kv_bytes: int
+    experts: int
+    tokens_per_second: float
+
 
 @dataclass(frozen=True)
 class SpeedPlan:
@@ -45,6 +65,8 @@ class SpeedPlan:
         locality: what is known of the model's routing.
         expected: estimates for some batch sizes.
         resident: estimate for one sequence, if all experts were in device memory.
+        contexts: what other numbers of tokens in the KV cache would leave; empty where all experts
+            are in memory.
         prefixes: whether late experts may be read by a prefix, which the estimates do not count.
         download_bytes: what the hub has of it that is not here.
         commands: what to run next.
@@ -57,6 +79,7 @@ class SpeedPlan:
     locality: Locality
     expected: Sequence[DecodeEstimate]
     resident: DecodeEstimate
+    contexts: Sequence[ContextChoice]
     prefixes: bool
     download_bytes: int
     commands: list[str]
@@ -71,6 +94,7 @@ class SpeedPlan:
             "routing": self.locality.how,
             "expected": [one.as_dict() for one in self.expected],
             "resident": self.resident.as_dict(),
+            "contexts": [asdict(one) for one in self.contexts],
             "download_bytes": self.download_bytes,
             "commands": self.commands,
         }
@@ -119,10 +143,30 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         locality,
         [estimate_decode(sizes, speeds, locality, batch) for batch in BATCHES],
         estimate_decode(all_near, replace(speeds, disk=None, to_device=None), locality, 1),
+        context_choices(planned, sizes, speeds, locality),
         settings.offload.late == "prefix",
         0 if files.remote is None else files.remote.nbytes,
         next_commands(str(name), bool(misfit), planned.why_resident),
     )
+
+
+def context_choices(
+    planned: PlannedModel, sizes: DecodeSizes, speeds: Bandwidths, locality: Locality
+) -> list[ContextChoice]:
+    """The plan's own choice of context, and others that fit."""
+    plan, slots = planned.memory, planned.memory.expert_slots
+    if slots is None or not plan.fits or planned.memory.host_bytes is not None:
+        return []
+    made = []
+    for tokens in sorted({plan.kv_tokens, *CONTEXTS}):
+        experts = plan.experts_beside(tokens)
+        own = tokens == plan.kv_tokens
+        if not own and experts < planned.least_experts:
+            continue
+        near = replace(sizes, slots=slots if own else experts)
+        rate = estimate_decode(near, speeds, locality, 1).tokens_per_second
+        made.append(ContextChoice(tokens, tokens * plan.kv_bytes_per_token, near.slots, rate))
+    return made
 
 
 def next_commands(name: str, misfit: bool, why_resident: str) -> list[str]:
@@ -206,8 +250,26 @@ def show(made: SpeedPlan, console: Console) -> None:
         )
     console.print(table)
     console.print()
+    if made.contexts:
+        console.print(_contexts(made))
+        console.print()
     for sentence in sentences(made):
         console.print(sentence, soft_wrap=True)
+
+
+def _contexts(made: SpeedPlan) -> Table:
+    columns = ("memory.kv_tokens", "GiB", "experts in memory", "share", "tokens/s")
+    table = Table(*columns, box=None, header_style="bold")
+    for one in made.contexts:
+        own = " (this plan)" if one.kv_tokens == made.memory.kv_tokens else ""
+        table.add_row(
+            f"{one.kv_tokens:,}{own}",
+            _gib(one.kv_bytes),
+            str(one.experts),
+            f"{one.experts / made.sizes.total:.0%}",
+            f"{one.tokens_per_second:,.1f}",
+        )
+    return table
 
 
 def sentences(made: SpeedPlan) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,3 +157,42 @@ def test_a_directory_that_others_can_read_is_refused(load: Load, tmp_path: Path)
 def test_where_nothing_can_be_saved_a_notice_says_why(load: Load) -> None:
     with load(prefix_tokens=0) as model:
         assert "memory.prefix_dir changes nothing: there is no prefix cache" in model.notices
+
+
+def test_a_soak_gives_what_is_given_without_a_cache_and_leaves_no_block(load: Load) -> None:
+    """Prompts that begin alike, samples, cancellations, evictions to disk and restarts."""
+    rng, answers = random.Random(5), dict[tuple[int, ...], list[int]]()
+    begun = [[rng.randrange(3, 120) for _ in range(180)] for _ in range(3)]
+    plain = load(prefix_tokens=0, prefix_dir=None)
+    for _ in range(2):
+        model = load(kv_tokens=900, prefix_tokens=500, prefix_dir_gib=2e-4)
+        engine, live = model.engine(), []
+        for _ in range(50):
+            if rng.random() < 0.4:
+                prompt = begun[rng.randrange(3)][: rng.randrange(20, 180)]
+                prompt += [rng.randrange(3, 120) for _ in range(rng.randrange(30))]
+                params = replace(GREEDY, n=rng.choice([1, 1, 2]))
+                live.append(model.request(prompt, params, str(rng.randrange(2))))
+                engine.submit(live[-1])
+            if live and rng.random() < 0.08:
+                engine.cancel(live.pop(rng.randrange(len(live))))
+            engine.step()
+            assert engine.scheduler.num_used_tokens() <= 900
+        while not engine.idle:
+            engine.step()
+        for sequence in [sequence for group in live for sequence in group.sequences]:
+            key = tuple(sequence.prompt_token_ids)
+            if key not in answers:
+                answers[key] = plain.generate([list(key)], GREEDY)[0].token_ids
+            assert sequence.token_ids == answers[key]
+        assert counters(model)["restored_tokens"] > 0
+        assert not any(engine.occupancy().values())
+        prefixes, pool = engine.scheduler.prefixes, model.backbone.blocks
+        assert prefixes is not None
+        assert prefixes.store is not None
+        assert pool is not None
+        while prefixes.evict():
+            pass
+        prefixes.store.finish()
+        assert pool.held_tokens == 0
+        model.close()

@@ -114,6 +114,9 @@ def test_what_does_not_fit_stays_on_disk_and_the_plan_says_how_fast_that_is(
     assert 0 < slots < 48
     assert plan["expected"][0]["hit_ratio"] == pytest.approx(slots / 48)
     assert plan["expected"][0]["seconds"]["disk"] > 0
+    contexts = {one["kv_tokens"]: one for one in plan["contexts"]}
+    assert contexts[64]["experts"] == slots
+    assert 2048 not in contexts, "so many tokens do not fit beside the fewest experts"
     code, out = planned(capsys, store, *few, *limit)
     assert code == 0
     assert "on disk" in out

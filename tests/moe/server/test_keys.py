@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from moe import MoE
 from moe.errors import MoEError
 from moe.server import keys as keys_module
 from moe.server.keys import make_keys
@@ -83,6 +84,19 @@ def test_keys_of_a_file_have_limits_of_their_own(serve: Any, tmp_path: Path) -> 
         assert 1 <= int(refused.headers["retry-after"]) <= 60
         assert "other" not in refused.text
         assert ask(b"s3cret").status_code == 200
+
+
+def test_keys_share_no_known_prefixes(serve: Any, text_checkpoint: Path, tmp_path: Path) -> None:
+    """With a prefix cache by default, times would tell one tenant what another has asked."""
+    path = tmp_path / "keys"
+    path.write_text("dave: fourth\nerin: fifth\n")
+    body = SHORT | {"prompt": "What only dave and erin may know. "}
+    with serve(keys=path, load=lambda: MoE.from_pretrained(text_checkpoint)) as server:
+        known = []
+        for key in (b"fourth", b"fourth", b"fifth"):
+            usage = server.http.post(URL, json=body, headers=header(key)).json()["usage"]
+            known.append(usage["prompt_tokens_details"]["cached_tokens"])
+        assert known == [0, 32, 0]
 
 
 @pytest.mark.parametrize(
