@@ -42,7 +42,7 @@ def main() -> int:
             shape = f"{found.width} x {found.height}"
             print(f"it has {shape} pixels, more than {pixels}", file=sys.stderr)
             return REFUSED
-        image = ImageOps.exif_transpose(found).convert("RGB")
+        image: Image.Image = ImageOps.exif_transpose(found).convert("RGB")
     except Exception as error:  # a decoder meets anything in what strangers send
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if type(error).__name__ == "UnidentifiedImageError":
