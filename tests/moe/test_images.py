@@ -26,7 +26,7 @@ from moe.network.lanes import run_lanes
 from moe.network.prompt_rows import NotRows, PromptRows
 from moe.settings import ModelSettings
 from moe.text.chat import take_images
-from moe.text.tokenizer import ImagePrompt
+from moe.text.tokenizer import ImagePrompt, Prompt
 from tests.moe.image_models import CASES, make, picture
 
 COUNT = 4
@@ -125,7 +125,8 @@ def test_logits_and_tokens_are_those_of_the_whole_model(
     assert float((lanes[0].result()[0] - expected).abs().max()) <= 1e-4
     text = [5, 9, 2, 30, 31]
     (alone,) = model.generate([text], GREEDY)
-    first, beside = model.generate([messages, text], GREEDY)
+    both: list[Prompt] = [messages, text]
+    first, beside = model.generate(both, GREEDY)
     assert first.token_ids == greedy(reference, inputs)
     assert beside.token_ids == alone.token_ids
     (again,) = model.generate([messages], GREEDY)
@@ -251,7 +252,7 @@ def test_images_are_decoded_in_a_process_of_their_own() -> None:
 def test_rows_belong_to_their_tokens() -> None:
     tokens = 6
     marks = torch.tensor([[False, True, True, False, True, False, False]])
-    found = {
+    found: dict[str, Any] = {
         "inputs_embeds": torch.randn(1, tokens + 1, 8),
         "position_ids": torch.tensor([[0, 1, 1, 2, 3, 4, 5]]).expand(3, 1, -1),
         "marks": marks,
