@@ -37,12 +37,12 @@ def main() -> int:
     Image.MAX_IMAGE_PIXELS = None  # of our own limit Pillow would only warn up to twice as many
     data = sys.stdin.buffer.read(size + 1)
     try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-        if image.width * image.height > pixels:
-            shape = f"{image.width} x {image.height}"
+        found = Image.open(io.BytesIO(data), formats=FORMATS)
+        if found.width * found.height > pixels:
+            shape = f"{found.width} x {found.height}"
             print(f"it has {shape} pixels, more than {pixels}", file=sys.stderr)
             return REFUSED
-        image = ImageOps.exif_transpose(image).convert("RGB")
+        image: Image.Image = ImageOps.exif_transpose(found).convert("RGB")
     except Exception as error:  # a decoder meets anything in what strangers send
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if type(error).__name__ == "UnidentifiedImageError":

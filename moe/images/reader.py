@@ -274,7 +274,7 @@ def _text_and_images(found: Any, parts: Mapping[str, Any]) -> Any:
     """A processor's class without the parts that read sounds and films, which often need packages
     of their own."""
 
-    class TextAndImages(found):  # type: ignore[misc]
+    class TextAndImages(found):
         @classmethod
         def _get_arguments_from_pretrained(cls, *_: Any, **__: Any) -> list[Any]:
             return [parts.get(name) for name in cls.get_attributes()]

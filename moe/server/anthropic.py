@@ -24,6 +24,7 @@ from moe.server.fields import (
     StopString,
     TokenCount,
     by_type,
+    image_url,
     text_of,
     text_or,
 )
@@ -73,6 +74,11 @@ class ImageBlock(Block):
     type: Literal["image"]
     source: dict[str, Any]
     """``{"type": "base64", "media_type": "image/png", "data": ...}`` (png, jpeg or webp)."""
+
+    @model_validator(mode="after")
+    def _check_source(self) -> ImageBlock:
+        image_url({"type": self.type, "source": self.source})
+        return self
 
 
 class ToolUseBlock(Block):

@@ -92,7 +92,7 @@ def content_of(*kinds: str, labels: Collection[str] = ()) -> Callable[[Any], Any
         if not isinstance(value, list) or not any(_is_image(part) for part in value):
             return text(value)
         return [
-            {"type": "image_url", "image_url": {"url": _image_url(part)}}
+            {"type": "image_url", "image_url": {"url": image_url(part)}}
             if _is_image(part)
             else {"type": "text", "text": text([part])}
             for part in value
@@ -105,7 +105,7 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image_url", "input_image", "image")
 
 
-def _image_url(part: Json) -> str:
+def image_url(part: Json) -> str:
     """The URL of a part with an image; bytes in base64 become a data URL."""
     known = {"type", "image_url", "source", "detail", "cache_control"}
     if unknown := part.keys() - known:

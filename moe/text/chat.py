@@ -145,18 +145,34 @@ def with_calls(messages: Sequence[MessageDict], format: CallFormat | None) -> li
     if format is None:
         return list(messages)
     names: dict[object, object] = {}
+    ids: dict[object, str] = {}
     made = []
     for position, message in enumerate(messages):
         calls = message.get("tool_calls")
         if calls:
             calls = [_converted(position, call, format) for call in calls]
             names |= {call.get("id"): call["function"].get("name") for call in calls}
+            calls = [_numbered(call, format, ids) for call in calls]
             content = message.get("content") or format.no_content
             message = message | {"tool_calls": calls, "content": content}
         elif message.get("role") == "tool" and (name := names.get(message.get("tool_call_id"))):
-            message = {"name": name} | message
+            given = message["tool_call_id"]
+            message = {"name": name} | message | {"tool_call_id": ids.get(given, given)}
         made.append(message)
     return made
+
+
+def _numbered(call: MessageDict, format: CallFormat, ids: dict[object, str]) -> MessageDict:
+    """The call with the id that the model was taught, if the template writes only ids.
+
+    Args:
+        ids: those of earlier calls, by the client's; the call's is added.
+    """
+    number = getattr(format.body, "number", "")
+    if not format.ids or not number:
+        return call
+    ids[call.get("id")] = made = f"{format.ids}{call['function'].get('name')}{number}{len(ids)}"
+    return call | {"id": made}
 
 
 def with_reasoning(messages: Sequence[MessageDict], key: str | None) -> list[MessageDict]:

@@ -48,6 +48,8 @@ def test_the_keys_are_these() -> None:
         "model.trunk_bits",
         "model.head_bits",
         "model.group_size",
+        "model.images",
+        "model.image_pixels",
         "model.check_finite",
         "model.verify",
         "kernels.backend",

@@ -32,9 +32,14 @@ class ObjectBody:
 
 @dataclass(frozen=True)
 class NamedBody:
-    """The name, a literal, and the arguments as a JSON object."""
+    """The name, a literal, and the arguments as a JSON object.
+
+    Attributes:
+        number: the text before the call's number, which follows the name; "": it has none.
+    """
 
     middle: str
+    number: str = ""
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -89,6 +94,8 @@ class CallFormat:
         several: the template writes more than one call in an answer.
         arguments_as_text: the template takes arguments as JSON text, not as an object.
         no_content: what the template takes as the content of an answer that only calls.
+        ids: the template writes only the ids of calls: this text, the name, and the number of the
+            call in the conversation (`NamedBody.number`); "": it writes names.
         channels: answers are messages on channels, and a call is one of them.
     """
 
@@ -101,6 +108,7 @@ class CallFormat:
     several: bool = True
     arguments_as_text: bool = False
     no_content: str | None = None
+    ids: str = ""
     channels: Channels | None = None
 
     @property

@@ -113,6 +113,8 @@ class CallGrammar:
             return rule, [f"{rule}: {json_of(whole | _definitions(schema))}"]
         begin = [quoted(name), self._text(body.middle)]
         if isinstance(body, NamedBody):
+            if body.number:
+                begin.insert(1, f"{quoted(body.number)} /[0-9]{{1,4}}/")
             return rule, [_rule(rule, [*begin, json_of(schema)])]
         return rule, self._tagged(rule, begin, body, schema)
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe.text.tool_calls.format import CallFormat, ObjectBody, TaggedBody
+from moe.text.tool_calls.format import CallFormat, NamedBody, ObjectBody, TaggedBody
 from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
 
 _PYTHON = {"True": True, "False": False, "None": None}  # as a template's `string` filter writes
@@ -69,7 +69,11 @@ def read_body(
         value = loads(read[0])
         return _dig(value, body.name), _dig(value, body.arguments), read[1]
     named = yield from scanner.name(at)
-    after = None if named is None else (yield from scanner.literal(named[1], body.middle))
+    end = None if named is None else named[1]
+    if end is not None and isinstance(body, NamedBody) and body.number:
+        end = yield from scanner.literal(end, body.number)
+        end = None if end is None else (yield from scanner.number(end))
+    after = None if end is None else (yield from scanner.literal(end, body.middle))
     if named is None or after is None:
         return None
     if isinstance(body, TaggedBody):

@@ -33,6 +33,8 @@ _TOOL = "probe_tool"
 _FIRST = ("probe_first", {"key_one": "value one", "key_two": {"in": [True]}, "key_six": 31337})
 _SECOND = ("probe_second", {"key_three": "value three", "key_four": {"in": []}, "key_five": 41337})
 _CALLS = (_FIRST, _SECOND)
+# Ids with which models are taught that are given only those of calls (Kimi K2).
+_BY_ID, _NUMBERED = "functions.", ":0"
 _CLOSING = " \t\r\n>]})|\uff5c\"'`,;:"  # no opening literal begins with one of these
 
 
@@ -69,6 +71,7 @@ class _ToolProbe:
     def __init__(self, render: Render, special: Collection[str]) -> None:
         self._render = render
         self._special = special
+        self._ids = ""
 
     def run(self) -> CallFormat:
         self._check_tools_are_shown()
@@ -78,20 +81,34 @@ class _ToolProbe:
             if made is None:
                 raise _NoFormat(f"answers begin with {hidden[0]!r}: channels are not understood")
             return made
-        for as_text in (False, True):
-            for content in (_ANSWERED, None, ""):
-                spots = self._answer(content, as_text, lead)
-                if spots is not None:
-                    text, begin, calls = spots
-                    tail = self._tail(text[calls[-1].end :], end)
-                    made = assemble(text, begin, calls, tail)
-                    if made is None:
-                        raise _NoFormat("the chat template writes calls in a shape that is unknown")
-                    return self._finished(made, as_text, lead)
+        for self._ids in ("", _BY_ID):
+            for as_text in (False, True):
+                for content in (_ANSWERED, None, ""):
+                    spots = self._answer(content, as_text, lead)
+                    if spots is not None:
+                        text, begin, calls = spots
+                        tail = self._tail(text[calls[-1].end :], end)
+                        made = assemble(text, begin, calls, tail)
+                        made = None if made is None else self._by_id(made)
+                        if made is None:
+                            raise _NoFormat(
+                                "the chat template writes calls in a shape that is unknown"
+                            )
+                        return self._finished(made, as_text, lead)
         raise _NoFormat(
             "the chat template does not write calls of earlier answers, or not as JSON or as "
             "tagged values"
         )
+
+    def _by_id(self, made: CallFormat) -> CallFormat | None:
+        """The format if calls are written by their ids, which have names and numbers."""
+        if not self._ids:
+            return made
+        body = made.body
+        if not isinstance(body, NamedBody) or not body.middle.startswith(_NUMBERED):
+            return None
+        number, middle = _NUMBERED[:-1], body.middle.removeprefix(_NUMBERED)
+        return replace(made, body=NamedBody(middle, number), ids=self._ids)
 
     def _check_tools_are_shown(self) -> None:
         parameters = {"type": "object", "properties": {"key_one": {"type": "string"}}}
@@ -172,7 +189,7 @@ class _ToolProbe:
     ) -> tuple[str, int, Sequence[Spot]] | None:
         """An answer with two calls, else with one: the text, where the answer begins, the calls."""
         for count in (2, 1):
-            text = self._try([_user(), _calling(content, as_text, count)])
+            text = self._try([_user(), _calling(content, as_text, count, self._ids)])
             if text is None:
                 continue
             begin = self._prompt_end(text)
@@ -222,10 +239,10 @@ def _user() -> MessageDict:
     return {"role": "user", "content": _ASKED}
 
 
-def _calling(content: str | None, as_text: bool, count: int) -> MessageDict:
+def _calling(content: str | None, as_text: bool, count: int, ids: str = "") -> MessageDict:
     calls = [
         {
-            "id": f"probe000{index}",
+            "id": f"{ids}{_CALLS[index][0]}{_NUMBERED}" if ids else f"probe000{index}",
             "type": "function",
             "function": {"name": name, "arguments": json.dumps(given) if as_text else dict(given)},
         }

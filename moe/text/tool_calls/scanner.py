@@ -15,6 +15,7 @@ Result = TypeVar("Result")
 Scan = Generator[None, None, Result]
 
 MAX_NAME = 64
+MAX_DIGITS = 9
 _NAME = re.compile(r"[\w.-]*")
 _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 
@@ -58,6 +59,18 @@ class StreamScanner:
                 return None
             if found.end() < len(self.text) or self.ended:
                 return (found.group(), found.end()) if found.group() else None
+            yield
+
+    def number(self, at: int) -> Scan[int | None]:
+        """Past the digits of a whole number; None: there are none, or more than `MAX_DIGITS`."""
+        end = at
+        while True:
+            while end < len(self.text) and self.text[end].isdecimal():
+                end += 1
+            if end - at > MAX_DIGITS:
+                return None
+            if end < len(self.text) or self.ended:
+                return end if end > at else None
             yield
 
     def json_object(self, at: int) -> Scan[tuple[str, int] | None]:

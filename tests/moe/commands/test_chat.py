@@ -16,7 +16,7 @@ from tests.moe.text.test_prompts import VOCAB_SIZE, make_tokenizer
 from tests.moe.text.tool_calls.reasoning_templates import QWEN3, QWEN3_OPENED
 from tests.moe.text.tool_calls.templates import HERMES
 
-QUESTION = {"role": "user", "content": "Rain?"}
+QUESTION: dict[str, object] = {"role": "user", "content": "Rain?"}
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_thoughts_are_dimmed_and_kept_apart(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
     model: Any = SimpleNamespace(codec=TextCodec(make_tokenizer(template), VOCAB_SIZE))
     history: list[dict[str, object]] = []
-    assert chat._answer(model, history, "Rain?") == "stats"
+    assert chat._answer(model, history, QUESTION) == "stats"
     assert capsys.readouterr().out.replace("\x1b[0m\x1b[2m", "") == (
         dimmed if is_terminal else plain
     )
@@ -71,7 +71,7 @@ def test_a_conversation_that_has_become_too_long_can_be_forgotten(
     turn: list[dict[str, object]] = [{**QUESTION}, {"role": "assistant", "content": "No."}]
     history = turn * turns
     before = [*history]
-    assert chat._answer(model, history, "Rain?") is None
+    assert chat._answer(model, history, QUESTION) is None
     assert history == before
     way_out = "; /reset forgets the conversation" if turns else ""
     assert capsys.readouterr().err == f"moe: too long{way_out}\n"

@@ -219,7 +219,7 @@ USE: Any = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
     [
         ("messages", [], "messages: List should have at least 1 item"),
         ("messages", turn(), "messages.1.content' is missing"),
-        ("messages", turn({"type": "image", "source": {}}), "the type may be text"),
+        ("messages", turn({"type": "image", "source": {}}), "an image must be a data URL"),
         ("messages", turn(USE), "a block of type tool_use is not of role user"),
         ("messages", turn({"type": "redacted_thinking", "data": "x"}), "the type may be"),
         ("messages", turn(USE, role="assistant"), "calls tools, and cannot be continued"),

@@ -256,7 +256,7 @@ def test_wrong_types_never_break_the_server(server: Any) -> None:
         ("input", [{"type": "web_search_call"}], "the type may be message, reasoning"),
         ("input", [{"role": "user"}], r"'input.0.content' is missing"),
         ("input", [{"type": "reasoning", "encrypted_content": "x"}], "encrypted_content'; remove"),
-        ("input", [{"role": "user", "content": [{"type": "input_image"}]}], "only text is supp"),
+        ("input", [{"role": "user", "content": [{"type": "input_image"}]}], "an image must be a"),
         ("input", [{"type": "function_call_output", "output": "x"}], "call_id' is missing"),
         ("tools", [{"type": "web_search"}], "must have the type function, and the client runs"),
         ("tools", [WEATHER, WEATHER], "'weather' is there twice"),

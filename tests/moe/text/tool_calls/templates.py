@@ -128,6 +128,15 @@ PHI = (
     "{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"
 )
 
+KIMI = _CHATML.replace(
+    "@",
+    "{{- message.content or '' }}"
+    "{%- if message.tool_calls %}{{- '<|tool_calls_section_begin|>' }}{%- endif %}"
+    "{%- for call in message.tool_calls or [] %}{{- '<|tool_call_begin|>' }}"
+    "{{- call.id + '<|tool_call_argument_begin|>' }}"
+    "{{- (call.function.arguments | tojson) + '<|tool_call_end|>' }}{%- endfor %}"
+    "{%- if message.tool_calls %}{{- '<|tool_calls_section_end|>' }}{%- endif %}",
+)
 JSON_SHAPED = {
     "hermes": HERMES,
     "qwen3": QWEN3,
@@ -137,16 +146,11 @@ JSON_SHAPED = {
     "deepseek": DEEPSEEK,
     "deepseek-3.1": DEEPSEEK_31,
     "phi": PHI,
+    "kimi": KIMI,
 }
 TAGGED = {"qwen3-coder": QWEN3_CODER, "minimax": MINIMAX, "glm": GLM}
 KNOWN = JSON_SHAPED | TAGGED
 
-KIMI = _CHATML.replace(
-    "@",
-    "{{- message.content or '' }}{%- for call in message.tool_calls or [] %}"
-    "{{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}"
-    "{{- (call.function.arguments | tojson) + '<|tool_call_end|>' }}{%- endfor %}",
-)
 HARMONY = (
     "{%- if tools %}{{ tools | tojson }}{% endif %}{%- for m in messages %}"
     "{%- if m.tool_calls %}{{- '<|start|>assistant to=functions.' }}"
@@ -167,7 +171,6 @@ PYTHONIC = _CHATML.replace(
 NO_TOOLS = "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- endfor %}"
 NO_CALLS = _CHATML.replace("@", "{{- message.content or '' }}")
 UNKNOWN = {
-    "kimi": (KIMI, "does not write calls of earlier answers, or not as JSON or as tagged values"),
     "pythonic": (PYTHONIC, "does not write calls of earlier answers, or not as JSON"),
     "no tools": (NO_TOOLS, "does not tell the model about tools"),
     "no calls": (NO_CALLS, "does not write calls of earlier answers"),

@@ -15,6 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe.errors import RequestError
+from moe.text.chat import with_calls
 from moe.text.tool_calls import scanner as reader
 from moe.text.tool_calls.format import CallFormat
 from moe.text.tool_calls.parser import CallParser, ParsedCall
@@ -64,7 +65,7 @@ def written(name: str, content: str | None, calls: list[tuple[str, dict[str, Any
         for index, (tool, given) in enumerate(calls)
     ]
     answer = {"role": "assistant", "content": content or format.no_content, "tool_calls": made}
-    text = render([ASKED, answer])
+    text = render(with_calls([ASKED, answer], format))
     prompt = render([ASKED], add_generation_prompt=True)
     for begin in (prompt, prompt + "\n<think></think>", prompt + "<think>\n\n</think>\n\n"):
         if text.startswith(begin):
@@ -287,3 +288,23 @@ def test_long_arguments_take_time_in_proportion(monkeypatch: pytest.MonkeyPatch)
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
     assert len(read(CallParser(format_of("hermes"), {"f": {}}), pieces)[1]) == 1
     assert 20_000 < looked_at < 2 * len(text)
+
+
+def test_ids_that_have_names_and_numbers() -> None:
+    """Such a template writes the ids of calls only; clients know other ids."""
+    format = format_of("kimi")
+    assert format.ids == "functions."
+    assert format.call_open == "<|tool_call_begin|>functions."
+    assert format.section_open == "<|tool_calls_section_begin|>"
+
+    def turn(*ids: str) -> list[dict[str, Any]]:
+        calls = [{"id": i, "function": {"name": "now", "arguments": "{}"}} for i in ids]
+        results = [{"role": "tool", "tool_call_id": i, "content": "12"} for i in reversed(ids)]
+        return [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
+    made = with_calls([ASKED, *turn("a", "b"), *turn("c")], format)
+    assert [c["id"] for m in made for c in m.get("tool_calls", ())] == [
+        f"functions.now:{number}" for number in range(3)
+    ]
+    told = [m["tool_call_id"] for m in made if m["role"] == "tool"]
+    assert told == ["functions.now:1", "functions.now:0", "functions.now:2"]
