@@ -148,7 +148,7 @@ class Engine:
         """The last part of `step`: append tokens, keep prefixes, free ended caches."""
         events: list[Event] = []
         for sequence, tokens in outcomes:
-            events += [(sequence, event) for event in _append(sequence, tokens)]
+            events += [(sequence, event) for event in append_tokens(sequence, tokens)]
         ended = {sequence for sequence, event in events if is_last(event)}
         prefixes = self.scheduler.prefixes
         for sequence in ended:
@@ -207,7 +207,7 @@ def is_last(event: Delta | Exception) -> bool:
     return isinstance(event, Exception) or event.finish_reason is not None
 
 
-def _append(sequence: RunningSequence, tokens: list[Token] | Exception) -> list[Delta | Exception]:
+def append_tokens(sequence: RunningSequence, tokens: list[Token] | Exception) -> list[Delta | Exception]:
     """Append new tokens to a sequence, up to its end."""
     if isinstance(tokens, Exception):
         return [tokens]
