@@ -207,7 +207,9 @@ def is_last(event: Delta | Exception) -> bool:
     return isinstance(event, Exception) or event.finish_reason is not None
 
 
-def append_tokens(sequence: RunningSequence, tokens: list[Token] | Exception) -> list[Delta | Exception]:
+def append_tokens(
+    sequence: RunningSequence, tokens: list[Token] | Exception
+) -> list[Delta | Exception]:
     """Append new tokens to a sequence, up to its end."""
     if isinstance(tokens, Exception):
         return [tokens]

@@ -75,9 +75,11 @@ def share_tied_modules(model: PreTrainedModel) -> None:
     """Let modules whose parameters are all tied to another's be that other module.
 
     An encoder and a decoder with the same weights then have one set of experts, linear layers and
-    norms, whatever is done to them: experts taken away, matrices cut into planes.
+    norms, whatever is done to them: experts taken away, matrices cut into planes. Modules that are
+    replaced meanwhile want `link_shared` again.
     """
     ties = model.all_tied_weights_keys
+    shared: dict[str, str] = {}
     for name, module in list(model.named_modules()):
         own = [f"{name}.{leaf}" for leaf, _ in module.named_parameters(remove_duplicate=False)]
         if not own or not all(one in ties for one in own) or not _is_registered(model, name):
@@ -85,16 +87,26 @@ def share_tied_modules(model: PreTrainedModel) -> None:
         sources = {ties[one].removesuffix(one.removeprefix(name)) for one in own}
         if len(sources) != 1:
             continue
-        source = model.get_submodule(sources.pop())
+        (source_name,) = sources
+        source = model.get_submodule(source_name)
         if type(source) is not type(module) or _kept_buffers(source) or _kept_buffers(module):
             continue
         path, _, leaf = name.rpartition(".")
-        parent = model.get_submodule(path)
-        del parent._modules[leaf]
-        # Not registered: it has one name, and one place in the state of the model.
-        object.__setattr__(parent, leaf, source)
+        del model.get_submodule(path)._modules[leaf]
+        shared[name] = source_name
         for one in own:
             del ties[one]
+    model.shared_modules = shared  # type: ignore[assignment]
+    link_shared(model)
+
+
+def link_shared(model: PreTrainedModel) -> None:
+    """Let the modules of `share_tied_modules` be what now has their sources' names."""
+    links: Any = model.shared_modules
+    for name, source_name in links.items():
+        path, _, leaf = name.rpartition(".")
+        # Not registered: it has one name, and one place in the state of the model.
+        object.__setattr__(model.get_submodule(path), leaf, model.get_submodule(source_name))
 
 
 def _is_registered(model: nn.Module, name: str) -> bool:
@@ -160,7 +172,9 @@ class BlockLane(Lane[None]):
 
     can_rest = True
 
-    def __init__(self, forward: Callable[[], None], random: LaneRandom, sampling: _Sampling) -> None:
+    def __init__(
+        self, forward: Callable[[], None], random: LaneRandom, sampling: _Sampling
+    ) -> None:
         super().__init__(forward, "prefill", random)
         self.sampling = sampling
         self.passes: dict[Phase, int] = {"prefill": 0, "denoise": 0}
@@ -215,6 +229,7 @@ class BlockWriter:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model: Any = model
+        link_shared(model)  # linear layers may be planes by now
         self.canvas_length: int = model.config.canvas_length
         reader, refiner = _parts(model)
         reader.register_forward_pre_hook(partial(_begin_pass, "prefill"))
