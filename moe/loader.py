@@ -170,7 +170,7 @@ def _load(
         make_row_wise(backbone)
     mtp = _mtp(head, head_layers, backend, planned, profile)
     found = _probe(backbone, experts, profile, mtp) if blocks is None else _BLOCKS
-    _alter(backbone, experts, offloaded, policies, profile)
+    _alter(backbone, experts, offloaded, policies, profile, blocks)
     kv = _keep_in_blocks(backbone, planned.kv, found.fused)
     if not kv.in_blocks:
         plan = plan.with_kv_bytes(planned.footprint.kv_plain_bytes)
@@ -337,12 +337,13 @@ def _alter(
     offloaded: Offloaded | None,
     policies: PolicyChain,
     profile: Profile,
+    blocks: BlockWriter | None,
 ) -> None:
     """Enable what changes the model's results, as the profile asks.
 
     Probes compare ways to compute the unaltered model, so they cannot run after this.
     """
-    enable_policies(policies, backbone, experts)
+    enable_policies(policies, backbone, experts, blocks)
     enable_contrast(profile.speculation, backbone, experts)
     if offloaded is not None and profile.offload.late == "prefix":
         offloaded.serve_prefixes(profile.offload.late_share)

@@ -30,8 +30,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import backend_status
 from moe.describe.stateful import find_stateful
-from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.errors import UnsupportedModelError
+from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import writes_blocks
 from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, TransformersCache, Work

@@ -298,8 +298,8 @@ class BlockWriter:
             ) from error
         if blocks != expected or lane.passes != {"prefill": 1, "denoise": 2}:
             raise UnsupportedModelError(
-                f"{name} writes blocks, and its generation code gives something else in a lane than "
-                "by itself; it is not supported"
+                f"{name} writes blocks, and its generation code gives something else in a lane "
+                "than by itself; it is not supported"
             )
 
     def _write(

@@ -39,6 +39,8 @@ class ExpertCall:
         phase: what the tokens are read for; `call_experts` takes it from the running lane.
         received: ``(T,)`` float32, mean attention to each token from itself and later ones of the
             pass; None if no policy asked for it or it is not known.
+        scores: ``(T, E)`` that the router ranked experts by, where a policy asked for them and
+            they do not follow from the rows.
         lost: rows that are zeros because an expert could not be read or run, and why.
     """
 
@@ -47,6 +49,7 @@ class ExpertCall:
     routing: Routing
     phase: Phase = "prefill"
     received: Tensor | None = None
+    scores: Tensor | None = None
     lost: dict[int, Failure] = field(default_factory=dict)
 
 

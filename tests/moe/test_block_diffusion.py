@@ -65,6 +65,9 @@ class Pair:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.top_k: int = json.loads((path / "config.json").read_text())["text_config"][
+            "top_k_experts"
+        ]
         self.reference: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(path).eval()
         self.model = MoE.from_pretrained(path)
         self.num_new = BLOCKS * self.reference.config.canvas_length
@@ -214,3 +217,20 @@ def test_policies_take_fewer_passes(small: Pair) -> None:
         Acceptance("entropy", 1000.0, stable=1),
     ):
         assert max(steps(small.model, acceptance)) <= STEPS
+
+
+def test_sharing_experts_over_a_canvas_needs_fewer_of_them(pair: Pair) -> None:
+    size, count = pair.reference.config.canvas_length, pair.model.experts.statistics.num_experts[0]
+
+    def denoised(policies: list[str]) -> tuple[float, list[list[int]]]:
+        profile = {"lossless": False, "routing.policies": policies}
+        model = MoE.from_pretrained(pair.path, profile)
+        tokens = written(model, PROMPTS[0], pair.params(0))
+        return model.stats()["expert_loads_by"]["denoise"], tokens
+
+    whole, tokens = denoised([])
+    same, unchanged = denoised([f"des_vote:1:{size}"])
+    assert (same, unchanged) == (whole, tokens)
+    fewer, _ = denoised([f"des_vote:0.5:{size}"])
+    layers, passes = len(pair.model.experts.layers), BLOCKS * STEPS
+    assert fewer <= layers * passes * max(count // 2, pair.top_k) < whole
