@@ -185,7 +185,7 @@ class MoE:
     def batch_logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logits of sequences of any lengths, read together: ``(T_i, vocab_size)`` float32 each."""
         self._check_open()
-        self.check_autoregressive("no logits of a next token exist")
+        self._check_autoregressive("no logits of a next token exist")
         batch = [self.codec.encode(token_ids) for token_ids in sequences]
         for ids in batch:
             check_length(self._loaded, len(ids), 0)
@@ -196,7 +196,7 @@ class MoE:
             run_lanes(lanes, self.experts.run)
         return [rows for lane in lanes for rows in lane.result()]
 
-    def check_autoregressive(self, why: str) -> None:
+    def _check_autoregressive(self, why: str) -> None:
         """Raise `RequestError` if the model writes whole blocks."""
         if self._loaded.blocks is not None:
             raise RequestError(
@@ -257,7 +257,7 @@ class MoE:
             drafts: False: without speculation, whatever the profile says.
         """
         self._check_open()
-        self.check_autoregressive("its tokens do not follow one by one")
+        self._check_autoregressive("its tokens do not follow one by one")
         profile = self.profile.profile
         borrowed = kv_borrowing(self._loaded.offloaded, self.memory_plan, profile.offload)
         return Engine(
