@@ -123,12 +123,14 @@ def runs(path: Path, work: Path, num_new: int, steps: int, *, quick: bool) -> li
     with MoE.from_pretrained(store, base) as model:
         plan, experts = model.memory_plan, model.stats()["expert_bytes"]
         canvas = model.config.canvas_length
+    everything = canvas * len(PROMPTS)
     policies: dict[str, dict[str, Any]] = {
         "own schedule, together": {},
-        "DES, half of the experts": {"routing.policies": [f"des_vote:0.5:{canvas}"]},
+        "DES, half for all canvases": {"routing.policies": [f"des_vote:0.5:{everything}"]},
         "confidence:0.9": {"diffusion.accept": "confidence:0.9"},
         "entropy:1": {"diffusion.accept": "entropy:1"},
         "stable for 2 passes": {"diffusion.stable_steps": 2},
+        "DES, half for each canvas": {"routing.policies": [f"des_vote:0.5:{canvas}"]},
         "DES, best of each token": {"routing.policies": [f"des_seq:1:{canvas}"]},
     }
     if quick:
