@@ -122,7 +122,7 @@ def runs(path: Path, work: Path, num_new: int, steps: int, *, quick: bool) -> li
     }
     with MoE.from_pretrained(store, base) as model:
         plan, experts = model.memory_plan, model.stats()["expert_bytes"]
-        canvas = model.config.canvas_length
+        canvas: int = model.config.canvas_length
     everything = canvas * len(PROMPTS)
     policies: dict[str, dict[str, Any]] = {
         "own schedule, together": {},
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         path = args.model or random_model(work / "model")
         config = DiffusionGemmaConfig.from_pretrained(path)
         blocks, steps = (1, 4) if args.quick else (4, 48)
-        rows = runs(path, work, blocks * config.canvas_length, steps, quick=args.quick)
+        rows = runs(path, work, blocks * (config.canvas_length or 1), steps, quick=args.quick)
     show(rows)
     print_json({"environment": facts, "rows": rows})
 

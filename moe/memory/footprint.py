@@ -185,7 +185,7 @@ def _probe_blocks(network: PreTrainedModel, num_tokens: int) -> _ProbedPass:
     size, vocabulary = network.config.canvas_length, network.get_output_embeddings().weight.shape[0]
     network.set_attn_implementation("sdpa")
     ids = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")
-    cache = DynamicCache(config=network.config.get_text_config(decoder=True))
+    cache: Any = DynamicCache(config=network.config.get_text_config(decoder=True))
     with torch.inference_mode(), StorageCounter() as counter:
         network(
             **{CACHE_ARGUMENT: cache},

@@ -60,7 +60,8 @@ def set_generation(model: PreTrainedModel, stored: dict[str, Any]) -> None:
         defaults = kind._get_default_generation_params()
         for name, value in settings.items():
             # The file names a class; only that of the default is made.
-            if isinstance(value, dict) and is_dataclass(own := defaults.get(name)):
+            own: Any = defaults.get(name)
+            if isinstance(value, dict) and is_dataclass(own):
                 given = {key: item for key, item in value.items() if key != "_cls_name"}
                 settings[name] = type(own)(**given)
         model.generation_config = kind(**settings)
@@ -236,7 +237,8 @@ class BlockWriter:
         refiner.register_forward_pre_hook(partial(_begin_pass, "denoise"))
         self.schedule, self.no_policies = self._own_settings()
         if not self.no_policies:
-            self.model._prepare_sampler = partial(_make_sampler, self.model._prepare_sampler)
+            own: Any = self.model
+            own._prepare_sampler = partial(_make_sampler, own._prepare_sampler)
 
     def lane(
         self,
@@ -427,6 +429,7 @@ def _accept(
     if sampling.acceptance.kind != "confidence":
         return accept(canvas, drawn, logits, step)
     bound = sampling.acceptance.bound
+    assert bound is not None
     likely = torch.softmax(logits, -1, dtype=torch.float32).amax(-1)
     kept = (likely >= bound) | (likely >= likely.amax(-1, keepdim=True))
     sampler.accepted_token_mask = kept
