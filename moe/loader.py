@@ -19,12 +19,12 @@ from kernels.cpu import choose_kernel
 from kernels.reference import AnyExperts
 from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
-from moe.describe.probe import Packing, enable_packing
+from moe.describe.probe import Packing, enable_packing, stand_in
 from moe.describe.routers import enable_policies
 from moe.describe.row_wise import make_row_wise
 from moe.engine.borrowing import borrowing_notice
 from moe.engine.prefix_store import prefix_key, prepare_directory
-from moe.errors import ProfileError
+from moe.errors import ProfileError, UnsupportedModelError
 from moe.extras import install_line, is_installed
 from moe.images.reader import ImageReader, conversation, enable_images, load_processor
 from moe.loading.hub import resolve_model
@@ -38,6 +38,7 @@ from moe.machine import keep_freed_memory
 from moe.memory.kv_precision import KVPrecision
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
+from moe.network.block_diffusion import BlockWriter, set_generation, writes_blocks
 from moe.network.kv_blocks import BlockPool
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
@@ -47,7 +48,7 @@ from moe.settings import Profile
 from moe.settings.device import use_device
 from moe.speculate import Speculation, enable_speculation
 from moe.speculate.contrast import enable_contrast
-from moe.text.generation_config import ModelSampling
+from moe.text.generation_config import ModelSampling, read_generation_config
 from moe.text.tokenizer import TextCodec
 from offload.layer import LayerExperts, held_experts
 from offload.offloaded import Offloaded
@@ -75,6 +76,8 @@ class LoadedModel:
         context_length: most tokens of a sequence; None without a limit.
         offloaded: the cache of experts on disk; None if all experts are in memory.
         mtp: the multi-token-prediction layer that the model brings, or why none is loaded.
+        blocks: writes whole blocks by the model's own generation code; None: it writes tokens one
+            by one.
         expect: which experts a prompt needs, if requests may be ordered by it.
         sampling: how the model itself wants its tokens sampled.
         prefix_key: names everything that the bits of keys and values depend on; empty: prefixes are
@@ -97,6 +100,7 @@ class LoadedModel:
     context_length: int | None
     offloaded: Offloaded | None
     mtp: MtpHead | str
+    blocks: BlockWriter | None = None
     expect: PromptEstimator | None = None
     sampling: ModelSampling = field(default_factory=ModelSampling)
     prefix_key: str = ""
@@ -144,11 +148,17 @@ def _load(
     backend = _backend(profile, device)  # compiles kernels now, and not in the first request
     with planning(path, profile, device, report, ranks) as planned:
         network, weights, plan = planned.network, planned.weights, planned.memory
+        in_blocks = writes_blocks(network)
+        if in_blocks:
+            _check_block_profile(network, profile, ranks)
+            set_generation(network, read_generation_config(path))
         on_plan(plan)
         check_fit(plan, profile, planned.why_resident)
         # Small files first: a fault in them must not show up minutes later, after the weights.
         codec = TextCodec.from_directory(path, planned.config)
-        sampling = ModelSampling.from_directory(path)
+        sampling = (
+            ModelSampling({"temperature": 1.0}) if in_blocks else ModelSampling.from_directory(path)
+        )
         made, read = planned.source.load(weights, device, report, planned.room)
         towers = planned.towers
         vision = towers if isinstance(towers, str) else towers.load(device, report)
@@ -166,11 +176,13 @@ def _load(
     experts = MoELayers(layers, backend.forward, forecasts.prefetcher)
     attach(network, experts.layers, experts.run)
     backbone = Backbone(network)
-    make_row_wise(backbone)
+    blocks = _block_writer(backbone) if in_blocks else None
+    if blocks is None:
+        make_row_wise(backbone)
     mtp = _mtp(head, head_layers, backend, planned, profile)
-    found = _probe(backbone, experts, profile, mtp)
+    found = _probe(backbone, experts, profile, mtp) if blocks is None else _BLOCKS
     codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
-    _alter(backbone, experts, offloaded, policies, profile)
+    _alter(backbone, experts, offloaded, policies, profile, blocks)
     kv = _keep_in_blocks(backbone, planned.kv, found.fused)
     if not kv.in_blocks:
         plan = plan.with_kv_bytes(planned.footprint.kv_plain_bytes)
@@ -191,6 +203,7 @@ def _load(
         context_length=planned.context_length,
         offloaded=offloaded,
         mtp=mtp,
+        blocks=blocks,
         expect=forecasts.expect,
         sampling=sampling,
         prefix_key="" if no_store or not wanted else prefix_key(path, profile, kv.bits),
@@ -255,6 +268,40 @@ class _Found:
     mended: list[str]
     fused: Fused
     speculation: Speculation
+
+
+_OWN_CODE = "it writes whole blocks by its own generation code"
+_BLOCKS = _Found(
+    Packing(False, _OWN_CODE), [], Fused(False, _OWN_CODE), Speculation(None, _OWN_CODE)
+)
+
+
+def _check_block_profile(network: PreTrainedModel, profile: Profile, ranks: int) -> None:
+    """Refuse what a profile asks for and a model that writes blocks cannot do."""
+    name = type(network).__name__
+    if ranks > 1:
+        raise UnsupportedModelError(
+            f"{name} writes whole blocks, which one rank does so far; start it without a launcher"
+        )
+    drafts = profile.speculation.mode
+    for key, value, instead in (
+        ("speculation.mode", "off" if drafts == "auto" else drafts, "off"),
+        ("speculation.contrast", profile.speculation.contrast, 0.0),
+        ("memory.prefix_tokens", profile.memory.prefix_tokens, 0),
+    ):
+        if value != instead:
+            raise ProfileError(
+                f"{key} is {value}, and {name} writes whole blocks, for which that does not exist; "
+                f"set {key}: {instead}"
+            )
+
+
+def _block_writer(backbone: Backbone) -> BlockWriter:
+    """What drives the model's own generation code, proven on a short block."""
+    writer = BlockWriter(backbone.model)
+    with torch.inference_mode():
+        writer.prove(stand_in)
+    return writer
 
 
 def _behind(made: list[AnyExperts] | Offloaded, count: int) -> Sequence[LayerExperts]:
@@ -337,12 +384,13 @@ def _alter(
     offloaded: Offloaded | None,
     policies: PolicyChain,
     profile: Profile,
+    blocks: BlockWriter | None,
 ) -> None:
     """Enable what changes the model's results, as the profile asks.
 
     Probes compare ways to compute the unaltered model, so they cannot run after this.
     """
-    enable_policies(policies, backbone, experts)
+    enable_policies(policies, backbone, experts, blocks)
     enable_contrast(profile.speculation, backbone, experts)
     if offloaded is not None and profile.offload.late == "prefix":
         offloaded.serve_prefixes(profile.offload.late_share)

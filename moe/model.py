@@ -21,6 +21,7 @@ from torch import Tensor
 
 from experts.placement import Placement
 from moe.completion import Completion, StreamEvent, collect, stream_events
+from moe.engine.blocks import BlockEngine
 from moe.engine.borrowing import kv_borrowing
 from moe.engine.engine import Engine, StepLoop
 from moe.engine.prefill_batch import SequenceGroup
@@ -210,6 +211,7 @@ class MoE:
     def batch_logits(self, sequences: Sequence[Sequence[int]]) -> list[Tensor]:
         """Logits of sequences of any lengths, read together: ``(T_i, vocab_size)`` float32 each."""
         self._check_open()
+        self._check_autoregressive("no logits of a next token exist")
         batch = [self.codec.encode(token_ids) for token_ids in sequences]
         for ids in batch:
             check_length(self._loaded, len(ids), 0)
@@ -219,6 +221,14 @@ class MoE:
             )
             run_lanes(lanes, self.experts.run)
         return [rows for lane in lanes for rows in lane.result()]
+
+    def _check_autoregressive(self, why: str) -> None:
+        """Raise `RequestError` if the model writes whole blocks."""
+        if self._loaded.blocks is not None:
+            raise RequestError(
+                f"{type(self.backbone.model).__name__} writes whole blocks, so {why}; it can "
+                "generate (MoE.generate, moe generate, moe serve)"
+            )
 
     def _check_open(self) -> None:
         if not self._close.alive:
@@ -245,11 +255,17 @@ class MoE:
         if isinstance(self._session, Coordinator):
             kv_tokens = max(self._session.kv_tokens.values())
         limits = [_pool(self.profile.profile, kv_tokens), self.context_length]
-        return max(min(limit for limit in limits if limit is not None) - num_prompt, 1)
+        room = min(limit for limit in limits if limit is not None) - num_prompt
+        if self._loaded.blocks is not None:
+            room -= room % self._loaded.blocks.canvas_length
+        return max(room, 1)
 
     def loop(self) -> StepLoop:
         """A new step loop over this model and all its ranks, for callers that drive it."""
         self._check_open()
+        if self._loaded.blocks is not None:
+            profile = _with_pool(self.profile.profile, self.memory_plan.kv_tokens)
+            return BlockEngine(self._loaded.blocks, self.experts, profile)
         if not isinstance(self._session, Coordinator):
             return self.engine()
         continue_on_loss = self.profile.profile.parallel.on_rank_loss == "continue"
@@ -264,6 +280,7 @@ class MoE:
             drafts: False: without speculation, whatever the profile says.
         """
         self._check_open()
+        self._check_autoregressive("its tokens do not follow one by one")
         profile = self.profile.profile
         borrowed = kv_borrowing(self._loaded.offloaded, self.memory_plan, profile.offload)
         return Engine(
@@ -443,6 +460,13 @@ def _status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
         "architecture": type(loaded.backbone.model).__name__,
         "device": str(loaded.backbone.device),
         "packing": {"enabled": loaded.packing.enabled, "why": loaded.packing.reason},
+        "blocks": None
+        if loaded.blocks is None
+        else {
+            "canvas_length": loaded.blocks.canvas_length,
+            "schedule": loaded.blocks.schedule,
+            "policies": loaded.blocks.no_policies or "any",
+        },
         "fused": {"enabled": loaded.fused.enabled, "why": loaded.fused.reason},
         "speculation": {
             "enabled": speculation.speculator is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,11 @@ from moe.text.tokenizer import ImagePrompt, Prompt
 
 CONTINUATION = 128
 """Most new tokens after a text prompt under ``max_new_tokens: auto``."""
+_ONE_BY_ONE = (
+    *("structure", "logprobs", "prompt_logprobs", "logit_bias", "top_p", "top_k", "min_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""Fields of `SamplingParams` that models which write blocks do not have."""
 _NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -37,6 +43,10 @@ def make_group(
     num_new = params.max_new_tokens
     if num_new is None:
         num_new = room_for(len(ids))
+    if loaded.blocks is not None:
+        _check_block_params(params)
+        size = loaded.blocks.canvas_length
+        check_length(loaded, len(ids), math.ceil(num_new / size) * size)
     check_length(loaded, len(ids), num_new)
     _check_token_ids(loaded, "logit_bias", params.logit_bias)
     check_priority(priority)
@@ -64,6 +74,18 @@ def make_group(
         for index in range(params.n)
     ]
     return SequenceGroup(sequences, prompt_logprobs=None if params.prompt_logprobs is None else [])
+
+
+def _check_block_params(params: SamplingParams) -> None:
+    """Refuse parameters that choose tokens one after the other, by name."""
+    neutral = SamplingParams()
+    for name in _ONE_BY_ONE:
+        value = getattr(params, name)
+        if value != getattr(neutral, name):
+            raise RequestError(
+                f"{name} is not possible with this model, which writes whole blocks of tokens at "
+                f"once; leave it out (got {value!r:.80})"
+            )
 
 
 def is_chat(prompt: Prompt) -> bool:

@@ -27,7 +27,8 @@ class RouterRule:
 
     The rule chooses the ``top_k`` largest of score + correction within the ``groups_kept`` best
     groups (ranked by their largest score, or by the sum of their two largest). Weights are scores
-    without correction, divided by their sum if ``renormalise``, times ``scale``. A mixer (`_mix`)
+    without correction, divided by their sum if ``renormalise``, times ``scale``, times the expert's
+    own ``expert_scale``. A mixer (`_mix`)
     uses the logits themselves, and of the settings only ``top_k``, ``scale`` and its threshold.
     """
 
@@ -40,6 +41,7 @@ class RouterRule:
     renormalise: bool = False
     scale: float = 1.0
     mixer_threshold: float = 0.0
+    expert_scale: Tensor | None = None  # (E,) float32
 
     @property
     def keeps_order(self) -> bool:
@@ -89,6 +91,8 @@ class RouterRule:
         if self.renormalise:
             total = weights.sum(-1, keepdim=True)
             weights = weights / total.where(total != 0, 1.0)
+        if self.expert_scale is not None:
+            weights = weights * self.expert_scale[ids]
         return Routing(ids.masked_fill(unused, UNUSED), weights * self.scale).ascending()
 
     def _mix(self, logits: Tensor, allowed: Tensor | None, count: int) -> Routing:

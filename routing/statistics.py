@@ -17,11 +17,13 @@ from torch import Tensor
 
 from routing.routing import Routing, counted
 
-Phase = Literal["prefill", "decode"]
-"""Of a token: it belongs to a prompt, or it is the next token of a running sequence."""
+Phase = Literal["prefill", "decode", "denoise"]
+"""Of a token: it belongs to a prompt (or a block that is final), it is the next token of a running
+sequence, or it stands on a canvas that is being refined."""
 
-LoadedFor = Literal["prefill", "decode", "both"]
-"""Which phases' tokens visited an expert in one step of a layer."""
+LoadedFor = Literal["prefill", "decode", "denoise", "both"]
+"""Which phases' tokens visited an expert in one step of a layer; ``both``: tokens of prompts and
+others."""
 
 _MAX_STEPS, _MAX_IDS = 1 << 13, 1 << 16
 """Steps of layers, and expert ids in them, that may wait to be counted."""
@@ -94,7 +96,8 @@ class RoutingStatistics:
         counts = {phase: self._count_phase(steps, phase) for phase in present}
         touched = {phase: count > 0 for phase, count in counts.items()}
         if len(present) > 1:
-            shared = touched["prefill"] & touched["decode"]
+            (other,) = (own for phase, own in touched.items() if phase != "prefill")
+            shared = touched["prefill"] & other
             self._add_loads(layers, "both", shared)
             touched = {phase: own & ~shared for phase, own in touched.items()}
         for phase, own in touched.items():

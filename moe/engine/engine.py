@@ -150,7 +150,7 @@ class Engine:
         events: list[Event] = []
         self._keep_prompts()
         for sequence, tokens in outcomes:
-            events += [(sequence, event) for event in _append(sequence, tokens)]
+            events += [(sequence, event) for event in append_tokens(sequence, tokens)]
         ended = {sequence for sequence, event in events if is_last(event)}
         prefixes = self.scheduler.prefixes
         for sequence in ended:
@@ -238,7 +238,9 @@ def is_last(event: Delta | Exception) -> bool:
     return isinstance(event, Exception) or event.finish_reason is not None
 
 
-def _append(sequence: RunningSequence, tokens: list[Token] | Exception) -> list[Delta | Exception]:
+def append_tokens(
+    sequence: RunningSequence, tokens: list[Token] | Exception
+) -> list[Delta | Exception]:
     """Append new tokens to a sequence, up to its end."""
     if isinstance(tokens, Exception):
         return [tokens]

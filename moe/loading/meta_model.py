@@ -26,6 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from moe.errors import UnsupportedModelError
 from moe.network.adopt import adopt_experts
 from moe.network.backbone import Backbone
+from moe.network.block_diffusion import share_tied_modules, writes_blocks
 from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.seam import attach, experts_modules
@@ -52,8 +53,8 @@ def build_meta_model(
     if model_class is None:
         raise UnsupportedModelError(
             f"{config.model_type} ({type(config).__name__}) has no class in transformers "
-            f"{transformers.__version__} that generates text token by token (a causal language "
-            "model, or a multimodal one with text output); only such models are supported"
+            f"{transformers.__version__} that generates text (a causal language model, or a "
+            "multimodal or block-diffusion one with text output); only such models are supported"
         )
     config = copy.deepcopy(config)
     if config.sub_configs.get("text_config") is not None and (
@@ -66,8 +67,10 @@ def build_meta_model(
     model = _construct(model_class, config, dtype or _config_dtype(config))
     removed = _keep_text(model) if "text_config" in config.sub_configs else []
     _ignore(model, [*removed, *others])
+    if writes_blocks(model):
+        share_tied_modules(model)
     adopt_experts(model)
-    if removed:
+    if removed and not writes_blocks(model):
         _check_text_pass(model, removed)
     return model
 
@@ -77,6 +80,8 @@ def build_like(network: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
     model = _construct(type(network), config, network.dtype)
     if "text_config" in config.sub_configs:
         _keep_text(model)
+    if writes_blocks(model):
+        share_tied_modules(model)
     adopt_experts(model)
     return model
 
@@ -152,7 +157,8 @@ def _ignore(model: PreTrainedModel, names: Iterable[str]) -> None:
 
 
 def _keep_text(model: PreTrainedModel) -> list[str]:
-    """Remove the modules that are neither the decoder of text nor its head; their names."""
+    """Remove the modules that are neither the decoder of text nor its head, nor what reads text for
+    a decoder of blocks; their names."""
     decoder = model.get_decoder()
     if model.get_output_embeddings() is None:  # the head is a part of the decoder
         model.get_output_embeddings = decoder.get_output_embeddings  # type: ignore[method-assign]
@@ -166,7 +172,8 @@ def _keep_text(model: PreTrainedModel) -> list[str]:
             model.forward = module.forward
             break
     names = {id(module): name for name, module in model.named_modules()}
-    kept = [names[id(module)] for module in (decoder, head)]
+    readers = [model.get_encoder().get_decoder()] if writes_blocks(model) else []
+    kept = [names[id(module)] for module in (*readers, decoder, head)]
     removed: list[str] = []
     for name, module in list(model.named_modules()):
         below = any(name == one or name.startswith(f"{one}.") for one in kept)

@@ -20,15 +20,23 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+)
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import backend_status
 from moe.describe.stateful import find_stateful
+from moe.errors import UnsupportedModelError
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, Work
+from moe.network.block_diffusion import writes_blocks
+from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, TransformersCache, Work
 from moe.network.lanes import run_lanes
+from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.recurrent_kernels import without_advice
 from moe.network.seam import experts_modules
 
@@ -81,6 +89,8 @@ def measure_footprint(
     """
     network = copy.deepcopy(network)
     stand_in_for_experts(network, on_cuda=on_cuda)
+    if writes_blocks(network):
+        return _measure_blocks(network, longest)
     backbone = Backbone(network)
     if _compiled(on_cuda):
         with suppress(Exception):  # it wants a cache of its own class
@@ -144,6 +154,47 @@ def _measure(
     activations = own * longest // size + waiting * (batch_tokens - longest)
     how = f"measured on the meta device with {size} tokens, each sequence in a pass of its own"
     return Footprint(per_token, per_token, rest, activations, how)
+
+
+def _measure_blocks(network: PreTrainedModel, longest: int) -> Footprint:
+    """Of a model that writes blocks, each sequence in passes of its own.
+
+    A sequence holds the logits of its last pass, and its sampler several copies of them: scaled,
+    as probabilities, sorted entropies.
+    """
+    size = network.config.canvas_length
+    logits = size * network.get_output_embeddings().weight.shape[0] * 4
+    try:
+        short, double, long = (
+            _probe_blocks(network, tokens) for tokens in (SHORT_PROMPT, 2 * SHORT_PROMPT, longest)
+        )
+    except Exception as error:  # the architecture cannot run in this way
+        raise UnsupportedModelError(
+            f"{type(network).__name__} writes blocks, and a pass of it cannot be planned: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    per_token = (double.kept - short.kept) // SHORT_PROMPT
+    return Footprint(
+        per_token, per_token, logits, long.peak + 4 * logits,
+        "measured on the meta device, each sequence in passes of its own",
+    )  # fmt: skip
+
+
+def _probe_blocks(network: PreTrainedModel, num_tokens: int) -> _ProbedPass:
+    """Read a prompt of this length, and refine a canvas once."""
+    size, vocabulary = network.config.canvas_length, network.get_output_embeddings().weight.shape[0]
+    network.set_attn_implementation("sdpa")
+    ids = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")
+    cache: Any = DynamicCache(config=network.config.get_text_config(decoder=True))
+    with torch.inference_mode(), StorageCounter() as counter:
+        network(
+            **{CACHE_ARGUMENT: cache},
+            input_ids=ids,
+            decoder_input_ids=torch.zeros(1, size, dtype=torch.int64, device="meta"),
+            self_conditioning_logits=torch.zeros(1, size, vocabulary, device="meta"),
+        )
+    kept = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    return _ProbedPass(counter.peak, kept, counter.operations, TransformersCache())
 
 
 def _from_configuration(network: PreTrainedModel, batch_tokens: int, reason: str) -> Footprint:

@@ -5,6 +5,8 @@
   of sequences.
 - `lanes.Lane`: one forward pass that sleeps at MoE layers; `lanes.run_lanes` drives several of them
   so that they meet there. What a lane waits with is an `lanes.ExpertCall`.
+- `block_diffusion.BlockWriter`: runs the generation code of models that write whole blocks, as
+  lanes that rest between passes.
 - `moe_layer.MoELayers`: policies, dispatch, experts and combination for all calls at a layer.
 - `kv_cache.KVCache`: keys and values of one sequence; `attention` reads several of them, packed
   into one row, for transformers' attention modules.

@@ -22,7 +22,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kernels.cpu.kv import BLOCK
+from moe.errors import UnsupportedModelError
 from moe.network.attention import PACKED, packed_pass
+from moe.network.block_diffusion import writes_blocks
 from moe.network.hidden import KEPT, HiddenRows
 from moe.network.kv_blocks import BlockPool
 from moe.network.kv_cache import (
@@ -83,6 +85,7 @@ class Backbone:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
         self.device = model.device
+        self._in_blocks = writes_blocks(model)
         self._own_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._needs_history: set[int] = set()
@@ -187,7 +190,15 @@ class Backbone:
 
         Args:
             phase: what the tokens are read for.
+
+        Raises:
+            UnsupportedModelError: the model writes blocks (`moe.network.block_diffusion`).
         """
+        if self._in_blocks:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} writes whole blocks, so no logits of a next token "
+                "exist to work with; it can generate (moe generate, moe batch, moe serve)"
+            )
         if not self.packed:
             return [Lane(partial(self._forward_own, item), phase) for item in work]
         lanes: list[Lane[list[Tensor]]] = []

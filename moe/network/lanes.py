@@ -5,19 +5,20 @@ calls `call_experts`, which hands an `ExpertCall` to `run_lanes` and sleeps unti
 back. `run_lanes` always serves the lowest layer at which a lane waits, so lanes that started late
 catch up with those ahead, and all lanes waiting at one layer share one run of its experts.
 
-A lane may stay asleep across calls of `run_lanes` (layered prefill), be cancelled (its stack is
-unwound and everything on it freed), or fail (its exception reaches `Lane.result`, the other lanes
-run on). Lanes belong to the thread that made them.
+A lane may stay asleep across calls of `run_lanes` (layered prefill), rest between two passes of its
+forward until the next call (`Lane.rest`), be cancelled (its stack is unwound and everything on it
+freed), or fail (its exception reaches `Lane.result`, the other lanes run on). Lanes belong to the
+thread that made them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
@@ -38,6 +39,8 @@ class ExpertCall:
         phase: what the tokens are read for; `call_experts` takes it from the running lane.
         received: ``(T,)`` float32, mean attention to each token from itself and later ones of the
             pass; None if no policy asked for it or it is not known.
+        scores: ``(T, E)`` that the router ranked experts by, where a policy asked for them and
+            they do not follow from the rows.
         lost: rows that are zeros because an expert could not be read or run, and why.
     """
 
@@ -46,6 +49,7 @@ class ExpertCall:
     routing: Routing
     phase: Phase = "prefill"
     received: Tensor | None = None
+    scores: Tensor | None = None
     lost: dict[int, Failure] = field(default_factory=dict)
 
 
@@ -70,6 +74,38 @@ class GradMode(NamedTuple):
             yield
 
 
+class LaneRandom:
+    """Random numbers of one lane: those of torch's own generators if it ran by itself.
+
+    Args:
+        seed: as ``torch.manual_seed`` takes it.
+        device: on which the lane draws.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            generators.append(torch.cuda.default_generators[index])
+        self._states = [
+            (generator, torch.Generator(generator.device).manual_seed(seed).get_state())
+            for generator in generators
+        ]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let torch draw from them; its own numbers go on afterwards as if nothing had been."""
+        before = [generator.get_state() for generator, _ in self._states]
+        for generator, state in self._states:
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            self._states = [(generator, generator.get_state()) for generator, _ in self._states]
+            for (generator, _), state in zip(self._states, before, strict=True):
+                generator.set_state(state)
+
+
 Result = TypeVar("Result")
 
 
@@ -80,9 +116,13 @@ class LaneCancelled(RuntimeError):
 class LaneState(Enum):
     READY = "ready"  # not started
     WAITING = "waiting"  # asleep at an MoE layer
+    RESTING = "resting"  # asleep between two passes
     DONE = "done"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+
+_ASLEEP = (LaneState.READY, LaneState.WAITING, LaneState.RESTING)
 
 
 class Lane(Generic[Result]):
@@ -92,15 +132,24 @@ class Lane(Generic[Result]):
         forward: takes no arguments; its return value is the lane's result.
         phase: what its tokens are read for.
         pieces: how many pieces of work it reads.
+        random: its own random numbers; None: it draws none.
 
     Attributes:
         lost: rows whose numbers mean nothing because an expert could not be read or run, and why.
+        can_rest: it may call `rest`.
     """
 
+    can_rest: ClassVar[bool] = False
+
     def __init__(
-        self, forward: Callable[[], Result], phase: Phase = "prefill", pieces: int = 1
+        self,
+        forward: Callable[[], Result],
+        phase: Phase = "prefill",
+        pieces: int = 1,
+        random: LaneRandom | None = None,
     ) -> None:
         self.phase, self.pieces = phase, pieces
+        self._random = random
         self.state = LaneState.READY
         self.call: ExpertCall | None = None
         self.mode = GradMode.current()
@@ -111,7 +160,7 @@ class Lane(Generic[Result]):
 
     @property
     def finished(self) -> bool:
-        return self.state not in (LaneState.READY, LaneState.WAITING)
+        return self.state not in _ASLEEP
 
     def start(self) -> None:
         """Run up to the first MoE layer, or to the end."""
@@ -136,6 +185,20 @@ class Lane(Generic[Result]):
         self.call = None
         self._enter(lambda: self._greenlet.switch(rows))
 
+    def rest(self) -> None:
+        """Called by the lane's own forward: sleep until the next `run_lanes`."""
+        stack = getcurrent()
+        assert isinstance(stack, _LaneGreenlet)
+        assert stack.lane is self
+        assert stack.parent is not None
+        self.state, self.mode = LaneState.RESTING, GradMode.current()
+        stack.parent.switch()
+
+    def wake(self) -> None:
+        """Go on after a rest, up to the first MoE layer, the next rest or the end."""
+        assert self.state is LaneState.RESTING, self.state
+        self._enter(lambda: self._greenlet.switch())
+
     def fail(self, error: Exception) -> None:
         """Raise ``error`` inside the lane at the layer it waits for."""
         assert self.state is LaneState.WAITING, self.state
@@ -147,7 +210,7 @@ class Lane(Generic[Result]):
         if self.finished:
             return
         self.call = None
-        if self.state is LaneState.WAITING:
+        if self.state is not LaneState.READY:
             self._enter(lambda: self._greenlet.throw(GreenletExit))
         else:
             self._greenlet.drop()
@@ -166,7 +229,7 @@ class Lane(Generic[Result]):
         # The lane's modes are restored on the way in and ours on the way out, so a `no_grad` block
         # that spans an MoE layer neither leaks to other lanes nor is lost over the sleep.
         self._greenlet.parent = getcurrent()
-        with self.mode.active():
+        with self.mode.active(), self._random.active() if self._random else nullcontext():
             switch()
 
     def _finish(self, result: Result | None, error: Exception | None) -> None:
@@ -209,6 +272,12 @@ class _LaneGreenlet(greenlet):
             del self.lane
 
 
+def current_lane() -> Lane | None:
+    """The lane in whose greenlet the caller runs; None: in none."""
+    stack = getcurrent()
+    return stack.lane if isinstance(stack, _LaneGreenlet) else None
+
+
 def alone_with(run_experts: ExpertsRunner) -> Phase | None:
     """The phase of the running lane, if no other lane waits and ``run_experts`` serves it."""
     alone = None if isinstance(getcurrent(), _LaneGreenlet) else _alone.get()
@@ -243,21 +312,24 @@ def run_lanes(
     *,
     pause_at: Mapping[Lane, int] | None = None,
 ) -> None:
-    """Drive lanes until each has finished or sleeps at its pause.
+    """Drive lanes until each has finished, rests, or sleeps at its pause.
 
     Args:
-        lanes: started here if they are new; finished ones are skipped.
+        lanes: started here if they are new, woken if they rest; finished ones are skipped.
         run_experts: runs one layer for all lanes that wait there. What it raises is raised inside
             each of those lanes.
         pause_at: a lane named here stays asleep at its first MoE layer of this index or above.
     """
     pauses = pause_at or {}
-    if len(lanes) == 1 and lanes[0].state is LaneState.READY and not pauses:
+    alone = len(lanes) == 1 and not lanes[0].can_rest and not pauses
+    if alone and lanes[0].state is LaneState.READY:
         lanes[0].run_alone(run_experts)
         return
     for lane in lanes:
         if lane.state is LaneState.READY:
             lane.start()
+        elif lane.state is LaneState.RESTING:
+            lane.wake()
     while group := _lowest_layer(lanes, pauses):
         calls = [lane.call for lane in group if lane.call is not None]
         try:

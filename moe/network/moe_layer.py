@@ -293,6 +293,10 @@ class Selector:
         """``(T, E)`` float32 of rows ``(T, H)``: the basis of weights (`RouterRule`)."""
         return self.rule.scores(linear(hidden.float(), self.weight.float(), self.bias))
 
+    def scores_of(self, calls: Sequence[ExpertCall]) -> Tensor:
+        """``(T, E)`` float32 of the tokens of all calls."""
+        return self.scores(torch.cat([call.hidden_states for call in calls]))
+
     @torch.inference_mode()
     def select(
         self, scores: Tensor, allowed: Tensor | None = None, top_k: int | None = None
@@ -300,6 +304,14 @@ class Selector:
         """The router's decision, or its choice of ``top_k`` among the ``allowed`` experts
         (`RouterRule.select`). Weights are only renormalised if the router itself does so."""
         return self.rule.select(scores, allowed, top_k)
+
+
+@dataclass(frozen=True)
+class WatchedSelector(Selector):
+    """A router that reads other rows than its experts: its own scores come with each call."""
+
+    def scores_of(self, calls: Sequence[ExpertCall]) -> Tensor:
+        return torch.cat([call.scores for call in calls if call.scores is not None])
 
 
 @dataclass(frozen=True)
@@ -351,7 +363,7 @@ def _context(
     scores_TE = select = resident_E = importance_T = None
     if "select" in chain.needs:
         assert selector is not None, "refused while loading"
-        given_TE = selector.scores(torch.cat([call.hidden_states for call in calls]))
+        given_TE = selector.scores_of(calls)
         scores_TE, select = selector.rule.ranking(given_TE), partial(selector.select, given_TE)
     if "resident" in chain.needs and isinstance(experts, OffloadedExperts):
         resident_E = experts.cache.resident(experts.layer).to(calls[0].hidden_states.device)

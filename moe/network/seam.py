@@ -31,11 +31,17 @@ SEAM = "moe_lanes"
 
 @dataclass
 class ExpertSeat:
-    """Which MoE layer an experts module is, and what runs its experts; `attach` puts it there."""
+    """Which MoE layer an experts module is, and what runs its experts; `attach` puts it there.
+
+    Attributes:
+        scores: of the router's last call, for the call of the experts that follows it; None where
+            nobody asked for them (`watch_router`).
+    """
 
     layer: int
     num_experts: int
     run_experts: ExpertsRunner
+    scores: Tensor | None = None
 
 
 def _call_experts(
@@ -45,7 +51,8 @@ def _call_experts(
     routing = Routing.from_router(top_k_index, top_k_weights, seat.num_experts)
     packed = current_pass.get(None)
     received = None if packed is None else packed.take_received()
-    call = ExpertCall(seat.layer, hidden_states, routing, received=received)
+    call = ExpertCall(seat.layer, hidden_states, routing, received=received, scores=seat.scores)
+    seat.scores = None
     return call_experts(call, seat.run_experts)
 
 
@@ -102,6 +109,15 @@ def attach(model: PreTrainedModel, layers: Sequence[LayerExperts], run: ExpertsR
     for index, (_, module) in enumerate(experts_modules(model)):
         module.config._experts_implementation = SEAM
         module.expert_seat = ExpertSeat(index, layers[index].num_experts, run)
+
+
+def watch_router(experts: Any, router: nn.Module, output: int) -> None:
+    """Hand the scores among a router's outputs to the calls of its experts from now on."""
+
+    def keep(_module: nn.Module, _inputs: Any, outputs: Sequence[Tensor]) -> None:
+        experts.expert_seat.scores = outputs[output]
+
+    router.register_forward_hook(keep)
 
 
 def expert_shape(module: Any, group_size: int) -> ExpertShape:

@@ -15,6 +15,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from routing import LOADED_FOR
+
 Readings = Mapping[str, Mapping[str, Any]]
 _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60)
 
@@ -112,14 +114,14 @@ class _Readings(Collector):
 
 
 def _experts(stats: Mapping[str, Any]) -> Iterator[Metric]:
-    """Bytes and loads of experts by phase: prefill steps, decode steps, or both in one step."""
+    """Bytes and loads of experts by phase (`routing.LoadedFor`)."""
     for name, text, key in (
         ("moe_expert_bytes_read", "Bytes of the distinct experts of every step", "bytes_read"),
         ("moe_expert_loads", "Distinct experts of every layer and step", "loads"),
     ):
         family = CounterMetricFamily(name, text, labels=["phase"])
         by_phase = stats.get(f"expert_{key}_by", {})
-        for phase in ("prefill", "decode", "both"):
+        for phase in LOADED_FOR:
             family.add_metric([phase], by_phase.get(phase, 0))
         yield family
 

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from moe.settings.sections import (
+    DiffusionSettings,
     EngineSettings,
     GenerationSettings,
     KernelSettings,
@@ -30,6 +31,7 @@ from moe.settings.sections import (
 )
 
 __all__ = [
+    "DiffusionSettings",
     "EngineSettings",
     "GenerationSettings",
     "KernelSettings",
@@ -98,6 +100,9 @@ class Profile(Settings):
     speculation: SpeculationSettings = SpeculationSettings()
     """Speculative decoding: tokens are drafted, and the model verifies several in one pass."""
 
+    diffusion: DiffusionSettings = DiffusionSettings()
+    """How models that write whole blocks refine them; other models ignore it."""
+
     parallel: ParallelSettings = ParallelSettings()
     """Expert parallelism: the ranks of one launch share the experts of a model."""
 
@@ -152,5 +157,14 @@ class Profile(Settings):
                     "{name}: {lossy} {why}, which lossless: true refuses; "
                     "set lossless: false or {name}: {instead}",
                     {"name": f"{section}.{key}", "lossy": lossy, "instead": instead, "why": why},
+                )
+        for key, own in DiffusionSettings().model_dump().items():
+            value = getattr(self.diffusion, key)
+            if self.lossless and value != own:
+                raise PydanticCustomError(
+                    "lossless",
+                    "diffusion.{key}: {value} changes what a model writes, which lossless: true "
+                    "refuses; set lossless: false or diffusion.{key}: {own}",
+                    {"key": key, "value": value, "own": "null" if own is None else own},
                 )
         return self

@@ -44,7 +44,7 @@ class _ExpertSharing(RoutingPolicy):
     """Runs of at most ``tokens`` tokens of a step share a core set of experts."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"select"})
-    phases: ClassVar[tuple[Phase, ...]] = ("decode",)
+    phases: ClassVar[tuple[Phase, ...]] = ("decode", "denoise")
 
     tokens: int
 
@@ -131,7 +131,7 @@ class PreferResident(RoutingPolicy):
     if that one's score is below the missing one's by at most the share ``margin`` of it."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"select", "resident"})
-    phases: ClassVar[tuple[Phase, ...]] = ("decode",)
+    phases: ClassVar[tuple[Phase, ...]] = ("decode", "denoise")
 
     margin: float
 

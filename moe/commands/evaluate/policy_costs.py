@@ -19,7 +19,7 @@ from torch import Tensor
 from moe.commands.evaluate.scoring import Score, WindowReading, read
 from moe.model import MoE
 from moe.speculate.contrast import uncontrasted
-from routing import PHASES, Phase, PolicyChain, Routing, RoutingContext, RoutingPolicy
+from routing import Phase, PolicyChain, Routing, RoutingContext, RoutingPolicy
 
 WINDOW = 8
 """Tokens whose distinct experts are counted: a verified draft, or a small batch."""
@@ -72,7 +72,8 @@ class Variant:
     def phases(self) -> tuple[Phase, ...]:
         """The phases in which its policies act; contrast alone is the same in both."""
         policies = self.chain.policies
-        wanted = tuple(p for p in PHASES if any(p in policy.phases for policy in policies))
+        read_singly: tuple[Phase, ...] = ("prefill", "decode")
+        wanted = tuple(p for p in read_singly if any(p in policy.phases for policy in policies))
         return wanted or ("decode",)
 
 

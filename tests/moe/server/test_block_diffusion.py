@@ -1,0 +1,81 @@
+"""A server of a model that writes whole blocks: the same API, and refusals by name."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe import MoE, SamplingParams
+from moe.cli import main
+from tests.moe.server.conftest import Running
+from tests.moe.test_block_diffusion import SIZES, make_model
+
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "seed": 3, "temperature": 1}
+URL = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def path(text_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = make_model(tmp_path_factory.mktemp("blocks") / "model", **SIZES[0])
+    for file in text_checkpoint.glob("*token*"):
+        shutil.copy(file, made)
+    shutil.copy(text_checkpoint / "chat_template.jinja", made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def served(path: Path, serve: Any) -> Iterator[Running]:
+    with serve(load=lambda: MoE.from_pretrained(path)) as running:
+        yield running
+
+
+def test_whole_streamed_and_chat_answers(path: Path, served: Running) -> None:
+    params = SamplingParams(max_new_tokens=8, seed=3)
+    (expected,) = MoE.from_pretrained(path).generate("hello", params)
+    answer = served.http.post(URL, json=BODY).json()
+    assert answer["choices"][0]["text"] == expected.text
+    assert answer["usage"]["completion_tokens"] == len(expected.tokens)
+    streamed = served.http.post(URL, json=BODY | {"stream": True}).text
+    assert streamed.count("data: {") > 1
+    assert streamed.rstrip().endswith("data: [DONE]")
+    messages = {"messages": [{"role": "user", "content": "hi"}]}
+    body = {key: value for key, value in BODY.items() if key != "prompt"} | messages
+    assert served.http.post("/v1/chat/completions", json=body).status_code == 200
+    stop = expected.text[2]
+    cut = served.http.post(URL, json=BODY | {"stop": stop}).json()["choices"][0]
+    assert cut["text"] == expected.text[: expected.text.index(stop)]
+    assert cut["finish_reason"] == "stop"
+    status = served.http.get("/v1/status").json()
+    assert status["engine"]["blocks"]["passes"]["denoise"] > 0
+    assert 'phase="denoise"' in served.http.get("/metrics").text
+    assert served.is_idle()
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"top_p": 0.5}, "top_p"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "structure"),
+        ({"presence_penalty": 1}, "presence_penalty"),
+    ],
+)
+def test_what_blocks_cannot_do_is_refused(
+    served: Running, changes: dict[str, Any], name: str
+) -> None:
+    answer = served.http.post(URL, json=BODY | changes)
+    assert answer.status_code == 400
+    assert f"{name} is not possible with this model" in answer.text
+
+
+def test_the_command_line_writes_blocks(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", str(path), "--prompt", "hello", "--max-new-tokens", "5", "--seed", "1"]
+    assert main(arguments) == 0
+    (expected,) = MoE.from_pretrained(path).generate(
+        "hello", SamplingParams(max_new_tokens=5, seed=1)
+    )
+    assert expected.text in capsys.readouterr().out
