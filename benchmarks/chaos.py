@@ -194,6 +194,7 @@ class Chaos:
         while time.monotonic() < until:
             kind = self.rng.choice(kinds)
             self.events[kind] += 1
+            print(f"{time.strftime('%X')} {kind}", file=sys.stderr)
             if kind == "reads fail":
                 self.server.set_faults(fail=self.rng.choice((0.002, 0.05)))
             elif kind == "reads are slow":
@@ -325,6 +326,7 @@ def main() -> int:
     add("--set", action="append", default=[], help="further settings of the profile")
     add("--memory-gib", type=float, default=0.03, help="of one rank; half of the experts fit")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the server outlives this
     facts = environment()
     print_header(facts)
     with tempfile.TemporaryDirectory() as made:
@@ -337,6 +339,7 @@ def main() -> int:
         else:
             settings += ["memory.reserve_gib=0", "prefill.wave_tokens=256"]
             settings += [f"memory.device_gib={options.memory_gib}", "offload.hot_set=false"]
+        print(f"log: {folder / 'log'}", file=sys.stderr)
         server = ChaosServer(model, folder, options.ranks, settings)
         chaos = Chaos(server, random.Random(options.seed))
         try:
