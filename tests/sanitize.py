@@ -8,7 +8,7 @@ threads that read files, exchange rows and run steps. GCC's OpenMP runtime is no
 ThreadSanitizer, so there each test has one thread of OpenMP.
 
 The instrumented library is compiled to build/sanitize/ (minutes, once a change). A finding ends the
-process, which names the line of the kernel and of the test.
+process; its report names the line of the kernel.
 """
 
 from __future__ import annotations
@@ -59,8 +59,10 @@ def main(kind: str, arguments: list[str]) -> int:
     wrapper.chmod(0o755)
     runtimes = [*_RUNTIMES[kind], "libstdc++.so"]  # the last, else exceptions are not intercepted
     found = [_output([*shlex.split(compiler), f"-print-file-name={name}"]) for name in runtimes]
+    # To files: pytest holds back what is written to stderr, and a finding ends it.
+    reports = {name: f"{value}:log_path={folder}/report" for name, value in _OPTIONS.items()}
     environment = os.environ | {
-        **_OPTIONS,
+        **reports,
         "CXX": str(wrapper),
         "XDG_CACHE_HOME": str(folder),
         "OMP_NUM_THREADS": "1" if kind == "thread" else "2",
@@ -70,9 +72,13 @@ def main(kind: str, arguments: list[str]) -> int:
     # Other instruction sets would be compiled in the middle of a test.
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command += ["-k", "not x86", *(arguments or _TESTS[kind])]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment | {"LD_PRELOAD": ":".join(found)}
-    ).returncode
+    for report in folder.glob("report.*"):
+        report.unlink()
+    preloaded = environment | {"LD_PRELOAD": ":".join(found)}
+    code = subprocess.run(command, cwd=ROOT, env=preloaded).returncode
+    for report in sorted(folder.glob("report.*")):
+        print(report.read_text(errors="replace"))
+    return code
 
 
 def _output(command: list[str]) -> str:
