@@ -6,9 +6,9 @@ Targets of atheris (libFuzzer for Python): header (safetensors), manifest (store
 wire (messages of ranks), greeting (of a rank that is a stranger) and grammar (structures of
 requests). `http` sends requests that schemathesis makes of the server's own description, fresh ones
 each time. What raises anything but the error that its caller expects is a finding: exit code 1, and
-the input is kept in build/fuzz. Inputs that reached something new stay in build/fuzz/TARGET, where the
-next run begins. tests/corpora/TARGET has some of them, and those that found something; the suite
-reads them too (tests/test_fuzz.py).
+the input is kept in build/fuzz. Inputs that reached something new stay in build/fuzz/TARGET, where
+the next run begins. tests/corpora/TARGET has some of them, and those that found something; the
+suite reads them too (tests/test_fuzz.py).
 """
 
 from __future__ import annotations

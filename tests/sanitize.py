@@ -59,26 +59,20 @@ def main(kind: str, arguments: list[str]) -> int:
     wrapper.chmod(0o755)
     runtimes = [*_RUNTIMES[kind], "libstdc++.so"]  # the last, else exceptions are not intercepted
     found = [_output([*shlex.split(compiler), f"-print-file-name={name}"]) for name in runtimes]
-    # To files: pytest holds back what is written to stderr, and a finding ends it.
-    reports = {name: f"{value}:log_path={folder}/report" for name, value in _OPTIONS.items()}
     environment = os.environ | {
-        **reports,
+        **_OPTIONS,
         "CXX": str(wrapper),
         "XDG_CACHE_HOME": str(folder),
         "OMP_NUM_THREADS": "1" if kind == "thread" else "2",
     }
     build = "from kernels.cpu.build import _built; print(_built(['-march=native']))"
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, env=environment, check=True)
-    # Other instruction sets would be compiled in the middle of a test.
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    # Other instruction sets would be compiled in the middle of a test. -s: a finding ends the
+    # process, and with it what pytest holds back.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider"]
     command += ["-k", "not x86", *(arguments or _TESTS[kind])]
-    for report in folder.glob("report.*"):
-        report.unlink()
     preloaded = environment | {"LD_PRELOAD": ":".join(found)}
-    code = subprocess.run(command, cwd=ROOT, env=preloaded).returncode
-    for report in sorted(folder.glob("report.*")):
-        print(report.read_text(errors="replace"))
-    return code
+    return subprocess.run(command, cwd=ROOT, env=preloaded).returncode
 
 
 def _output(command: list[str]) -> str:
