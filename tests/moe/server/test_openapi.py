@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -31,8 +32,8 @@ def test_the_description_is_kept(mode: GenerationMode, server: Any) -> None:
             continue
 
         @settings(
-            max_examples=9,
-            derandomize=True,
+            max_examples=int(os.environ.get("FUZZ_EXAMPLES", 9)),
+            derandomize="FUZZ_EXAMPLES" not in os.environ,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         )

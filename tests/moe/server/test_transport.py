@@ -122,5 +122,6 @@ def test_c2_two_lengths_of_a_body_exclude_each_other(server: Any) -> None:
         connection.sendall(head)
         answer = connection.recv(4096)
         assert b" 400 " in answer
+        assert b"exclude each other" in answer + connection.recv(4096)
         while connection.recv(4096):  # and the connection ends: what follows may be smuggled
             pass

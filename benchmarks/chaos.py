@@ -1,0 +1,367 @@
+"""A server whose disk fails, whose process stops or dies, whose clients leave: who is told what.
+
+    python -m benchmarks.chaos [--minutes 10] [--clients 8] [--seed 0] [--ranks 2]
+
+Converts the demo model and serves it with a part of its experts in memory (with ``--ranks`` on
+several ranks of one machine, all experts in memory), and drives it with greedy requests whose
+answers are known from a server without faults. Meanwhile, at random: reads of experts fail or take
+long, the process is stopped for a while, a process is killed and the server started again, and
+clients leave. Every request must be accounted for: answered as without faults, refused, told by an
+error, left by its client, or cut off by a kill. Between kills the idle server's memory must not
+grow by more than 5 % and a few MB. Ends with exit code 0 or 1 and one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.soak import MALLOC, WORDS, idle_occupancy, resident_mb
+
+ROOT = Path(__file__).parents[1]
+PROMPTS = [" ".join(WORDS[at : at + 4 + at % 40]) for at in range(0, 900, 60)]
+TOKENS = 24
+ANSWER_S = 60.0
+READY_S = 240.0
+SLOW_S = 0.05
+FINE = frozenset({"as without faults", "refused", "told", "left", "cut off by a kill"})
+MAX_GROWTH, MAX_GROWTH_MB = 0.05, 8.0
+_FAULTS = "MOE_TEST_FAULTS"
+
+
+class ChaosServer:
+    """``moe serve``, which can be given faults, stopped, killed and started again."""
+
+    def __init__(self, model: Path, folder: Path, ranks: int, settings: list[str]) -> None:
+        self.faults = folder / "faults.json"
+        self._model, self._ranks, self._settings = model, ranks, settings
+        self._log = (folder / "log").open("ab")
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.url = ""
+        self.kills = 0
+        self.set_faults()
+
+    def set_faults(self, fail: float = 0.0, slow: float = 0.0) -> None:
+        """Of reads of experts, so many."""
+        fresh = self.faults.with_suffix(".new")
+        fresh.write_text(json.dumps({"fail": fail, "slow": slow}))
+        fresh.replace(self.faults)
+
+    def start(self) -> None:
+        """Raises RuntimeError if it does not get ready."""
+        port, meeting = _free_port(), _free_port()
+        command = [sys.executable, "-m", "benchmarks.chaos", "--serve", "serve", str(self._model)]
+        command += ["--port", str(port)]
+        for setting in self._settings:
+            command += ["--set", setting]
+        self.url = f"http://127.0.0.1:{port}"
+        for rank in range(self._ranks):
+            ranks = {
+                **{"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"},
+                **{"WORLD_SIZE": str(self._ranks), "LOCAL_SIZE": str(self._ranks)},
+                **{"MASTER_PORT": str(meeting)},
+            }
+            environ = {**os.environ, **MALLOC, "HF_HUB_OFFLINE": "1", _FAULTS: str(self.faults)}
+            environ |= ranks if self._ranks > 1 else {}
+            self.processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=environ, stdout=self._log, stderr=self._log)
+            )
+        until = time.monotonic() + READY_S
+        while time.monotonic() < until and self.processes[0].poll() is None:
+            try:
+                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass
+            time.sleep(0.2)
+        raise RuntimeError(f"the server did not get ready; see {self._log.name}")
+
+    def kill(self) -> list[int | None]:
+        """Kill one process, wait until all have ended, and give their exit codes."""
+        self.kills += 1
+        self.processes[self.kills % len(self.processes)].kill()
+        return self.end(signal.SIGTERM if len(self.processes) == 1 else None)
+
+    def end(self, number: int | None = signal.SIGTERM) -> list[int | None]:
+        """Tell rank 0 to end; the exit codes of all, None of one that had to be killed."""
+        codes: list[int | None] = []
+        if number is not None and self.processes[0].poll() is None:
+            self.processes[0].send_signal(number)
+        for process in self.processes:
+            try:
+                codes.append(process.wait(60))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                codes.append(None)
+        self.processes = []
+        return codes
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class Chaos:
+    """Clients and faults of one run, and what became of the requests."""
+
+    def __init__(self, server: ChaosServer, rng: random.Random) -> None:
+        self.server, self.rng = server, rng
+        self.expected: dict[str, str] = {}
+        self.outcomes: Counter[str] = Counter()
+        self.events: Counter[str] = Counter()
+        self.memory: list[list[float]] = []
+        self.codes: list[list[int | None]] = []
+
+    async def learn(self) -> None:
+        """The answers without faults, each prompt alone."""
+        async with httpx.AsyncClient(base_url=self.server.url, timeout=ANSWER_S) as http:
+            for prompt in PROMPTS:
+                answer = await http.post("/v1/completions", json=_body(prompt, stream=False))
+                self.expected[prompt] = answer.json()["choices"][0]["text"]
+
+    async def client(self, seed: str, until: float) -> None:
+        """Ask until then."""
+        rng = random.Random(seed)
+        while time.monotonic() < until:
+            kills = self.server.kills
+            leaves = rng.random() < 0.2
+            try:
+                outcome = await asyncio.wait_for(
+                    self._ask(rng), rng.random() if leaves else ANSWER_S
+                )
+            except asyncio.TimeoutError:
+                outcome = "left" if leaves else f"no answer within {ANSWER_S:g} s"
+            except (httpx.HTTPError, OSError) as error:
+                outcome = f"cut off: {type(error).__name__}"
+                if self.server.kills != kills or self.is_down:
+                    outcome = "cut off by a kill"
+                    await asyncio.sleep(0.2)
+            self.outcomes[outcome] += 1
+
+    is_down = False
+
+    async def _ask(self, rng: random.Random) -> str:
+        prompt, stream = rng.choice(PROMPTS), rng.random() < 0.5
+        body = _body(prompt, stream)
+        async with (
+            httpx.AsyncClient(base_url=self.server.url, timeout=ANSWER_S) as http,
+            http.stream("POST", "/v1/completions", json=body) as answer,
+        ):
+            if answer.status_code in (429, 503):
+                await asyncio.sleep(0.1)
+                return "refused"
+            if answer.status_code != 200:
+                error = json.loads(await answer.aread())["error"]
+                return "told" if error["message"] else f"status {answer.status_code}, no reason"
+            if not stream:
+                choice = json.loads(await answer.aread())["choices"][0]
+                return self._judged(prompt, choice["text"])
+            parts: list[str] = []
+            async for line in answer.aiter_lines():
+                if line == "data: [DONE]":
+                    return self._judged(prompt, "".join(parts))
+                if line.startswith("data: "):
+                    event = json.loads(line[6:])
+                    if "error" in event:
+                        return "told"
+                    parts += [choice["text"] for choice in event["choices"]]
+        return "a stream that ends without a word"
+
+    def _judged(self, prompt: str, text: str) -> str:
+        return "as without faults" if text == self.expected[prompt] else "another answer"
+
+    async def make_trouble(self, until: float) -> None:
+        """One kind after the other, at random, with pauses."""
+        kinds = ["reads fail", "reads are slow", "stopped", "nothing", "killed"]
+        while time.monotonic() < until:
+            kind = self.rng.choice(kinds)
+            self.events[kind] += 1
+            print(f"{time.strftime('%X')} {kind}", file=sys.stderr)
+            if kind == "reads fail":
+                self.server.set_faults(fail=self.rng.choice((0.002, 0.05)))
+            elif kind == "reads are slow":
+                self.server.set_faults(slow=0.2)
+            elif kind == "stopped":
+                await self._stop_for(self.rng.choice((0.5, 3.0)))
+            elif kind == "killed":
+                await self._kill()
+            await asyncio.sleep(self.rng.uniform(2.0, 6.0))
+            self.server.set_faults()
+
+    async def _stop_for(self, seconds: float) -> None:
+        process = self.rng.choice(self.server.processes)
+        process.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(seconds)
+        process.send_signal(signal.SIGCONT)
+
+    async def _kill(self) -> None:
+        self.is_down = True
+        self.codes.append(await asyncio.to_thread(self.server.kill))
+        await asyncio.to_thread(self.server.start)
+        self.is_down = False
+        self.memory.append([])
+
+    async def run(self, clients: int, minutes: float, rounds: int = 6) -> None:
+        """All of it, in rounds between which memory is measured."""
+        self.memory.append([])
+        for number in range(rounds):
+            until = time.monotonic() + 60 * minutes / rounds
+            asking = (self.client(f"{number}:{index}", until) for index in range(clients))
+            await asyncio.gather(self.make_trouble(until), *asking)
+            async with httpx.AsyncClient(base_url=self.server.url, timeout=ANSWER_S) as http:
+                left = await idle_occupancy(http)
+            self.outcomes.update({f"left in the engine: {k}": v for k, v in left.items() if v})
+            self.memory[-1].append(resident_mb(self.server.processes[0].pid))
+
+
+def _body(prompt: str, stream: bool) -> dict[str, Any]:
+    return {
+        **{"model": "model", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0},
+        **{"stream": stream, "ignore_eos": True},
+    }
+
+
+def faults(chaos: Chaos, codes: list[int | None]) -> list[str]:
+    """What must not be."""
+    found = [f"{count} x {what}" for what, count in chaos.outcomes.items() if what not in FINE]
+    for life in chaos.memory:
+        if len(life) > 2 and life[-1] > life[1] * (1 + MAX_GROWTH) + MAX_GROWTH_MB:
+            found.append(f"memory grew: {life}")
+    found += [f"a process had to be killed: {each}" for each in chaos.codes if None in each]
+    if any(codes):
+        found.append(f"the server ended with {codes}")
+    if not chaos.outcomes["as without faults"]:
+        found.append("nothing was answered")
+    return found
+
+
+def serve(arguments: list[str]) -> None:
+    """The command ``moe``, whose reads of experts fail and wait as the file of faults says."""
+    from moe.cli import main
+    from offload import open_store
+    from offload.errors import OffloadError
+
+    file = Path(os.environ.pop(_FAULTS))
+    rng, known = random.Random(0), {"time": 0, "fail": 0.0, "slow": 0.0}
+
+    class Meddled:
+        """A transfer that is late or fails."""
+
+        def __init__(self, transfer: Any, what: str, fails: bool) -> None:
+            self._transfer, self._what, self._fails = transfer, what, fails
+            self.cancel, self.hasten = transfer.cancel, transfer.hasten
+
+        @property
+        def done(self) -> bool:
+            return bool(self._transfer.done)
+
+        @property
+        def failed(self) -> Exception | None:
+            return self._failure() if self.done else None
+
+        def _failure(self) -> Exception | None:
+            if self._fails:
+                return OffloadError(f"cannot read {self._what}: Input/output error")
+            return self._transfer.failed  # type: ignore[no-any-return]
+
+        def wait(self) -> float:
+            waited = float(self._transfer.wait())
+            if self._fails:
+                raise self._failure() or OffloadError(self._what)
+            time.sleep(SLOW_S)
+            return waited + SLOW_S
+
+    class Meddling:
+        """A reader with faults."""
+
+        def __init__(self, reader: Any) -> None:
+            self._reader = reader
+            self.name, self.reason, self.close = reader.name, reader.reason, reader.close
+
+        def submit(self, reads: Any, *, urgent: bool, what: str = "") -> Any:
+            changed = file.stat().st_mtime_ns
+            if changed != known["time"]:
+                known.update(json.loads(file.read_text()), time=changed)
+            transfer = self._reader.submit(reads, urgent=urgent, what=what)
+            if rng.random() < known["fail"]:
+                return Meddled(transfer, what, True)
+            return Meddled(transfer, what, False) if rng.random() < known["slow"] else transfer
+
+    begin = open_store.DiskSource.__init__
+
+    def meddled(self: Any, store: Any, bits: Any, reader: Any, *rest: Any) -> None:
+        begin(self, store, bits, Meddling(reader), *rest)
+
+    open_store.DiskSource.__init__ = meddled  # type: ignore[method-assign]
+    sys.exit(main(arguments))
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--serve"]:
+        serve(sys.argv[2:])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--minutes", type=float, default=10.0)
+    add("--clients", type=int, default=8)
+    add("--seed", type=int, default=0)
+    add("--ranks", type=int, default=1)
+    add("--set", action="append", default=[], help="further settings of the profile")
+    add("--memory-gib", type=float, default=0.03, help="of one rank; half of the experts fit")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the server outlives this
+    facts = environment()
+    print_header(facts)
+    with tempfile.TemporaryDirectory() as made:
+        folder, model = Path(made), Path(made) / "model"
+        convert = [sys.executable, "-m", "moe", "convert", "examples/demo-model", str(model)]
+        subprocess.run(convert, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+        settings = ["memory.kv_tokens=4000", "engine.max_batch_size=8", *options.set]
+        if options.ranks > 1:
+            settings += ["parallel.enabled=true", "parallel.timeout_s=10"]
+        else:
+            settings += ["memory.reserve_gib=0", "prefill.wave_tokens=256"]
+            settings += [f"memory.device_gib={options.memory_gib}", "offload.hot_set=false"]
+        print(f"log: {folder / 'log'}", file=sys.stderr)
+        server = ChaosServer(model, folder, options.ranks, settings)
+        chaos = Chaos(server, random.Random(options.seed))
+        try:
+            server.start()
+            asyncio.run(chaos.learn())
+            asyncio.run(chaos.run(options.clients, options.minutes))
+        except BaseException:
+            print((folder / "log").read_text(errors="replace")[-3000:], file=sys.stderr)
+            raise
+        finally:
+            codes = server.end()
+    result = {
+        "outcomes": dict(chaos.outcomes.most_common()),
+        "events": dict(chaos.events),
+        "memory_mb_by_life": chaos.memory,
+        "exit_codes_of_kills": chaos.codes,
+        "faults": faults(chaos, codes),
+    }
+    print_table("chaos", ["figure", "value"], list(result.items()))
+    print_json({**facts, "minutes": options.minutes, "ranks": options.ranks, **result})
+    return 1 if result["faults"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,208 @@
+"""Fuzz what reads bytes that others wrote, with coverage as the guide; for a bounded time.
+
+    python -m tests.fuzz [--seconds S] [TARGET ...]    (S: of each target, 60 where not given)
+
+Targets of atheris (libFuzzer for Python): header (safetensors), manifest (stores), config, gguf,
+wire (messages of ranks), greeting (of a rank that is a stranger) and grammar (structures of
+requests). `http` sends requests that schemathesis makes of the server's own description, fresh ones
+each time. What raises anything but the error that its caller expects is a finding: exit code 1, and
+the input is kept in build/fuzz. Inputs that reached something new stay in build/fuzz/TARGET, where
+the next run begins. tests/corpora/TARGET has some of them, and those that found something; the
+suite reads them too (tests/test_fuzz.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "build" / "fuzz"
+CORPORA = Path(__file__).with_name("corpora")
+_SCRATCH = tempfile.TemporaryDirectory()
+_DIRECTORY = Path(_SCRATCH.name)
+_INSTRUMENTED = [
+    *("experts.manifest", "experts.safetensors_io", "moe.loading.gguf", "moe.loading.hub"),
+    *("moe.parallel.transport", "moe.sampling.grammar", "json"),
+]
+
+
+def header(data: bytes) -> None:
+    from experts.safetensors_io import HeaderError, read_header
+
+    file = _DIRECTORY / "header.safetensors"
+    file.write_bytes(data)
+    with file.open("rb") as stream, contextlib.suppress(HeaderError):
+        read_header(stream.fileno(), len(data), file)
+
+
+def manifest(data: bytes) -> None:
+    from experts.manifest import MANIFEST_NAME, StoreError, _digest, read_manifest
+
+    try:  # with the digest that it should have, else nothing behind it is reached
+        store = json.loads(data)
+        data = json.dumps({"store": store, "digest": _digest(store)}).encode()
+    except (ValueError, TypeError, RecursionError):
+        pass
+    (_DIRECTORY / MANIFEST_NAME).write_bytes(data)
+    with contextlib.suppress(StoreError):
+        read_manifest(_DIRECTORY)
+
+
+def config(data: bytes) -> None:
+    from moe.errors import MoEError
+    from moe.loading.hub import read_config
+
+    (_DIRECTORY / "config.json").write_bytes(data)
+    with contextlib.suppress(MoEError):
+        read_config(_DIRECTORY)
+
+
+def gguf(data: bytes) -> None:
+    from experts.safetensors_io import HeaderError
+    from moe.errors import MoEError
+    from moe.loading.gguf.config import gguf_config
+    from moe.loading.gguf.header import read_gguf
+
+    try:
+        metadata, tensors = read_gguf(io.BytesIO(data), len(data), Path("x.gguf"))
+    except (HeaderError, ValueError):  # `open_gguf` makes one of both
+        return
+    with contextlib.suppress(HeaderError, MoEError):
+        gguf_config(metadata, tensors)
+
+
+def wire(data: bytes) -> None:
+    from moe.parallel.transport import Connection, WireError
+
+    ours, theirs = socket.socketpair()
+    theirs.sendall(data[:60000])
+    theirs.close()
+    connection = Connection(ours)
+    try:
+        while True:
+            connection.receive()
+    except WireError:
+        pass
+    finally:
+        connection.close()
+
+
+class _Listener:
+    """Gives `accept` a connection from which these bytes come."""
+
+    def __init__(self, data: bytes) -> None:
+        self.socket, theirs = socket.socketpair()
+        theirs.sendall(struct.pack("!I", len(data)) + data)
+        theirs.shutdown(socket.SHUT_WR)
+        self._theirs = theirs  # else the answer has no reader
+
+    def accept(self) -> tuple[socket.socket, None]:
+        return self.socket, None
+
+
+def greeting(data: bytes) -> None:
+    from moe.parallel.transport import WireError, accept
+
+    with contextlib.suppress(WireError):
+        accept(_Listener(data[:60000]), b"secret", 5.0)  # type: ignore[arg-type]
+
+
+def grammar(data: bytes) -> None:
+    from moe.sampling.grammar import grammar_of
+
+    kind = ("json_schema", "regex", "lark")[data[0] % 3] if data else "regex"
+    with contextlib.suppress(ValueError):
+        grammar_of(kind, data[1:].decode(errors="replace"))
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    **{"header": header, "manifest": manifest, "config": config, "gguf": gguf},
+    **{"wire": wire, "greeting": greeting, "grammar": grammar},
+}
+
+
+def seeds(target: str) -> list[bytes]:
+    """Valid inputs, from which the fuzzer goes on."""
+    if target == "header":
+        import torch
+
+        from experts.safetensors_io import Entry, encode_header
+
+        return [encode_header([Entry("a", torch.float32, (0,))]), encode_header([])]
+    if target == "gguf":
+        from examples.models.gguf_files import write_model
+        from examples.models.tiny import tiny_model
+
+        file = _DIRECTORY / "seed.gguf"
+        write_model(tiny_model("mixtral"), file)
+        return [file.read_bytes()[:30000]]
+    if target == "config":
+        from transformers import MixtralConfig
+
+        return [MixtralConfig().to_json_string(use_diff=False).encode()]
+    if target in ("wire", "greeting"):
+        text = b'{"who": {"rank": 1}, "proof": "00", "challenge": "00"}'
+        return [text if target == "greeting" else struct.pack("!I", len(text)) + text]
+    if target == "grammar":
+        schema = b'{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+        return [b"\0" + schema, b"\1[a-z]{2,5}(x|y)*", b'\2start: "a" /b+/ | start "c"']
+    return [b'{"version": 1, "layers": [], "files": {}}']
+
+
+def fuzz(target: str, seconds: int) -> None:
+    """Run libFuzzer in this process, which it ends."""
+    import atheris
+
+    with atheris.instrument_imports(include=_INSTRUMENTED, enable_loader_override=False):
+        TARGETS[target](b"{}")
+    corpus = FOLDER / target
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(seeds(target)):
+        (corpus / f"seed-{number}").write_bytes(seed)
+    options = [f"-max_total_time={seconds}", "-timeout=20", "-rss_limit_mb=4096", "-max_len=65536"]
+    options += [f"-artifact_prefix={FOLDER}/{target}-", "-print_final_stats=1", "-verbosity=0"]
+    known = [str(path) for path in [CORPORA / target] if path.is_dir()]
+    atheris.Setup([sys.argv[0], *options, str(corpus), *known], TARGETS[target])
+    atheris.Fuzz()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("targets", nargs="*")
+    parser.add_argument("--seconds", type=int, default=60)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    wrong = set(options.targets) - {*TARGETS, "http"}
+    if wrong:
+        parser.error(f"no such target: {', '.join(sorted(wrong))}")
+    if options.inside:
+        fuzz(options.targets[0], options.seconds)
+        return 0
+    found = []
+    for target in options.targets or [*TARGETS, "http"]:
+        print(f"fuzz {target}: {options.seconds} s", flush=True)
+        command = [sys.executable, "-m", "tests.fuzz", "--inside", target]
+        command += ["--seconds", str(options.seconds)]
+        environment = dict(os.environ)
+        if target == "http":
+            command = [sys.executable, "-m", "pytest", "-q", "tests/moe/server/test_openapi.py"]
+            environment["FUZZ_EXAMPLES"] = str(options.seconds)
+        if subprocess.run(command, cwd=ROOT, env=environment).returncode:
+            found.append(target)
+    print(f"found something in: {', '.join(found)}" if found else "found nothing")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
