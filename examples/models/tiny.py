@@ -20,7 +20,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 TINY: dict[str, Any] = {
-    "vocab_size": 128, "unpadded_vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 4, "max_position_embeddings": 256,
+    "vocab_size": 128, "unpadded_vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 4,
+    "max_position_embeddings": 256,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     "intermediate_size": 48, "moe_intermediate_size": 24, "ffn_hidden_size": 48,
     "expert_ffn_hidden_size": 24, "shared_expert_intermediate_size": 24,
