@@ -100,7 +100,7 @@ def find_stateful(model: PreTrainedModel, token_ids: Sequence[int]) -> StatefulM
 
 @contextmanager
 def _given_distances(
-    model: nn.Module, tokens: int, found: dict[nn.Module, set[str]]
+    model: PreTrainedModel, tokens: int, found: dict[nn.Module, set[str]]
 ) -> Iterator[None]:
     """Collect by which arguments modules are given the distances ``(T, T)`` of so many queries and
     keys."""
