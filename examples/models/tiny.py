@@ -41,7 +41,7 @@ TINY: dict[str, Any] = {
     "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "mamba_dt_rank": 4,
     "index_topk": 4, "index_n_heads": 8, "index_head_dim": 16, "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2, "swa_head_dim": 16, "swa_v_head_dim": 8, "kv_channels": 16,
-    "router_hidden_size": 24, "o_lora_rank": 16,
+    "o_lora_rank": 16,
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Values for every configuration that has the name; others are left out.

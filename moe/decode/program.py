@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from ctypes import addressof
-from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -25,6 +24,7 @@ from kernels.cpu.decode import DecoderLayerRecord
 from kernels.cpu.interface import integers
 from kernels.cpu.program import Code, Element, Kind, Space
 from kernels.cpu.recurrence import NativeCall
+from moe.decode.copies import disjoint, parts_read, parts_written, without_copies
 from moe.decode.lower import Lowering
 from moe.decode.recorder import DecodeTrace, Value
 from moe.decode.records import DescriptionRecords
@@ -41,6 +41,9 @@ from moe.decode.units import (
     collapsed,
     element_of,
     is_whole,
+    reads_of,
+    values_of,
+    writes_of,
 )
 from moe.describe.description import NotDescribed
 from moe.network.kv_cache import LayerKey, StateKey
@@ -48,7 +51,6 @@ from moe.network.kv_cache import LayerKey, StateKey
 _ALIGNED = 64
 _STATES = (Space.BEFORE, Space.AFTER)
 _UNEVEN = (Code.TOP, Code.QUANTISE)  # outputs have other sizes than inputs
-_PARTIAL = (Code.SCATTER, Code.SCATTER_ADD, Code.GATHER, Code.TOP)
 
 
 def room_of(x: Operand) -> int:
@@ -92,8 +94,7 @@ class Program:
         self._place_states(trace, lowering)
         self._place_logits(trace, lowering)
         self._lowering = lowering
-        units = _without_state_copies(lowering.units, set(self._before))
-        units = _needed(_stored_directly(units, lowering.spaces), lowering.spaces)
+        units = without_copies(lowering.units, lowering.spaces, set(self._before))
         self.experts = [unit for unit in units if isinstance(unit, ExpertsOf)]
         sizes = {(unit.hidden, unit.top_k) for unit in self.experts}
         if len(sizes) > 1:
@@ -149,10 +150,10 @@ class Program:
         first, last = dict[int, int](), dict[int, int]()
         for index, stage in enumerate(self._stages):
             for unit in stage:
-                for buffer in _reads(unit):
+                for buffer in reads_of(unit):
                     if buffer in self._offsets:
                         first.setdefault(self._offsets[buffer], index)
-                for buffer in _writes(unit):
+                for buffer in writes_of(unit):
                     if buffer in self._offsets:
                         last[self._offsets[buffer]] = index
         before = {self._offsets[buffer] for buffer in self._before}
@@ -165,7 +166,7 @@ class Program:
         lives: dict[int, list[int]] = {}
         for index, stage in enumerate(self._stages):
             for unit in stage:
-                for buffer in (*_reads(unit), *_writes(unit)):
+                for buffer in (*reads_of(unit), *writes_of(unit)):
                     if buffer not in self._lowering.spaces:
                         lives.setdefault(buffer, [index, index])[1] = index
         self._pitches = self._pitch_of(lives)
@@ -187,7 +188,7 @@ class Program:
         sizes, codes = dict[int, int](), dict[int, int]()
         for stage in self._stages:
             for unit in stage:
-                for value in _values(unit):
+                for value in values_of(unit):
                     meta = value.meta
                     count = meta.untyped_storage().nbytes() // meta.dtype.itemsize
                     sizes[value.buffer] = count * element_of(meta.dtype).bytes
@@ -268,7 +269,7 @@ class Program:
         return native.ProgramRecord(*addresses, len(self.experts), self._row_bytes, work)
 
     def _touches_states(self, unit: Unit) -> bool:
-        return any(buffer in self._offsets for buffer in (*_reads(unit), *_writes(unit)))
+        return any(buffer in self._offsets for buffer in (*reads_of(unit), *writes_of(unit)))
 
     def _instruction(self, unit: Instruction) -> native.InstructionRecord:
         sizes, strides = collapsed(unit)
@@ -378,154 +379,6 @@ class Program:
         return self.layers.index(layer)
 
 
-def _values(unit: Unit) -> list[Value]:
-    """The values that a unit reads or writes."""
-    match unit:
-        case Instruction():
-            found: Sequence[Any] = (unit.out, *unit.inputs)
-        case Product():
-            found = (unit.rows, unit.codes, unit.out)
-        case Selection():
-            found = (unit.rows, unit.ids, unit.out)
-        case AttentionOf():
-            found = (*_attention_reads(unit), unit.out)
-        case IndexerOf():
-            found = (unit.query, unit.weights, unit.key, unit.out)
-        case Recurrent():
-            found = (*unit.rows, unit.before, unit.after, unit.out)
-        case _:
-            found = ()
-    return [value for value in found if isinstance(value, Value)]
-
-
-def _attention_reads(unit: AttentionOf) -> tuple[Value | None, ...]:
-    return unit.query, unit.key, unit.value, unit.chosen, unit.sinks, unit.bias
-
-
-def _writes(unit: Unit) -> list[int]:
-    """Buffers that a unit writes."""
-    match unit:
-        case Instruction(code=Code.TOP):
-            return [x.buffer for x in (unit.out, unit.inputs[2]) if isinstance(x, Value)]
-        case Instruction(code=Code.SORT_CHOICE):
-            return [x.buffer for x in unit.inputs if isinstance(x, Value)]
-        case Recurrent():
-            return [unit.after.buffer, unit.out.buffer]
-        case ExpertsOf():
-            return [unit.routed]
-        case _:
-            assert isinstance(unit.out, Value)
-            return [unit.out.buffer]
-
-
-def _reads(unit: Unit) -> list[int]:
-    """Buffers that a unit reads."""
-    match unit:
-        case ExpertsOf():
-            return list(unit.read)
-        case Instruction(code=Code.TOP):
-            found: Sequence[Any] = unit.inputs[:1]
-        case Instruction(code=Code.SCATTER_ADD):
-            found = (unit.out, *unit.inputs)
-        case Instruction():
-            found = unit.inputs
-        case Product():
-            found = (unit.rows, unit.codes)
-        case Selection():
-            found = (unit.rows, unit.ids)
-        case Recurrent():
-            found = (*unit.rows, unit.before)
-        case IndexerOf():
-            found = (unit.query, unit.weights, unit.key)
-        case _:
-            found = _attention_reads(unit)
-    return [value.buffer for value in found if isinstance(value, Value)]
-
-
-def _needed(units: Sequence[Unit], spaces: Mapping[int, Space]) -> list[Unit]:
-    """The units whose results are used, in order."""
-    wanted = {buffer for buffer, space in spaces.items() if space in (Space.AFTER, Space.LOGITS)}
-    kept: list[Unit] = []
-    for unit in reversed(units):
-        always = isinstance(unit, ExpertsOf | AttentionOf | IndexerOf)
-        if always or not wanted.isdisjoint(_writes(unit)):
-            wanted.update(_reads(unit))
-            kept.append(unit)
-    return kept[::-1]
-
-
-def _without_state_copies(units: Sequence[Unit], before: set[int]) -> list[Unit]:
-    """The units with whole copies of states left out: transformers copies a state before a layer
-    changes it in place. Units read the state itself until they write to its copy."""
-    kept: list[Unit] = []
-    copies: dict[int, tuple[Value, Instruction]] = {}  # by buffer: the state, and the copy of it
-
-    def of_state(x: Any) -> Any:
-        found = copies.get(x.buffer) if isinstance(x, Value) else None
-        return x if found is None else Value(found[0].buffer, x.meta)
-
-    for unit in units:
-        if isinstance(unit, Instruction):
-            unit = replace(unit, inputs=tuple(map(of_state, unit.inputs)))
-        elif isinstance(unit, Recurrent):
-            unit = replace(unit, before=of_state(unit.before))
-        if isinstance(unit, Instruction) and _is_whole_copy(unit):
-            (source,), out = unit.inputs, unit.out
-            assert isinstance(source, Value)
-            assert isinstance(out, Value)
-            if source.buffer in before:
-                copies[out.buffer] = source, unit
-                continue
-        for buffer in (*_reads(unit), *_writes(unit)):
-            found = copies.pop(buffer, None)
-            if found is not None and not (
-                isinstance(unit, Instruction) and _overwrites(unit, found[1])
-            ):
-                kept.append(found[1])
-        kept.append(unit)
-    return [*kept, *(copy for _, copy in copies.values())]
-
-
-def _stored_directly(units: Sequence[Unit], spaces: Mapping[int, Space]) -> list[Unit]:
-    """The units without whole copies of a recurrent layer's new state to where it is kept: the
-    layer writes it there."""
-    made = {x.after.buffer: at for at, x in enumerate(units) if isinstance(x, Recurrent)}
-    kept: list[Unit | None] = list(units)
-    for index, unit in enumerate(units):
-        if not (isinstance(unit, Instruction) and _is_whole_copy(unit)):
-            continue
-        (source,), out = unit.inputs, unit.out
-        assert isinstance(source, Value)
-        assert isinstance(out, Value)
-        at = made.get(source.buffer)
-        if at is None or spaces.get(out.buffer) != Space.AFTER or source.buffer in spaces:
-            continue
-        others = [other for other in units if other is not unit and other is not units[at]]
-        if not any(_touches(other, {source.buffer, out.buffer}) for other in others):
-            layer = units[at]
-            assert isinstance(layer, Recurrent)
-            kept[at], kept[index] = replace(layer, after=Value(out.buffer, layer.after.meta)), None
-    return [unit for unit in kept if unit is not None]
-
-
-def _touches(unit: Unit, buffers: set[int]) -> bool:
-    return not buffers.isdisjoint((*_reads(unit), *_writes(unit)))
-
-
-def _is_whole_copy(unit: Instruction) -> bool:
-    """It copies all of one buffer to all of another."""
-    return unit.code is Code.COPY and all(
-        isinstance(x, Value) and is_whole(x) for x in (unit.out, *unit.inputs)
-    )
-
-
-def _overwrites(unit: Instruction, copy: Instruction) -> bool:
-    out, whole = unit.out, copy.out
-    assert isinstance(out, Value)
-    assert isinstance(whole, Value)
-    return unit.code not in _PARTIAL and out.meta.numel() == whole.meta.numel()
-
-
 def _stages(units: Sequence[Unit], before: set[int]) -> list[list[Unit]]:
     """The units in stages: each unit behind those that it depends on, rows before products before
     attention before experts. What reads states comes as late as it can, so that it shares a stage
@@ -535,7 +388,7 @@ def _stages(units: Sequence[Unit], before: set[int]) -> list[list[Unit]]:
     rows_stages = [index for index, kind in enumerate(kinds) if kind is Instruction]
     late = set[int]()
     for index, unit in enumerate(units):
-        reads_states = not before.isdisjoint(_reads(unit))
+        reads_states = not before.isdisjoint(reads_of(unit))
         if isinstance(unit, Instruction) and (reads_states or index in late):
             late.add(index)
             late.update(f for f in followers[index] if isinstance(units[f], Instruction))
@@ -600,23 +453,32 @@ def _first_stages(
 
 
 def _dependences(units: Sequence[Unit]) -> tuple[list[int], list[list[int]]]:
-    """Of each unit how many it waits for, and those that wait for it."""
+    """Of each unit how many it waits for, and those that wait for it. Units that write different
+    parts of a buffer do not wait for each other."""
     before: list[set[int]] = [set() for _ in units]
-    writer: dict[int, int] = {}
-    readers: dict[int, list[int]] = defaultdict(list)
+    writers: dict[int, list[tuple[int, Tensor | None]]] = defaultdict(list)
+    readers: dict[int, list[tuple[int, Tensor | None]]] = defaultdict(list)
     for index, unit in enumerate(units):
-        for buffer in _reads(unit):
-            if buffer in writer:
-                before[index].add(writer[buffer])
-            readers[buffer].append(index)
-        for buffer in _writes(unit):
-            before[index].update(readers.pop(buffer, []))
-            if buffer in writer:
-                before[index].add(writer[buffer])
-            writer[buffer] = index
+        for buffer, part in parts_read(unit):
+            before[index].update(i for i, own in writers[buffer] if not disjoint(own, part))
+            readers[buffer].append((index, part))
+        for buffer, part in parts_written(unit):
+            for own in (readers[buffer], writers[buffer]):
+                before[index].update(i for i, x in own if not disjoint(x, part))
+                own[:] = [x for x in own if x[0] == index or not _covers(part, x[1])]
+            writers[buffer].append((index, part))
         before[index].discard(index)
     followers: list[list[int]] = [[] for _ in units]
-    for index, own in enumerate(before):
-        for other in own:
+    for index, own_units in enumerate(before):
+        for other in own_units:
             followers[other].append(index)
     return [len(own) for own in before], followers
+
+
+def _covers(part: Tensor | None, other: Tensor | None) -> bool:
+    """Whether a part of a buffer surely has all elements of another."""
+    if part is None:
+        return True
+    return other is not None and (part.shape, part.stride(), part.storage_offset()) == (
+        other.shape, other.stride(), other.storage_offset()
+    )  # fmt: skip

@@ -215,3 +215,67 @@ def select(dim: int, index: int, meta: Tensor) -> Tensor:
 
 def unsqueeze(dim: int) -> Callable[[Tensor], Tensor]:
     return lambda meta: meta.unsqueeze(dim)
+
+
+def values_of(unit: Unit) -> list[Value]:
+    """The values that a unit reads or writes."""
+    match unit:
+        case Instruction():
+            found: Sequence[Any] = (unit.out, *unit.inputs)
+        case Product():
+            found = (unit.rows, unit.codes, unit.out)
+        case Selection():
+            found = (unit.rows, unit.ids, unit.out)
+        case AttentionOf():
+            found = (*_attention_reads(unit), unit.out)
+        case IndexerOf():
+            found = (unit.query, unit.weights, unit.key, unit.out)
+        case Recurrent():
+            found = (*unit.rows, unit.before, unit.after, unit.out)
+        case _:
+            found = ()
+    return [value for value in found if isinstance(value, Value)]
+
+
+def _attention_reads(unit: AttentionOf) -> tuple[Value | None, ...]:
+    return unit.query, unit.key, unit.value, unit.chosen, unit.sinks, unit.bias
+
+
+def writes_of(unit: Unit) -> list[int]:
+    """Buffers that a unit writes."""
+    match unit:
+        case Instruction(code=Code.TOP):
+            return [x.buffer for x in (unit.out, unit.inputs[2]) if isinstance(x, Value)]
+        case Instruction(code=Code.SORT_CHOICE):
+            return [x.buffer for x in unit.inputs if isinstance(x, Value)]
+        case Recurrent():
+            return [unit.after.buffer, unit.out.buffer]
+        case ExpertsOf():
+            return [unit.routed]
+        case _:
+            assert isinstance(unit.out, Value)
+            return [unit.out.buffer]
+
+
+def reads_of(unit: Unit) -> list[int]:
+    """Buffers that a unit reads."""
+    match unit:
+        case ExpertsOf():
+            return list(unit.read)
+        case Instruction(code=Code.TOP):
+            found: Sequence[Any] = unit.inputs[:1]
+        case Instruction(code=Code.SCATTER_ADD):
+            found = (unit.out, *unit.inputs)
+        case Instruction():
+            found = unit.inputs
+        case Product():
+            found = (unit.rows, unit.codes)
+        case Selection():
+            found = (unit.rows, unit.ids)
+        case Recurrent():
+            found = (*unit.rows, unit.before)
+        case IndexerOf():
+            found = (unit.query, unit.weights, unit.key)
+        case _:
+            found = _attention_reads(unit)
+    return [value.buffer for value in found if isinstance(value, Value)]

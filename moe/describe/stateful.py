@@ -100,7 +100,7 @@ def find_stateful(model: PreTrainedModel, token_ids: Sequence[int]) -> StatefulM
 
 @contextmanager
 def _given_distances(
-    model: nn.Module, tokens: int, found: dict[nn.Module, set[str]]
+    model: PreTrainedModel, tokens: int, found: dict[nn.Module, set[str]]
 ) -> Iterator[None]:
     """Collect by which arguments modules are given the distances ``(T, T)`` of so many queries and
     keys."""
@@ -109,9 +109,10 @@ def _given_distances(
 
     def watch(module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
         for name, value in kwargs.items():
-            if isinstance(value, Tensor) and not value.is_floating_point():
-                if value.shape == expected.shape and torch.equal(value, expected):
-                    found.setdefault(module, set()).add(name)
+            if not isinstance(value, Tensor) or value.is_floating_point():
+                continue
+            if value.shape == expected.shape and torch.equal(value.to(expected), expected):
+                found.setdefault(module, set()).add(name)
 
     hooks = [
         module.register_forward_pre_hook(watch, with_kwargs=True) for module in model.modules()

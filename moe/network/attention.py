@@ -131,8 +131,8 @@ def packed_attention(
         ``(1, T, Q, D)``, and no attention weights.
     """
     if is_within_tokens(module, attention_mask):
-        how = scaling, kwargs.get("s_aux"), kwargs.get("softcap")
-        return _attend_masked(query, key, value, None, *how).contiguous(), None
+        sinks, softcap = kwargs.get("s_aux"), kwargs.get("softcap")
+        return _attend_masked(query, key, value, None, scaling, sinks, softcap).contiguous(), None
     cache = current_pass.get()
     layer = layer_of(cache.returned, key, value, module.layer_idx)  # type: ignore[arg-type]
     if cache.is_running and isinstance(attention_mask, Tensor):

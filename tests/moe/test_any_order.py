@@ -33,7 +33,7 @@ KINDS = {
     "glm5_next": "attention to pools of keys",
     "qwen4_exp_text": "attention to normed means of keys, positions of all tokens, n-grams",
     "jetmoe": "attention experts that a token chooses, keys repeated over them",
-    "inkling2_loop_text": "biases by position, convolutions inside attention, layers that run again",
+    "inkling2_loop_text": "biases by position, convolutions in attention, layers that run again",
 }
 LENGTH, SEQUENCES, TOLERANCE = 48, 3, 2e-4
 TOKENS = torch.randint(3, 128, (LENGTH,), generator=torch.Generator().manual_seed(5)).tolist()

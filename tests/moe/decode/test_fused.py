@@ -26,8 +26,9 @@ TRACED = [
     "afmoe", "axk1", "axk2", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v32",
     "dots3_note_text", "gemma4_text", "glm5_next", "glm_moe_dsa", "granitemoehybrid", "hy_v4",
     "inkling2_loop_text", "inkling2_text", "inkling_text", "jamba", "jetmoe", "kimi_linear",
-    "kolibri1", "laguna", "lara_mini", "lfm2_moe", "mimo_v2_flash", "minimax", "minimax_m3_vl_text", "muse_spark", "nemotron_h",
-    "qwen3_5_moe_text", "qwen3_next", "step3p7", "zaya",
+    "kolibri1", "laguna", "lara_mini", "lfm2_moe", "mimo_v2_flash", "minimax",
+    "minimax_m3_vl_text", "muse_spark", "nemotron_h", "qwen3_5_moe_text", "qwen3_next",
+    "step3p7", "zaya",
 ]  # fmt: skip
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3, 2, 1, 9, 8], [1, 2]]
 

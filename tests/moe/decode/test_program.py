@@ -235,3 +235,46 @@ def test_operations_in_a_row_share_memory(data: st.DataObject, seed: int) -> Non
     torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
     alone, _ = ran(chain, rows[:1])
     assert torch.equal(alone[0], actual[0])
+
+
+MIXES: list[Callable[[Tensor, Tensor, int], Tensor]] = [
+    lambda a, b, at: a * 0.5 + b,
+    lambda a, b, at: torch.cat([a[..., :at], b[..., at:]], -1),
+    lambda a, b, at: torch.cat([a[..., at:] * 0.7, b[..., :at]], -1),
+    lambda a, b, at: heads(a).transpose(1, 2).reshape(1, 1, -1) + b,
+    lambda a, b, at: heads(a).transpose(1, 2).contiguous().transpose(1, 2).reshape(1, 1, -1),
+    lambda a, b, at: torch.cat([heads(a)[..., 6:], heads(b)[..., :6] - 1], -1).view(1, 1, -1),
+    lambda a, b, at: a[..., :12].repeat(1, 1, 4) - b,
+    lambda a, b, at: F.linear(torch.cat([b[..., at:], a[..., :at]], -1), W / 7),
+    lambda a, b, at: a.clone().mul_(b).add_(a),
+]  # fmt: skip
+
+
+def written_into(a: Tensor, b: Tensor, at: int) -> Tensor:
+    made = a.clone()
+    made[..., at:] = b[..., at:] * 2
+    made[..., :at].add_(a[..., :at])
+    return made
+
+
+@settings(max_examples=60)
+@given(st.data(), st.integers(0, 2**31))
+def test_copies_that_are_left_out_change_nothing(data: st.DataObject, seed: int) -> None:
+    """Tensors that are cut, joined, turned and written into, each of any that came before."""
+    place, kinds = st.integers(0, 9), st.sampled_from([*MIXES, written_into])
+    drawn = st.tuples(kinds, place, place, st.integers(1, WIDTH - 1), st.booleans())
+    steps = data.draw(st.lists(drawn, min_size=2, max_size=10))
+
+    def mixed(x: Tensor) -> Tensor:
+        made = [x * 1.5, x + 0.25]
+        for mix, one, other, at, again in steps:
+            a, b = made[one % len(made)], made[other % len(made)]
+            if again:  # a tensor that others have been made of changes
+                a[..., :at].add_(b[..., :at].clone())
+            made.append(mix(a, b, at))
+        return torch.cat(made, -1) - 0.5
+
+    rows = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+    actual, expected = ran(mixed, rows)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * max(1.0, largest))
