@@ -29,7 +29,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import httpx
 from pydantic import BaseModel
@@ -140,7 +140,8 @@ class Replica:
             keys,
         )
         self._drain_s = loaded.profile.server.drain_timeout_s
-        self._ready, self._failure = threading.Event(), None
+        self._ready = threading.Event()
+        self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="moe-server", daemon=True)
         self._thread.start()
         self._ready.wait()
@@ -270,7 +271,7 @@ def _is_user(message: dict[str, Any]) -> bool:
 def build(settings: Settings) -> serve.Application:
     """The application that ``serve run`` starts."""
     loaded = load_profile(settings.profile, settings.set).profile
-    replica = Replica.options(
+    replica = cast(Any, Replica).options(
         max_ongoing_requests=loaded.server.max_waiting + loaded.engine.max_batch_size,
         graceful_shutdown_timeout_s=loaded.server.drain_timeout_s,
         graceful_shutdown_wait_loop_s=0.5,
@@ -293,4 +294,4 @@ def build(settings: Settings) -> serve.Application:
             ),
         ),
     )
-    return FrontDoor.bind(replica.bind(settings.model, settings.profile, settings.set))
+    return cast(Any, FrontDoor).bind(replica.bind(settings.model, settings.profile, settings.set))

@@ -192,7 +192,7 @@ WITHOUT_EXTRAS = """
 import sys
 from moe.extras import EXTRAS
 for requirement in {one for extra in EXTRAS.values() for one in extra}:
-    name = requirement.partition(">")[0]
+    name = requirement.partition(">")[0].replace("-", ".")
     if name != "transformers":
         sys.modules[name] = None
 from moe.cli import main

@@ -123,8 +123,8 @@ def test_a_killed_replica_costs_no_request_and_an_update_neither(url: str) -> No
         old = {process.pid for process in before}
         until(lambda: running() == 2 and not old & {process.pid for process in processes()})
         done.set()
-        for each in going:
-            each.result()
+        for loop in going:
+            loop.result()
     assert answers
     assert all((text, code) == (expected[number], "") for number, text, code in answers)
 
