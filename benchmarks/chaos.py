@@ -280,7 +280,7 @@ def serve(arguments: list[str]) -> None:
         def _failure(self) -> Exception | None:
             if self._fails:
                 return OffloadError(f"cannot read {self._what}: Input/output error")
-            return self._transfer.failed  # type: ignore[no-any-return]
+            return self._transfer.failed
 
         def wait(self) -> float:
             waited = float(self._transfer.wait())
@@ -308,9 +308,11 @@ def serve(arguments: list[str]) -> None:
     begin = open_store.DiskSource.__init__
 
     def meddled(self: Any, store: Any, bits: Any, reader: Any, *rest: Any) -> None:
-        begin(self, store, bits, Meddling(reader), *rest)
+        faulty: Any = Meddling(reader)
+        begin(self, store, bits, faulty, *rest)
 
-    open_store.DiskSource.__init__ = meddled  # type: ignore[method-assign]
+    source: Any = open_store.DiskSource
+    source.__init__ = meddled
     sys.exit(main(arguments))
 
 

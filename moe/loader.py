@@ -181,6 +181,8 @@ def _load(
         make_row_wise(backbone)
     mtp = _mtp(head, head_layers, backend, planned, profile)
     found = _probe(backbone, experts, profile, mtp) if blocks is None else _BLOCKS
+    if blocks is not None and not isinstance(vision, str):
+        vision = "images are not read by models that write whole blocks"
     codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
     _alter(backbone, experts, offloaded, policies, profile, blocks)
     kv = _keep_in_blocks(backbone, planned.kv, found.fused)

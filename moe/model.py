@@ -264,7 +264,7 @@ class MoE:
         """A new step loop over this model and all its ranks, for callers that drive it."""
         self._check_open()
         if self._loaded.blocks is not None:
-            profile = _with_pool(self.profile.profile, self.memory_plan.kv_tokens)
+            profile = self._as_planned(self.memory_plan.kv_tokens)
             return BlockEngine(self._loaded.blocks, self.experts, profile)
         if not isinstance(self._session, Coordinator):
             return self.engine()

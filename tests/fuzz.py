@@ -79,7 +79,7 @@ def gguf(data: bytes) -> None:
     except (HeaderError, ValueError):  # `open_gguf` makes one of both
         return
     with contextlib.suppress(HeaderError, MoEError):
-        gguf_config(metadata, tensors)
+        gguf_config(metadata, tensors, {})
 
 
 def wire(data: bytes) -> None:

@@ -63,7 +63,8 @@ def set_generation(model: PreTrainedModel, stored: dict[str, Any]) -> None:
             own: Any = defaults.get(name)
             if isinstance(value, dict) and is_dataclass(own):
                 given = {key: item for key, item in value.items() if key != "_cls_name"}
-                settings[name] = type(own)(**given)
+                made: Any = type(own)
+                settings[name] = made(**given)
         model.generation_config = kind(**settings)
     except Exception as error:  # the class checks values with its own types of errors
         raise CheckpointError(
@@ -176,7 +177,7 @@ class BlockLane(Lane[None]):
     def __init__(
         self, forward: Callable[[], None], random: LaneRandom, sampling: _Sampling
     ) -> None:
-        super().__init__(forward, "prefill", random)
+        super().__init__(forward, "prefill", random=random)
         self.sampling = sampling
         self.passes: dict[Phase, int] = {"prefill": 0, "denoise": 0}
         self._final: list[int] = []

@@ -39,7 +39,7 @@ NAMES = [name for name in composite_architectures() if name not in (BLOCK_DIFFUS
 def logits(reference: Any, ids: list[int]) -> torch.Tensor:
     # transformers 5.24.0's Llama4ForConditionalGeneration fails on text, the causal LM in it works.
     inner = getattr(reference, "language_model", None)
-    reader = inner if hasattr(inner, "lm_head") else reference
+    reader: Any = inner if hasattr(inner, "lm_head") else reference
     rows: torch.Tensor = reader(torch.tensor([ids]), use_cache=False).logits[0]
     return rows
 

@@ -301,9 +301,8 @@ def test_a_shorter_prefill_batch_leaves_room_for_experts(wave: int | str, fits: 
     experts = {f"model.layers.{at}.mlp.experts.down_proj": 400 * MIB for at in range(2)}
     weights: Any = SimpleNamespace(nbytes={"trunk": 200 * MIB} | experts)
     kv = choose_kv_precision(profile, cpu, torch.float32, quantized=True)
-    _, found = _plan_waves(
-        network, weights, profile, cpu, kv, Offloadable(320, 800 * MIB // 320, 16), None, 1
-    )
+    towers, offloadable = "no images", Offloadable(320, 800 * MIB // 320, 16)
+    _, found = _plan_waves(network, weights, towers, profile, cpu, kv, offloadable, None, 1)
     assert found.fits is fits
     if fits:
         assert 64 <= found.wave_tokens <= 1024

@@ -82,7 +82,7 @@ def test_texts_are_those_of_transformers_here(
     template: str, messages: list[dict[str, Any]], open: bool, y: object
 ) -> None:
     tokenizer = make_tokenizer(template)
-    options = {"add_generation_prompt": open, "tools": None, "y": y}
+    options: dict[str, Any] = {"add_generation_prompt": open, "tools": None, "y": y}
     try:
         expected = str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     except Exception:
