@@ -509,4 +509,5 @@ def _by_phase(routing: Routing, calls: Sequence[ExpertCall]) -> dict[Phase, Rout
             [part for call, part in zip(calls, parts, strict=True) if call.phase == phase]
         )
         for phase in PHASES
+        if any(call.phase == phase for call in calls)
     }
