@@ -285,11 +285,11 @@ def _check_block_profile(network: PreTrainedModel, profile: Profile, ranks: int)
         raise UnsupportedModelError(
             f"{name} writes whole blocks, which one rank does so far; start it without a launcher"
         )
-    drafts = profile.speculation.mode
+    drafts, prefixes = profile.speculation.mode, profile.memory.prefix_tokens
     for key, value, instead in (
         ("speculation.mode", "off" if drafts == "auto" else drafts, "off"),
         ("speculation.contrast", profile.speculation.contrast, 0.0),
-        ("memory.prefix_tokens", profile.memory.prefix_tokens, 0),
+        ("memory.prefix_tokens", 0 if prefixes == "auto" else prefixes, 0),
     ):
         if value != instead:
             raise ProfileError(

@@ -36,6 +36,8 @@ class FakeSequence:
     def enqueue(self, step: int, number: int) -> None:
         self.queue_key = (step, number)
 
+    def leave_queue(self) -> None: ...
+
     def release(self) -> None:
         self.cache = None
 

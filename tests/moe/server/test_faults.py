@@ -290,7 +290,6 @@ def test_d4_prefixes_are_shared_within_one_salt_only(
 
 NOT_HERE = {
     "C14": "tests/moe/text/tool_calls/test_calls.py: parsers take time in proportion to the text",
-    "C17": "no static files",
     "D2": "tests/moe/engine/test_scheduler.py: everybody finishes",
     "D3": "tests/moe/engine/test_engine.py: cancelled in every state, and idle means empty",
     "D5": "tests/moe/engine/test_prefix.py: a flood under one salt costs that salt",

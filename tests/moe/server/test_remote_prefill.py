@@ -182,7 +182,7 @@ def test_roles_need_each_other_a_cache_and_a_secret(monkeypatch: pytest.MonkeyPa
         ({"role": "decode", "prefill_servers": ["a:1"]}, "must be like"),
     ):
         with pytest.raises(ProfileError, match=why):
-            load_profile({"parallel": parallel}, environ={})
+            load_profile({"parallel": parallel, "memory": {"prefix_tokens": 0}}, environ={})
     monkeypatch.delitem(os.environ, "MOE_LAUNCH_SECRET", raising=False)
     with pytest.raises(ProfileError, match="set MOE_LAUNCH_SECRET to the same text"):
         _secret()

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from moe import MoE
 from moe.commands.batch import BatchJob
 from tests.moe.server.conftest import Say, forget_habits
-from tests.moe.text.tool_calls.templates import HERMES, KIMI, LLAMA, MISTRAL, QWEN3_CODER
+from tests.moe.text.tool_calls.templates import HERMES, LLAMA, MISTRAL, PYTHONIC, QWEN3_CODER
 
 WEATHER: Any = {
     "type": "function",
@@ -164,7 +164,7 @@ def test_one_call_at_a_time_and_none(client: openai.OpenAI, say: Say, model: MoE
 def test_a_model_that_cannot_be_given_tools_says_why(
     client: openai.OpenAI, say: Say, server: Any
 ) -> None:
-    say("Yes.", template=KIMI)
+    say("Yes.", template=PYTHONIC)
     calls: Any = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     called: Any = [*ASKED, {"role": "assistant", "content": None, "tool_calls": calls}]
     for more in ({}, {"tools": [], "messages": called}):
