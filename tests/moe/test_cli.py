@@ -298,7 +298,7 @@ def test_the_command_line_is_frozen() -> None:
             [*model, *sampling, *usual, "--batch", "--json", "--json-schema", "--out"]
             + ["--print-config", "--prompt", "--stop"]
         ),
-        "chat": sorted([*model, *sampling, *usual, "--system"]),
+        "chat": sorted([*model, *sampling, *usual, "--image", "--system"]),
         "serve": sorted(
             [*model, *sampling, *usual, "--api-key", "--host", "--port"]
             + ["--allowed-origins", "--api-key-file", "--served-model-name"]
