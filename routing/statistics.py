@@ -22,8 +22,7 @@ Phase = Literal["prefill", "decode", "denoise"]
 sequence, or it stands on a canvas that is being refined."""
 
 LoadedFor = Literal["prefill", "decode", "denoise", "both"]
-"""Which phases' tokens visited an expert in one step of a layer; ``both``: tokens of prompts and
-others."""
+"""Which phases' tokens visited an expert in one step of a layer; ``both``: those of several."""
 
 _MAX_STEPS, _MAX_IDS = 1 << 13, 1 << 16
 """Steps of layers, and expert ids in them, that may wait to be counted."""
@@ -96,8 +95,7 @@ class RoutingStatistics:
         counts = {phase: self._count_phase(steps, phase) for phase in present}
         touched = {phase: count > 0 for phase, count in counts.items()}
         if len(present) > 1:
-            (other,) = (own for phase, own in touched.items() if phase != "prefill")
-            shared = touched["prefill"] & other
+            shared = torch.stack(list(touched.values())).sum(0) > 1
             self._add_loads(layers, "both", shared)
             touched = {phase: own & ~shared for phase, own in touched.items()}
         for phase, own in touched.items():
