@@ -110,6 +110,12 @@ def test_of_processes_that_start_together_one_builds_into_a_private_directory(
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
 
 
+def test_a_cache_that_others_could_write_becomes_private(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert build._private_directory(tmp_path) == tmp_path
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+
+
 def test_torch_and_the_kernel_share_one_openmp_runtime() -> None:
     load_library()
     maps = Path("/proc/self/maps")
