@@ -137,15 +137,16 @@ class OwnLayer:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in _tensors(vars(self.layer)))
+        return sum(tensor.nbytes for tensor in tensors_in(vars(self.layer)))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in dictionaries, lists and tuples, however deep."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
+            yield from tensors_in(each)
 
 
 class OwnLayers:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from moe.network.attention import MaskRule
-from moe.network.own_cache import CACHE_ARGUMENT
+from moe.network.own_cache import CACHE_ARGUMENT, tensors_in
 
 POSITIONS = "position_ids"
 _IDS, _EMBEDDINGS, _MASK = "input_ids", "inputs_embeds", "attention_mask"
@@ -101,7 +101,7 @@ class PromptRows:
             self._constant[_IDS] = None
 
     def _add(self, name: str, value: Any, masks: list[Tensor]) -> None:
-        tensors = list(_tensors(value))
+        tensors = list(tensors_in(value))
         total = self.tokens + 1
         if not tensors:
             return  # a flag: the pass has its own
@@ -120,7 +120,7 @@ class PromptRows:
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
-        return sum(t.nbytes for rows in self._rows.values() for t in _tensors(rows.value))
+        return sum(t.nbytes for rows in self._rows.values() for t in tensors_in(rows.value))
 
     def part(self, start: int, stop: int) -> dict[str, Any]:
         """Arguments for the tokens ``[start, stop)``; see `given`."""
@@ -134,7 +134,7 @@ class PromptRows:
             _bytes(tensor.movedim(rows.dim, 0).reshape(self.tokens + 1, -1))
             for rows in self._rows.values()
             if rows.mask is None
-            for tensor in _tensors(rows.value)
+            for tensor in tensors_in(rows.value)
         ]
         keys = []
         for token in range(self.tokens):
@@ -143,7 +143,7 @@ class PromptRows:
                 digest.update(line[token].data)
             for rows in self._rows.values():
                 if rows.mask is not None and rows.mask[token]:
-                    for tensor in _tensors(rows.part(token, token + 1)):
+                    for tensor in tensors_in(rows.part(token, token + 1)):
                         digest.update(_bytes(tensor).data)
             keys.append(-1 - (int.from_bytes(digest.digest(), "little") >> 1))
         return keys
@@ -217,14 +217,6 @@ def _token_mask(value: Any, total: int) -> Tensor | None:
     if isinstance(value, Tensor) and value.dtype == torch.bool and value.shape == (1, total):
         return value[0].cpu()
     return None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
 
 
 def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:
