@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -22,9 +23,12 @@ from typing import Any, BinaryIO, Literal
 from pydantic import Field
 from pydantic_core import from_json, to_json
 
+from moe.commands.console import step_bar
+from moe.commands.terminal import load
 from moe.completion import StreamEvent, places_of
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError, StructureError
+from moe.loading.hub import public_name
 from moe.model import MoE
 from moe.sequence import RunningSequence
 from moe.server.bodies import RequestBody, parse
@@ -33,6 +37,7 @@ from moe.server.fields import Json
 from moe.server.generation import check_model, make_groups
 from moe.server.openai.answers import ChatAnswer, CompletionAnswer, OpenAIAnswer
 from moe.server.openai.request import ChatRequest, CompletionRequest
+from moe.settings.profile import LoadedProfile
 
 DUPLICATE = "duplicate_custom_id"
 _ID = "batch_req_"
@@ -312,3 +317,21 @@ def custom_id_of(data: bytes) -> str | None:
         return None
     custom_id = line.get("custom_id") if isinstance(line, dict) else None
     return custom_id if isinstance(custom_id, str) else None
+
+
+def batch(name: str | Path, profile: LoadedProfile, source: Path, target: Path) -> int:
+    """``moe generate --batch``: 0 if every line was answered, 1 if some failed."""
+    with open_files(source, target) as files:
+        model = load(name, profile)
+        total = sum(1 for line in files.source if line.strip())
+        files.source.seek(0)
+        with step_bar() as on_step:
+
+            def show(now: Tally) -> None:
+                done = now.answered + now.failed
+                on_step(f"answering, {now.failed} failed", done, total)
+
+            tally = run_batch(model, public_name(name), files, show)
+    failed = f", {tally.failed} failed: their lines say why" if tally.failed else ""
+    print(f"moe: {tally.answered} answered{failed}; see {target}", file=sys.stderr)
+    return 1 if tally.failed else 0

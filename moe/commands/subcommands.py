@@ -284,7 +284,7 @@ def _batch(options: argparse.Namespace, profile: Any) -> int:
             "--json, --json-schema and --stop"
         )
     with importing():
-        from moe.commands.terminal import batch
+        from moe.commands.batch import batch
 
     return batch(options.model, profile, Path(options.batch), Path(options.out))
 

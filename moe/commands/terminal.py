@@ -11,10 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from moe.commands.batch import Tally, open_files, run_batch
-from moe.commands.console import step_bar
 from moe.completion import Completion, collect
-from moe.loading.hub import public_name
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
 from moe.text.tokenizer import Prompt
@@ -127,24 +124,6 @@ def generate(
     write_out("\n")
     print(stats.summary(), file=sys.stderr)
     return 0
-
-
-def batch(name: str | Path, profile: LoadedProfile, source: Path, target: Path) -> int:
-    """``moe generate --batch``: 0 if every line was answered, 1 if some failed."""
-    with open_files(source, target) as files:
-        model = load(name, profile)
-        total = sum(1 for line in files.source if line.strip())
-        files.source.seek(0)
-        with step_bar() as on_step:
-
-            def show(now: Tally) -> None:
-                done = now.answered + now.failed
-                on_step(f"answering, {now.failed} failed", done, total)
-
-            tally = run_batch(model, public_name(name), files, show)
-    failed = f", {tally.failed} failed: their lines say why" if tally.failed else ""
-    print(f"moe: {tally.answered} answered{failed}; see {target}", file=sys.stderr)
-    return 1 if tally.failed else 0
 
 
 def write_out(text: str) -> None:
