@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import AutoConfig
 
 from benchmarks.decode_peers import BuiltLlamaCpp, Contender, LlamaCpp, Tokens, Transformers
@@ -19,7 +18,7 @@ from examples.models.random_models import bench_dir, random_2b
 from examples.models.random_store import random_30b
 from experts.manifest import is_store
 from moe import MoE, SamplingParams
-from moe.sampling.sampler import Token
+from moe.sampling.batch import Row, Token
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,8 +42,10 @@ class _Given:
     def __init__(self, token_ids: list[int]) -> None:
         self._token_ids = iter(token_ids)
 
-    def sample(self, logits_V: Tensor) -> Token:
-        logits_V.argmax().item()
+    def row(self) -> Row:
+        return Row(SamplingParams(temperature=0), 0.0)
+
+    def accept(self, token: Token) -> Token:
         return Token(next(self._token_ids))
 
 

@@ -167,10 +167,6 @@ class RunningSequence:
         """The time is up: the next token is the last."""
         self._is_expired = True
 
-    def sample(self, logits_V: Tensor) -> Token:
-        """Draw the next token from ``(V,)`` float32 logits; `append_token` must follow."""
-        return self.sampler.sample(logits_V)
-
     def hold(self, logits_V: Tensor | None) -> None:
         """Keep the ``(V,)`` logits of the next token for a later step; None: no longer."""
         self.held_logits_V = None if logits_V is None else logits_V.clone()

@@ -29,7 +29,7 @@ from moe.network.kv_cache import SequenceCache, Work
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.sampling.constraint import MaskLateError
-from moe.sampling.sampler import Token
+from moe.sampling.sampler import Token, sample_batch
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.speculator import Speculator
@@ -90,11 +90,15 @@ class ModelRunner:
         logits = self._forward(tokens, prefill, step.overlap)
         last = prefill if prefill is not None and prefill.batch.is_last_layer_group else None
         _limit_waiting([*step.decode, *(last.sequences if last is not None else ())])
-        outcomes: list[Outcome] = [
-            (sequence, _accept(speculator if proposed else None, sequence, draft, rows))
-            for sequence, draft, rows in zip(decode, drafts, logits, strict=True)
-        ]
-        outcomes += [(sequence, _sample_held(sequence)) for sequence in held]
+        outcomes: list[Outcome]
+        if proposed and speculator is not None:
+            outcomes = [
+                (sequence, _accept(speculator, sequence, draft, rows))
+                for sequence, draft, rows in zip(decode, drafts, logits, strict=True)
+            ]
+        else:
+            outcomes = _sample([*zip(decode, logits, strict=True)])
+        outcomes += _sample([(sequence, _held(sequence)) for sequence in held])
         if speculator is not None:
             speculator.finish(alone=step.prefill is None)
         if last is not None:
@@ -166,12 +170,12 @@ class PrefillPass:
 
     def finish(self, run_experts: ExpertsRunner) -> list[Outcome]:
         """First tokens of the prompts that have been read to the end, and failures."""
-        outcomes: list[Outcome] = []
         logits = _results(self.lanes, self._work, self._backbone, run_experts)
+        ends: list[tuple[RunningSequence, Tensor | Exception]] = []
         for chunk, work, rows in zip(self.batch.chunks, self._work, logits, strict=True):
             if not chunk.group.cancelled:
-                outcomes += _finish_chunk(chunk, work.cache, rows)
-        return outcomes
+                ends += _finish_chunk(chunk, work.cache, rows)
+        return _sample(ends)
 
 
 def _work(chunk: PromptChunk, backbone: Backbone) -> Work:
@@ -188,8 +192,9 @@ def _work(chunk: PromptChunk, backbone: Backbone) -> Work:
 
 def _finish_chunk(
     chunk: PromptChunk, cache: SequenceCache, rows: Tensor | Exception
-) -> list[Outcome]:
-    """Score the prompt's tokens if the request wants that; sample after the prompt's end."""
+) -> list[tuple[RunningSequence, Tensor | Exception]]:
+    """Score the prompt's tokens if the request wants that; the sequences whose next token follows
+    the prompt, with its logits or an error."""
     group = chunk.group
     if group.prompt_logprobs is not None and not isinstance(rows, Exception):
         try:
@@ -204,11 +209,7 @@ def _finish_chunk(
     group.finish([cache, *(cache.fork(s.capacity, cache.length) for s in group.sequences[1:])])
     for sequence in group.sequences:
         sequence.keep_prompt_logprobs(group.prompt_logprobs)
-    # A preempted sequence has its next tokens already.
-    return [
-        (sequence, [] if sequence.token_ids else _sample(sequence, rows))
-        for sequence in group.sequences
-    ]
+    return [(sequence, rows) for sequence in group.sequences]
 
 
 def _results(
@@ -265,36 +266,50 @@ def _limit_waiting(sequences: Sequence[RunningSequence]) -> None:
         sequence.sampler.wait_until(until)
 
 
-def _sample(sequence: RunningSequence, rows: Tensor | Exception) -> list[Token] | Exception:
-    """The token after the last row of ``(T, V)`` logits; none yet if the logits are held."""
-    if isinstance(rows, Exception):
-        return rows
+def _sample(results: Sequence[tuple[RunningSequence, Tensor | Exception]]) -> list[Outcome]:
+    """The token after the last row of each sequence's ``(T, V)`` logits, all drawn together.
+
+    None yet if the sequence has unread tokens, or if it comes to hold its logits, or goes on
+    holding them, because its structure's mask is late.
+    """
+    outcomes: dict[RunningSequence, list[Token] | Exception] = {}
+    drawn: list[tuple[RunningSequence, Tensor]] = []
+    for sequence, rows in results:
+        outcomes[sequence] = rows if isinstance(rows, Exception) else []
+        # A preempted sequence has its next tokens already.
+        if not isinstance(rows, Exception) and _num_unread(sequence) <= 0:
+            drawn.append((sequence, rows[-1]))
+    samplers, logits = [each.sampler for each, _ in drawn], [logits_V for _, logits_V in drawn]
+    tokens: Sequence[Token | Exception]
     try:
-        return [sequence.sample(rows[-1])]
-    except MaskLateError:
-        sequence.hold(rows[-1])
-        return []
-    except Exception as error:
-        return error
+        tokens = sample_batch(samplers, logits)
+    except Exception as error:  # memory of the device, for one
+        tokens = [error] * len(drawn)
+    for (sequence, logits_V), token in zip(drawn, tokens, strict=True):
+        if isinstance(token, Token):
+            sequence.hold(None)
+            outcomes[sequence] = [token]
+        elif isinstance(token, MaskLateError):
+            if sequence.held_logits_V is None:
+                sequence.hold(logits_V)
+        else:
+            outcomes[sequence] = token
+    return [*outcomes.items()]
 
 
-def _sample_held(sequence: RunningSequence) -> list[Token] | Exception:
-    """The token after the logits that a sequence holds; none yet if it goes on holding them."""
+def _held(sequence: RunningSequence) -> Tensor:
     assert sequence.held_logits_V is not None
-    tokens = _sample(sequence, sequence.held_logits_V[None])
-    if tokens:
-        sequence.hold(None)
-    return tokens
+    return sequence.held_logits_V[None]
 
 
 def _accept(
-    verifying: Speculator | None, sequence: RunningSequence, draft: Draft, rows: Tensor | Exception
+    verifying: Speculator, sequence: RunningSequence, draft: Draft, rows: Tensor | Exception
 ) -> list[Token] | Exception:
     """The next tokens; the cache is cut back to the tokens that were accepted."""
-    if not isinstance(rows, Exception) and _num_unread(sequence) > 0:
+    if isinstance(rows, Exception):
+        return rows
+    if _num_unread(sequence) > 0:
         return []
-    if verifying is None or isinstance(rows, Exception):
-        return _sample(sequence, rows)
     assert sequence.cache is not None
     try:
         tokens = verifying.accept(sequence, draft, rows)

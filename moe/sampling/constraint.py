@@ -130,8 +130,8 @@ class Constraint:
         """From now on masks are late after this time of `time.monotonic`."""
         self._until = until
 
-    def allowed_V(self) -> np.ndarray:
-        """Which tokens may come next: (V,) bool.
+    def allowed_bits(self) -> np.ndarray:
+        """Which tokens may come next: (ceil(V / 8),) uint8, bit ``i % 8`` of byte ``i // 8``.
 
         Raises:
             StructureError: that is too complex.
@@ -140,12 +140,13 @@ class Constraint:
         self.begin_mask()
         matcher = self._idle_matcher()
         assert self._mask is not None
-        bits = np.frombuffer(self._mask.result(), dtype=np.uint8)
+        known = np.frombuffer(self._mask.result(), dtype=np.uint8)
         self._check(matcher)
-        bits = np.unpackbits(bits, count=self._vocab_size, bitorder="little")
-        allowed: np.ndarray = bits.view(np.bool_)
-        allowed[self._barred] = False
-        return allowed
+        bits = np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)
+        bits[: len(known)] = known[: len(bits)]
+        for token_id in self._barred:
+            bits[token_id // 8] &= ~np.uint8(1 << token_id % 8)
+        return bits
 
     def take(self, token_id: int) -> None:
         """Advance by an allowed token. Raises `StructureError` if that is too complex."""

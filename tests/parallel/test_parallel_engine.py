@@ -21,6 +21,7 @@ from moe.parallel.engine import ParallelEngine
 from moe.parallel.remote import EngineMirror, RemoteCache
 from moe.parallel.watchdog import Heartbeat
 from moe.parallel.worker import RankWorker
+from moe.sampling.batch import Row
 from moe.sampling.sampler import LogitsError, Sampler
 from moe.settings import ParallelSettings
 from tests.parallel.generation import PROMPTS
@@ -175,15 +176,15 @@ def test_structures_are_followed_on_ranks_and_by_those_that_take_over() -> None:
 def test_what_fails_on_a_rank_ends_its_own_sequence_only(
     tiny_moe: Callable[[str], MoE], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, sample = tiny_moe("qwen3_moe"), Sampler.sample
+    model, row = tiny_moe("qwen3_moe"), Sampler.row
     expected = tokens_of(model.engine(), model, PARAMS)
 
-    def failing(sampler: Sampler, *arguments: Any) -> Any:
+    def failing(sampler: Sampler) -> Row:
         if sampler.params.seed == 2:
             raise LogitsError("on purpose")
-        return sample(sampler, *arguments)
+        return row(sampler)
 
-    monkeypatch.setattr(Sampler, "sample", failing)
+    monkeypatch.setattr(Sampler, "row", failing)
     found = tokens_of(parallel(model)[0], model, PARAMS)
     failed = [place for place, tokens in enumerate(found) if tokens == "RankError"]
     assert failed == [3]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from moe.engine.prefill_batch import SequenceGroup
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertsRunner, run_lanes
-from moe.sampling.sampler import Sampler, Token
+from moe.sampling.sampler import Sampler, Token, sample_batch
 from moe.sequence import Delta, RunningSequence
 
 ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next")
@@ -86,9 +87,11 @@ class SamplerSpy:
     sampler: Sampler
     logits: list[Tensor] = field(default_factory=list)
 
-    def sample(self, logits_V: Tensor) -> Token:
-        self.logits.append(logits_V.clone())
-        return self.sampler.sample(logits_V)
+    @staticmethod
+    def sample_batch(samplers: list[SamplerSpy], logits: list[Tensor]) -> list[Token | Exception]:
+        for spy, logits_V in zip(samplers, logits, strict=True):
+            spy.logits.append(logits_V.clone())
+        return sample_batch([spy.sampler for spy in samplers], logits)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sampler, name)
@@ -121,6 +124,12 @@ def serve(model: MoE, engine: Engine, requests: list[Request]) -> list[SequenceG
         for sequence in group.sequences:
             spy = SamplerSpy(sequence, sequence.sampler)
             sequence.sampler = spy  # type: ignore[assignment]
+    with patch("moe.engine.runner.sample_batch", SamplerSpy.sample_batch):
+        _run(engine, groups, requests)
+    return groups
+
+
+def _run(engine: Engine, groups: list[SequenceGroup], requests: list[Request]) -> None:
     for clock in range(500):
         for group, request in zip(groups, requests, strict=True):
             if clock == request.arrives:
@@ -134,7 +143,6 @@ def serve(model: MoE, engine: Engine, requests: list[Request]) -> list[SequenceG
     prefixes = engine.scheduler.prefixes
     assert engine.scheduler.num_used_tokens() == (prefixes.num_tokens if prefixes else 0)
     assert all(s.cache is None for group in groups for s in group.sequences)
-    return groups
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)

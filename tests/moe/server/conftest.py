@@ -16,13 +16,12 @@ import httpx
 import openai
 import pytest
 from tokenizers import Tokenizer, decoders, models
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from moe import MoE
 from moe.engine.engine import Engine
 from moe.sampling.sampler import Token
-from moe.sequence import RunningSequence
+from moe.sequence import Delta, RunningSequence
 from moe.server.keys import make_keys
 from moe.server.serve import Service, bind
 from moe.settings.profile import load_profile
@@ -202,11 +201,11 @@ def say(model: MoE, monkeypatch: pytest.MonkeyPatch) -> Iterator[Say]:
     """Gives the model a template with tools, and makes it answer with these texts, by sample."""
     texts: list[str] = []
 
-    def sample(sequence: RunningSequence, logits_V: Tensor) -> Token:
+    def append_token(sequence: RunningSequence, token: Token) -> Delta:
         assert model.codec.tokenizer is not None
         text = texts[sequence.sampler.index]
         ids = [*model.codec.tokenizer.encode(text), model.codec.tokenizer.eos_token_id]
-        return Token(ids[len(sequence.token_ids)])
+        return append(sequence, Token(ids[len(sequence.token_ids)]))
 
     def tell(*answers: str, template: str = HERMES) -> None:
         texts[:] = answers
@@ -214,7 +213,8 @@ def say(model: MoE, monkeypatch: pytest.MonkeyPatch) -> Iterator[Say]:
         monkeypatch.setattr(model.codec.tokenizer, "chat_template", template)
         forget_habits(model)
 
-    monkeypatch.setattr(RunningSequence, "sample", sample)
+    append = RunningSequence.append_token
+    monkeypatch.setattr(RunningSequence, "append_token", append_token)
     # The vocabulary has a token for each character, and templates are long.
     monkeypatch.setattr(model, "_loaded", replace(model._loaded, context_length=4096))
     yield tell

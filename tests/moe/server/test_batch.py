@@ -217,14 +217,14 @@ def test_a_sequence_that_fails_concerns_its_line_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And is answered as the server would."""
-    sample = RunningSequence.sample
+    append = RunningSequence.append_token
 
-    def failing(sequence: RunningSequence, logits: Any) -> Any:
+    def failing(sequence: RunningSequence, token: Any) -> Any:
         if sequence.prompt_token_ids == model.codec.encode("unlucky"):
             raise error
-        return sample(sequence, logits)
+        return append(sequence, token)
 
-    monkeypatch.setattr(RunningSequence, "sample", failing)
+    monkeypatch.setattr(RunningSequence, "append_token", failing)
     unlucky = line("bad", prompt=["fine", "unlucky"], n=2, max_tokens=3)
     files = Files(tmp_path, unlucky + line("good", prompt="fine", max_tokens=3))
     answers = {answer["custom_id"]: answer for answer in files.run(model)}

@@ -142,15 +142,15 @@ def test_one_sequence_that_fails_concerns_nobody_else(
     model: MoE,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    sample = RunningSequence.sample
+    append = RunningSequence.append_token
     secret = "what the client wrote"
 
-    def failing(sequence: RunningSequence, logits: Any) -> Any:
+    def failing(sequence: RunningSequence, token: Any) -> Any:
         if sequence.prompt_token_ids == model.codec.encode("unlucky"):
             raise RuntimeError(secret)
-        return sample(sequence, logits)
+        return append(sequence, token)
 
-    monkeypatch.setattr(RunningSequence, "sample", failing)
+    monkeypatch.setattr(RunningSequence, "append_token", failing)
     with serve() as server:
         for stream in (False, True):
             with server.in_flight({**SHORT, "prompt": ["hello", "unlucky"], "n": 2}):

@@ -6,7 +6,6 @@ import json
 import random
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
 
 import pytest
 
@@ -14,7 +13,7 @@ from moe import SamplingParams, Structure
 from moe.engine.engine import Engine
 from moe.engine.prefix_cache import PrefixCache
 from moe.engine.runner import ModelRunner
-from moe.sampling.sampler import Token
+from moe.sampling.batch import Row
 from moe.speculate.draft import PLAIN, Draft, FixedDepth, Mode
 from moe.speculate.ngram import ModelFree
 from moe.speculate.speculator import Speculator
@@ -215,10 +214,10 @@ def test_what_breaks_in_a_draft_is_met_by_the_verification(models: Models) -> No
     while not groups[0].sequences[0].token_ids:
         engine.step()
 
-    def broken(*_: Any) -> Token:
+    def broken() -> Row:
         raise ArithmeticError("no token")
 
-    groups[0].sequences[0].sampler.sample = broken  # type: ignore
+    groups[0].sequences[0].sampler.row = broken  # type: ignore
     errors = []
     while not engine.idle:
         errors += [event for _, event in engine.step() if isinstance(event, Exception)]

@@ -18,16 +18,14 @@ from moe.sampling.sampler import (
     Proposal,
     Sampler,
     Token,
-    candidates,
     rejection_sample,
-    row_of,
 )
 from moe.speculate.draft import PLAIN, Draft, Mode
 from moe.speculate.speculator import verify
 
 MODE = Mode("elastic")
 VOCABULARY = 6
-ROUNDS = 20_000
+ROUNDS = 5_000
 
 
 def sampler(**params: Any) -> Sampler:
@@ -136,12 +134,11 @@ def test_chances_are_those_of_the_model(params: dict[str, Any], own_TV: Tensor) 
 def pair_chances(params: dict[str, Any], first_V: Tensor, after_VV: Tensor) -> Tensor:
     """``(V, V)`` probabilities of the first two tokens."""
     chances = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
-    given = SamplingParams(**params)
-    ids, weights = candidates(sampler(**params)._penalise(row_of(first_V)), given)
+    ids, weights = sampler(**params)._candidates(first_V)
     for first, chance in zip(ids.tolist(), (weights / weights.sum()).tolist(), strict=True):
         after = sampler(**params)
         after._remember(first)
-        following, more = candidates(after._penalise(row_of(after_VV[first])), given)
+        following, more = after._candidates(after_VV[first])
         chances[first, following] = torch.from_numpy(chance * more / more.sum())
     return chances
 

@@ -1,0 +1,358 @@
+"""Tokens drawn for a batch of rows of logits, with one readback.
+
+`draw_batch` gets the logits of many sequences and a `Row` of each: its parameters, its random
+number, and what bias, penalties and structure do to its scores. All of it is copied to the device
+where the logits are, the arithmetic of `draws.py` runs there, and one copy brings tokens and
+log-probabilities back.
+
+Shape suffixes: B rows of a batch, T rows or tokens of a sequence, N edited scores, V vocabulary, C
+candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moe.errors import MoEError
+from moe.sampling import draws
+from moe.sampling.params import SamplingParams
+
+_FIRST_GUESS_CPU, _FIRST_GUESS = 256, 1024
+"""Largest scores looked at before top-p sorts more of the vocabulary: another readback."""
+_CACHED = 1 << 18  # scores that a CPU takes at once: what its caches hold, with their weights
+_AT_ONCE = 1 << 26  # scores that another device takes at once: it needs some 30 bytes for each
+
+
+class LogitsError(MoEError, FloatingPointError):
+    """No token can be drawn from the model's logits. Only their sequence fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A chosen or given token; log-probabilities are natural, `None` where not asked for.
+
+    They are the log-softmax of the model's own logits, before bias, penalties, structure,
+    temperature and filters. `top` holds the most likely ids in falling order, the chosen one among
+    them or not. `is_last`: it completes a text to which its structure lets nothing be added.
+    """
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] | None = None
+    is_last: bool = False
+
+
+class Row(NamedTuple):
+    """What decides a row's token beside its logits.
+
+    Attributes:
+        uniform: random, in [0, 1); not used at temperature 0.
+        edits: int64 ``(N,)`` distinct ids, and float64 ``(N, 3)`` as of `draws.edited`; None: none.
+        bits: of `Constraint.allowed_bits`; None: everything is allowed.
+    """
+
+    params: SamplingParams
+    uniform: float
+    edits: tuple[np.ndarray, np.ndarray] | None = None
+    bits: np.ndarray | None = None
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether the token is the position of the largest logit and nothing else."""
+        plain = self.edits is None and self.bits is None
+        return plain and self.params.temperature == 0 and self.params.logprobs is None
+
+
+def draw_batch(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[Token | LogitsError]:
+    """The token of each row, or why there is none.
+
+    One readback for the whole batch; two or three where top-p alone keeps very many tokens.
+
+    Args:
+        logits: (V,) of each row, of one dtype and device.
+    """
+    tokens: list[Token | LogitsError] = []
+    for part in parts_of(len(rows), logits[0] if rows else None):
+        own = [logits[place].detach() for place in part]
+        logits_BV = own[0][None] if len(own) == 1 else torch.stack(own)
+        given = [rows[place] for place in part]
+        if all(row.is_argmax for row in given):
+            tokens += _likeliest(logits_BV)
+        else:
+            tokens += _Batch(logits_BV, given).tokens()
+    return tokens
+
+
+def parts_of(count: int, logits_V: Tensor | None) -> Iterator[range]:
+    """So many rows, in parts that are computed together: on a CPU few enough for its caches."""
+    if logits_V is None:
+        return
+    size = max(1, (_CACHED if logits_V.is_cpu else _AT_ONCE) // len(logits_V))
+    for start in range(0, count, size):
+        yield range(start, min(start + size, count))
+
+
+class _Batch:
+    """A batch whose tokens are drawn together.
+
+    Args:
+        logits_BV: any float dtype.
+        rows: one for each.
+    """
+
+    def __init__(self, logits_BV: Tensor, rows: Sequence[Row]) -> None:
+        self._logits_BV, self._rows = logits_BV, rows
+        self._scores_BV = scores_of(logits_BV, rows)
+        self._peak_B1 = self._scores_BV.amax(-1, keepdim=True)
+        self._raw_peak_B1 = self._peak_B1
+        if any(row.edits is not None or row.bits is not None for row in rows):
+            self._raw_peak_B1 = logits_BV.amax(-1, keepdim=True)
+        most = draws.MOST_UNIFORM
+        own = [(p.temperature, min(u, most), p.top_p, p.min_p) for p, u, *_ in rows]
+        self._numbers_4B1 = _sent(np.array(own).T[..., None], logits_BV.device)
+        self._totals_B1: Tensor | None = None
+
+    def tokens(self) -> list[Token | LogitsError]:
+        """A token of each row, or why there is none."""
+        vocab_size = self._logits_BV.shape[1]
+        is_cpu = self._logits_BV.is_cpu
+        size = min(_FIRST_GUESS_CPU if is_cpu else _FIRST_GUESS, vocab_size)
+        made: dict[int, Token | LogitsError] = {}
+        while rows := [row for row in range(len(self._rows)) if row not in made]:
+            tokens = zip(rows, self._draw(rows, size), strict=True)
+            made |= {row: token for row, token in tokens if token is not None}
+            size = min(16 * size, vocab_size)
+        return [made[row] for row in range(len(made))]
+
+    def _draw(self, rows: Sequence[int], size: int) -> list[Token | LogitsError | None]:
+        """The same for some rows; None where top-p needs more than the ``size`` largest scores."""
+        every = len(rows) == len(self._rows)
+        at = None if every else _sent(np.array(rows), self._logits_BV.device)
+        logits_BV, peak_B1 = _of(self._logits_BV, at), _of(self._peak_B1, at)
+        kinds = _kinds([self._rows[row].params for row in rows], size, logits_BV.shape[1])
+        if len(kinds) == 1:
+            ids_B1, enough_B1 = self._group(next(iter(kinds)), at, rows)
+        else:
+            ids_B1 = torch.empty_like(peak_B1, dtype=torch.int64)
+            enough_B1 = torch.empty_like(peak_B1, dtype=torch.bool)
+            for kind, members in kinds.items():
+                own = _sent(np.array(members), logits_BV.device)
+                given = own if at is None else at[own]
+                ids, enough = self._group(kind, given, [rows[member] for member in members])
+                ids_B1.index_copy_(0, own, ids)
+                enough_B1.index_copy_(0, own, enough)
+        raw_peak_B1 = _of(self._raw_peak_B1, at)
+        parts = [torch.cat((ids_B1.double(), raw_peak_B1, peak_B1, enough_B1), 1)]
+        counts = [self._rows[row].params.logprobs for row in rows]
+        scored = [place for place, count in enumerate(counts) if count is not None]
+        if scored:
+            most = min(max(count or 0 for count in counts), logits_BV.shape[1])
+            own = _sent(np.array(scored), logits_BV.device)
+            parts.append(draws.logprobs(logits_BV[own], ids_B1[own], most))
+        if not scored:
+            return [_outcome(*row) for row in _read(parts[0]).tolist()]
+        numbers = _read(torch.cat([part.flatten() for part in parts]))
+        head, tail = numbers[: 4 * len(rows)], numbers[4 * len(rows) :].reshape(len(scored), -1)
+        tokens = [_outcome(*row) for row in head.reshape(-1, 4).tolist()]
+        for place, row in zip(scored, tail, strict=True):
+            token = tokens[place]
+            if isinstance(token, Token):
+                tokens[place] = _scored(token.id, row, counts[place] or 0)
+        return tokens
+
+    def _group(
+        self, kind: tuple[int, bool] | None, at: Tensor | None, rows: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """(B, 1) ids and whether enough scores were looked at, of rows of one kind."""
+        scores_BV, peak_B1 = _of(self._scores_BV, at), _of(self._peak_B1, at)
+        if kind is None:
+            return scores_BV.argmax(-1, keepdim=True), torch.ones_like(peak_B1, dtype=torch.bool)
+        numbers = self._numbers_4B1 if at is None else self._numbers_4B1[:, at]
+        temperature, uniform = numbers[0], numbers[1]
+        size, bounded = kind
+        if not size:
+            weights_BV = draws.weights_of(scores_BV, peak_B1, temperature)
+            if any(self._rows[row].params.min_p for row in rows):
+                weights_BV = weights_BV.mul_(weights_BV >= numbers[3])
+            return draws.draw(weights_BV, uniform), torch.ones_like(peak_B1, dtype=torch.bool)
+        top_k = total = None
+        if bounded:
+            limits = [[min(self._rows[row].params.top_k, size)] for row in rows]
+            top_k = _sent(np.array(limits), scores_BV.device)
+        else:
+            if self._totals_B1 is None:
+                weights_BV = draws.weights_of(self._scores_BV, self._peak_B1, self._numbers_4B1[0])
+                self._totals_B1 = weights_BV.sum(-1, keepdim=True)
+            total = _of(self._totals_B1, at)
+        ids_BC, weights_BC, enough_B1 = draws.nucleus(
+            scores_BV, peak_B1, temperature, top_k, total, numbers[2], numbers[3], size
+        )
+        return ids_BC.gather(1, draws.draw(weights_BC, uniform)), enough_B1
+
+
+def _kinds(
+    params: Sequence[SamplingParams], size: int, vocab_size: int
+) -> dict[tuple[int, bool] | None, list[int]]:
+    """Rows by what is done for them: None takes the largest score; else how many of the largest
+    scores are looked at (0: all tokens in the order of their ids), and whether top-k limits them.
+    """
+    kinds: dict[tuple[int, bool] | None, list[int]] = {}
+    for place, own in enumerate(params):
+        kind: tuple[int, bool] | None
+        if own.temperature == 0:
+            kind = None
+        elif own.top_k:
+            kind = (min(1 << (own.top_k - 1).bit_length(), vocab_size), True)
+        else:
+            kind = (size if own.top_p < 1 else 0, False)
+        kinds.setdefault(kind, []).append(place)
+    return kinds
+
+
+def scores_of(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """(B, V) float32: with bias, penalties, and -inf for what structures do not allow."""
+    vocab_size, device = logits_BV.shape[1], logits_BV.device
+    edits = [
+        (at * vocab_size + row.edits[0], row.edits[1])
+        for at, row in enumerate(rows)
+        if row.edits is not None and len(row.edits[0])
+    ]
+    scores_BV = logits_BV.float()
+    if edits:
+        places, numbers = (np.concatenate(parts) for parts in zip(*edits, strict=True))
+        scores_BV = draws.edited(logits_BV, _sent(places, device), _sent(numbers, device))
+    limited = [at for at, row in enumerate(rows) if row.bits is not None]
+    if limited:
+        if not edits:
+            scores_BV = logits_BV.to(torch.float32, copy=True)
+        stacked = np.stack([row.bits for row in rows if row.bits is not None])
+        draws.restricted(scores_BV, _sent(np.array(limited), device), _sent(stacked, device))
+    return scores_BV
+
+
+def _sent(values: np.ndarray, device: torch.device) -> Tensor:
+    """Copied to the device without waiting for it."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _read(values: Tensor) -> np.ndarray:
+    """Copied to the host: the only place where sampling waits for the device."""
+    numbers: np.ndarray = values.to("cpu").numpy()
+    return numbers
+
+
+def _of(values: Tensor, rows: Tensor | None) -> Tensor:
+    return values if rows is None else values.index_select(0, rows)
+
+
+def peaks(logits_TV: Tensor) -> tuple[list[int], list[float]]:
+    """The id and the value of each row's largest logit; NaN counts as the largest."""
+    if not logits_TV.is_cpu:
+        values, ids = logits_TV.max(-1)
+        numbers = _read(torch.stack((ids.double(), values.double())))
+        return numbers[0].astype(np.int64).tolist(), numbers[1].tolist()
+    rows = (logits_TV.float() if logits_TV.dtype == torch.bfloat16 else logits_TV).detach().numpy()
+    best = rows.argmax(-1)
+    return best.tolist(), rows[np.arange(len(rows)), best].tolist()
+
+
+def candidates(scores_V: Tensor, params: SamplingParams) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens that may be drawn and their unnormalised weights (float64, largest = 1).
+
+    `scores_V` is float32 with a finite maximum. Returns ids_C int64 and weights_C, on the host.
+    """
+    scores_BV, vocab_size = scores_V[None], len(scores_V)
+    peak, device = scores_BV.amax(-1, keepdim=True).double(), scores_V.device
+    numbers = np.array([params.temperature, params.top_p, params.min_p])
+    temperature, top_p, min_p = _sent(numbers[:, None, None], device)
+    top_k = min(params.top_k, vocab_size)
+    total = None
+    if not top_k:
+        weights_BV = draws.weights_of(scores_BV, peak, temperature)
+        total = weights_BV.sum(-1, keepdim=True)
+    if not top_k and params.top_p == 1.0:
+        weights_V = _read(weights_BV[0])
+        kept = (weights_V >= max(params.min_p, np.finfo(np.float64).tiny)).nonzero()[0]
+        return kept, weights_V[kept]
+    size = top_k or min(_FIRST_GUESS_CPU, vocab_size)
+    limit = _sent(np.array([[top_k]]), device) if top_k else None
+    while True:
+        ids, weights, enough = draws.nucleus(
+            scores_BV, peak, temperature, limit, total, top_p, min_p, size
+        )
+        known = _read(torch.cat((ids[0].double(), weights[0], enough[0].double())))
+        if known[-1]:
+            kept = known[size:-1].nonzero()[0]
+            return known[:size][kept].astype(np.int64), known[size:-1][kept]
+        size = min(16 * size, vocab_size)
+
+
+def _likeliest(logits_BV: Tensor) -> list[Token | LogitsError]:
+    return [_usable(peak) or Token(best) for best, peak in zip(*peaks(logits_BV), strict=True)]
+
+
+def score(token_ids: Sequence[int], logits_TV: Tensor, count: int) -> list[Token]:
+    """Given tokens with their log-probabilities and those of the ``count`` most likely ones.
+
+    Token i follows row i of ``(T, V)`` logits of any float dtype and device. Raises `LogitsError`
+    if a row has no finite largest logit.
+    """
+    tokens, start = list[Token](), 0
+    most = min(count, logits_TV.shape[1])
+    for part in parts_of(len(token_ids), logits_TV[0] if token_ids else None):
+        rows_TV = logits_TV[part.start : part.stop].detach()
+        given = _sent(np.array(token_ids[part.start : part.stop])[:, None], logits_TV.device)
+        peak_T1 = rows_TV.amax(-1, keepdim=True).double()
+        for peak, *row in _read(
+            torch.cat((peak_T1, draws.logprobs(rows_TV, given, most)), 1)
+        ).tolist():
+            check_peak(peak)
+            tokens.append(_scored(token_ids[start], np.array(row), most))
+            start += 1
+    return tokens
+
+
+def _scored(token_id: int, numbers: np.ndarray, count: int) -> Token:
+    """A token with a row of `draws.logprobs`, of which the first ``count`` are wanted."""
+    most = len(numbers) // 2
+    ids = numbers[1 : 1 + most].astype(np.int64).tolist()[:count]
+    values = numbers[1 + most :].tolist()[:count]
+    return Token(token_id, float(numbers[0]), tuple(zip(ids, values, strict=True)))
+
+
+def _outcome(
+    token_id: float, raw_peak: float, peak: float, enough: float
+) -> Token | LogitsError | None:
+    """The token of a row that was read back, or why there is none; None: look at more scores."""
+    if error := _usable(raw_peak) or _usable(peak):
+        return error
+    return Token(int(token_id)) if enough else None
+
+
+def _usable(peak: float) -> LogitsError | None:
+    """What `check_peak` raises."""
+    try:
+        check_peak(peak)
+    except LogitsError as error:
+        return error
+    return None
+
+
+def check_peak(peak: float) -> None:
+    """Raise `LogitsError` if the largest logit of a row is not finite."""
+    # max and argmax propagate NaN, so the largest logit stands for the whole row.
+    if peak != peak:
+        raise LogitsError(
+            "the logits hold NaN: weights of the model are damaged, or its numbers overflow"
+        )
+    if peak == float("inf"):
+        raise LogitsError("the logits hold +inf")
+    if peak == float("-inf"):
+        raise LogitsError("every token is masked: all logits are -inf")
