@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,11 @@ class WatchedExchange:
 
         return wait
 
+    def settle(self) -> None:
+        self._heartbeat.now("waiting")
+        self._exchange.settle()
+        self._heartbeat.now("computing")
+
     def _run(self, act: Callable[[], int]) -> int:
         self._heartbeat.now("waiting")
         done = act()
@@ -58,6 +63,18 @@ class WatchedExchange:
             self._exchange.close()
 
 
+class RankExchanges(NamedTuple):
+    """What connects the ranks of a group.
+
+    Attributes:
+        host: their main memories.
+        device: their CUDA devices; None if the model runs on CPUs.
+    """
+
+    host: WatchedExchange
+    device: WatchedExchange | None = None
+
+
 def form_group(
     store: Store,
     epoch: int,
@@ -67,34 +84,42 @@ def form_group(
     heartbeat: Heartbeat,
     *,
     on_cuda: bool = False,
-) -> WatchedExchange:
-    """An exchange over the group of these ranks; all of them call this.
+) -> RankExchanges:
+    """Connect these ranks; all of them call this.
 
     Args:
         store: shared by all.
         epoch: number of groups before this one.
         rank: of this process, as the launch counts.
         timeout_s: longest wait for another rank.
-        on_cuda: the model runs on this rank's CUDA device, so NCCL carries its rows; else gloo,
-            whatever devices the machine has.
+        on_cuda: the model runs on this rank's CUDA device, so NCCL carries its rows, and gloo or
+            local sockets what hosts tell each other; else these carry all, whatever devices the
+            machine has.
 
     Raises:
         LaunchError: DeepSpeed is not installed, or the ranks cannot reach each other.
     """
     comm, accelerator = _deepspeed(on_cuda)
+    if on_cuda:
+        # NCCL's own watchdog would end the process; `GroupExchange.settle` aborts the group.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    timeout = timedelta(seconds=timeout_s)
     try:
         torch.distributed.init_process_group(
             accelerator.communication_backend_name() if on_cuda else "gloo",
             store=PrefixStore(f"group{epoch}", store),
             rank=list(ranks).index(rank),
             world_size=len(ranks),
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
         )
         comm.init_distributed(verbose=False)
-        device = accelerator.current_device_name() if on_cuda else "cpu"
-        return WatchedExchange(
-            prefer_local_sockets(GroupExchange(None, device), timeout_s), heartbeat
-        )
+        gloo, device = None, None
+        if on_cuda:
+            gloo = torch.distributed.new_group(backend="gloo", timeout=timeout)
+            name = accelerator.current_device_name()
+            device = WatchedExchange(GroupExchange(None, name, timeout_s), heartbeat)
+        host = prefer_local_sockets(GroupExchange(gloo, "cpu"), timeout_s)
+        return RankExchanges(WatchedExchange(host, heartbeat), device)
     except RuntimeError as error:
         raise LaunchError(f"rank {rank} cannot form a group with the others: {error}") from error
 
