@@ -106,6 +106,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Leave, so that no rank waits for another in vain."""
+        ...
+
 
 class GroupExchange:
     """An `Exchange` over a process group.
@@ -158,13 +162,16 @@ class GroupExchange:
             while not done.query():
                 waited = time.monotonic() - began
                 if waited > self._timeout_s:
-                    self._abort()
+                    self.close()
                     raise RuntimeError(f"nothing has come for {self._timeout_s:g} s")
                 time.sleep(0 if waited < _SPIN_S else _SLEEP_S)
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _abort(self) -> None:
+    def close(self) -> None:
+        """Abort NCCL's group: its kernels wait for lost ranks for ever. gloo's ends by itself."""
+        if self.device.type != "cuda":
+            return
         group = torch.distributed.group.WORLD if self._group is None else self._group
         if group is not None:
             group.abort()

@@ -66,6 +66,9 @@ class ThreadExchange:
     def settle(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
     def _meet(self) -> None:
         try:
             self._board.barrier.wait()

@@ -19,10 +19,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from experts.dispatch import Exchange, GroupExchange, prefer_local_sockets
-from experts.dispatch.exchange import SocketExchange
 from moe.errors import LaunchError
 from moe.extras import install_line
-from moe.parallel.watchdog import Heartbeat
+from moe.parallel.watchdog import COMPILE_S, Heartbeat
 
 
 class WatchedExchange:
@@ -58,9 +57,8 @@ class WatchedExchange:
         return done
 
     def close(self) -> None:
-        """Close the connections, so that the others do not wait for this rank."""
-        if isinstance(self._exchange, SocketExchange):
-            self._exchange.close()
+        """Close the connections, so that no rank waits for another."""
+        self._exchange.close()
 
 
 class RankExchanges(NamedTuple):
@@ -73,6 +71,12 @@ class RankExchanges(NamedTuple):
 
     host: WatchedExchange
     device: WatchedExchange | None = None
+
+    def close(self) -> None:
+        """Leave: see `WatchedExchange.close`."""
+        self.host.close()
+        if self.device is not None:
+            self.device.close()
 
 
 def form_group(
@@ -91,7 +95,7 @@ def form_group(
         store: shared by all.
         epoch: number of groups before this one.
         rank: of this process, as the launch counts.
-        timeout_s: longest wait for another rank.
+        timeout_s: longest wait for another rank; on GPUs at least `COMPILE_S`.
         on_cuda: the model runs on this rank's CUDA device, so NCCL carries its rows, and gloo or
             local sockets what hosts tell each other; else these carry all, whatever devices the
             machine has.
@@ -103,6 +107,7 @@ def form_group(
     if on_cuda:
         # NCCL's own watchdog would end the process; `GroupExchange.settle` aborts the group.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        timeout_s = max(timeout_s, COMPILE_S)
     timeout = timedelta(seconds=timeout_s)
     try:
         torch.distributed.init_process_group(

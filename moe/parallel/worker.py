@@ -172,7 +172,7 @@ class RankWorker:
     def _leave(self) -> None:
         """Close the exchanges, so that no other rank waits for this one."""
         if self._exchanges is not None:
-            self._exchanges.host.close()
+            self._exchanges.close()
         self._exchanges = self.dispatcher = None
 
     def _load_share(self, rank: int, placements: Mapping[int, Placement]) -> None:
@@ -275,19 +275,26 @@ class CoordinatorLink:
         membership: the ranks of the launch.
         rank: of this process.
         timeout_s: after which rank 0 is lost.
+        progress_s: see `Watchdog`.
 
     Attributes:
         heartbeat: of this process.
     """
 
-    def __init__(self, membership: Membership, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        rank: int,
+        timeout_s: float,
+        progress_s: float | None = None,
+    ) -> None:
         self.heartbeat, self.rank = Heartbeat(), rank
         self._coordinator = membership.members[0]
         self._control = membership.connections[CONTROL][0]
         self._control.socket.settimeout(None)
         peers = membership.connections[WATCH]
         self._watchdog = Watchdog(
-            rank, peers, self.heartbeat, timeout_s, self._on_loss, self._on_message
+            rank, peers, self.heartbeat, timeout_s, self._on_loss, self._on_message, progress_s
         )
         self._watchdog.start()
 

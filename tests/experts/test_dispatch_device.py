@@ -130,6 +130,9 @@ class Echo:
     def settle(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("extra", [0, 3])
 @pytest.mark.parametrize("payload", ["plain", "int8"])
