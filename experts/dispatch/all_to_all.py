@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -29,13 +28,7 @@ from torch.nn.functional import pad
 
 from experts.dispatch import rows as wire
 from experts.dispatch.assignment import Assignment
-from experts.dispatch.base import (
-    CollectiveGuard,
-    Combined,
-    Dispatched,
-    DispatchStatistics,
-    Failures,
-)
+from experts.dispatch.base import Combined, CombineMode, Dispatched, Failures, RankDispatcher
 from experts.dispatch.exchange import Exchange
 from experts.dispatch.native import NativeDispatch, NativeDispatched
 from experts.dispatch.routing_exchange import Bytes, InlineRows, exchange_routing
@@ -43,20 +36,14 @@ from experts.placement import Placement
 from kernels import weighted_sum
 from routing import Routing
 
-CombineMode = Literal["exact", "summed"]
 Wait = Callable[[], None]
 
-MOST_EXPERTS = 2**15 - 1
-"""Ids travel in 16 bits."""
 
-
-class AllToAllDispatcher:
-    """A `Dispatcher` over several ranks.
+class AllToAllDispatcher(RankDispatcher["ReceivedRows"]):
+    """The `RankDispatcher` of rows in main memory.
 
     Args:
-        exchange: connects the ranks.
-        placements: of each MoE layer: which ranks are asked for which experts. No result depends on
-            them, as every rank can read every expert.
+        exchange, placements: see `RankDispatcher`.
         combine: "exact" or "summed"; see above.
         payload: of hidden states: "plain", or "int8" with a scale for each token.
         buffer_rows: space for the rows of this many tokens of each rank, inline with the ids:
@@ -64,16 +51,8 @@ class AllToAllDispatcher:
             exchange of their own; so do all with 0. None: as `InlineRows` decides.
 
     Attributes:
-        placements: in force now.
-        epoch: of the placements; ranks compare it at every dispatch.
-        statistics: what was moved.
         native: does the same by compiled code in decode steps; None where it cannot.
-
-    Raises:
-        ValueError: placements for another number of ranks, or too many experts.
     """
-
-    local = False
 
     def __init__(
         self,
@@ -84,10 +63,8 @@ class AllToAllDispatcher:
         payload: wire.Payload = "plain",
         buffer_rows: int | None = None,
     ) -> None:
-        self._exchange, self._exact, self._payload = exchange, combine == "exact", payload
-        self.epoch, self.placements = 0, [self._checked(placement) for placement in placements]
-        self.statistics = DispatchStatistics([placement.num_experts for placement in placements])
-        self._guard = CollectiveGuard(self.statistics)
+        super().__init__(exchange, placements)
+        self._exact, self._payload = combine == "exact", payload
         exact = self._exact and payload == "plain"
         self._inline = InlineRows(exchange.size, buffer_rows, exchange.same_machine and exact)
         self._ones = torch.ones(0, 1)
@@ -97,10 +74,7 @@ class AllToAllDispatcher:
             self.native = NativeDispatch(exchange, *shared, self.epoch, self.placements)
 
     def apply_placements(self, epoch: int, placements: Mapping[int, Placement]) -> None:
-        """Use new placements of some layers, between steps; every rank gets the same ones."""
-        changed = {layer: self._checked(placement) for layer, placement in placements.items()}
-        self.placements = [changed.get(i, old) for i, old in enumerate(self.placements)]
-        self.epoch = epoch
+        super().apply_placements(epoch, placements)
         if self.native is not None:
             self.native.apply_placements(epoch, self.placements)
 
@@ -114,13 +88,10 @@ class AllToAllDispatcher:
         return self.finish_dispatch(self.start_dispatch(layer, hidden_states, routing, messages_R))
 
     def combine(self, dispatched: ReceivedRows, rows: Tensor, failures: Failures) -> Combined:
-        if isinstance(dispatched, AllToAllDispatched):
-            return self.finish_combine(self.start_combine(dispatched, rows, failures))
-        assert self.native is not None
-        return self.native.combine(dispatched, rows, failures)
-
-    def check(self) -> None:
-        self._guard.check()
+        if isinstance(dispatched, NativeDispatched):
+            assert self.native is not None
+            return self.native.combine(dispatched, rows, failures)
+        return super().combine(dispatched, rows, failures)
 
     def start_dispatch(
         self,
@@ -129,13 +100,13 @@ class AllToAllDispatcher:
         routing: Routing,
         messages_R: Sequence[Bytes] | None = None,
     ) -> DispatchInFlight:
-        """The first half of `dispatch`: exchange ids, assign slots to ranks, send the rows.
+        """Exchange ids, assign slots to ranks, begin to send the rows.
 
         Args:
             messages_R: of all ranks, if they have been exchanged already.
         """
         exchange, (tokens, hidden) = self._exchange, hidden_states.shape
-        rows, weights = hidden_states.to(exchange.device), routing.weights.to(exchange.device)
+        rows, weights = hidden_states, routing.weights
         slots = 0 if self._exact else routing.top_k
         width = wire.width(hidden, rows.dtype, slots, self._payload)
         space_R = self._inline.bytes_R(wire.widest(hidden))
@@ -154,7 +125,7 @@ class AllToAllDispatcher:
         dtype = headers.dtype or rows.dtype
         if everyone.rows is None:
             packed, per_rank = self._packed(rows.to(dtype), weights), assignment.per_rank
-            message = packed[torch.from_numpy(per_rank.leaving).to(exchange.device)]
+            message = packed[torch.from_numpy(per_rank.leaving)]
             to_R, from_R = per_rank.send_R, per_rank.receive_R
             received, wait = self._guard.all_to_all(exchange, message, to_R, from_R)
             incoming, sent_bytes = (received, packed, wait), sent_bytes + message.numel()
@@ -171,35 +142,34 @@ class AllToAllDispatcher:
         return DispatchInFlight(layer, assignment, weights, hidden, dtype, everyone.rows, incoming)
 
     def finish_dispatch(self, flight: DispatchInFlight) -> AllToAllDispatched:
-        """The second half of `dispatch`: wait, and put the rows that this rank serves in order."""
-        assignment, device = flight.assignment, self._exchange.device
+        assignment = flight.assignment
         per_slot = assignment.per_slot
         tokens = per_slot.token_A if self._exact else assignment.per_rank.served_N
         if flight.inline_rows is not None:
-            taken = torch.from_numpy(np.concatenate(flight.inline_rows)[tokens]).to(device)
+            taken = torch.from_numpy(np.concatenate(flight.inline_rows)[tokens])
         else:
             assert flight.incoming is not None
             received, own, wait = flight.incoming
             with self._guard:
                 wait()
-            places = torch.from_numpy(assignment.place_T[tokens]).to(device)
+            places = torch.from_numpy(assignment.place_T[tokens])
             taken = torch.cat([received, own])[places]
         rows = wire.unpack(taken, flight.hidden, flight.dtype, self._payload)
         if self._exact:
-            experts = torch.from_numpy(per_slot.experts_A).to(device)[:, None]
+            experts = torch.from_numpy(per_slot.experts_A)[:, None]
             if len(self._ones) < len(tokens):
-                self._ones = torch.ones(len(tokens), 1, device=device)
+                self._ones = torch.ones(len(tokens), 1)
             routing = Routing(experts, self._ones[: len(tokens)])
         else:
-            experts = torch.from_numpy(assignment.per_rank.experts_NK).to(device)
+            experts = torch.from_numpy(assignment.per_rank.experts_NK)
             weights = wire.unpack_weights(taken, experts.shape[1])
             routing = Routing(experts, weights.masked_fill(experts < 0, 0.0)).ascending()
         return AllToAllDispatched(flight.layer, rows, routing, True, flight)
 
     def start_combine(
-        self, dispatched: AllToAllDispatched, rows: Tensor, failures: Failures
+        self, dispatched: ReceivedRows, rows: Tensor, failures: Failures
     ) -> CombineInFlight:
-        """The first half of `combine`: send results to the ranks of their tokens."""
+        assert isinstance(dispatched, AllToAllDispatched)
         flight, rank = dispatched.flight, self._exchange.rank
         assignment, dtype = flight.assignment, flight.dtype
         if self._exact:
@@ -210,7 +180,7 @@ class AllToAllDispatcher:
             per_rank, rows = assignment.per_rank, rows.to(dtype)
             to_R, from_R = per_rank.receive_R, per_rank.send_R
             position = per_rank.position_TR
-            weights = torch.ones(position.shape, device=rows.device)
+            weights = torch.ones(position.shape)
         wire.write_failures(rows, rank, failures)
         sent = len(rows) - to_R[rank]
         message = rows[:sent].view(torch.uint8)
@@ -220,11 +190,9 @@ class AllToAllDispatcher:
         return CombineInFlight(results, own, torch.from_numpy(position), weights, dtype, wait)
 
     def finish_combine(self, flight: CombineInFlight) -> Combined:
-        """The second half of `combine`: wait, and sum the results of this rank's tokens."""
         with self._guard:
             flight.wait()
-        received, own = flight.received, flight.own
-        position = flight.position.to(received.device)
+        received, own, position = flight.received, flight.own, flight.position
         if received.dtype not in (torch.float32, torch.float64):
             received, own = received.float(), own.float()
         total = weighted_sum(received, position, flight.weights, flight.dtype, own)
@@ -233,17 +201,6 @@ class AllToAllDispatcher:
 
     def _packed(self, hidden_states: Tensor, weights: Tensor) -> Tensor:
         return wire.pack(hidden_states, None if self._exact else weights, self._payload)
-
-    def _checked(self, placement: Placement) -> Placement:
-        if placement.ranks != self._exchange.size:
-            raise ValueError(
-                f"a placement is for {placement.ranks} ranks; there are {self._exchange.size}"
-            )
-        if placement.num_experts > MOST_EXPERTS:
-            raise ValueError(
-                f"a layer has {placement.num_experts} experts; dispatch counts to {MOST_EXPERTS}"
-            )
-        return placement
 
 
 @dataclass

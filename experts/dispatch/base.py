@@ -1,5 +1,6 @@
 """The `Dispatcher` protocol: `dispatch` sends tokens to the ranks that serve their experts, and
-`combine` brings the results back. `LocalDispatcher` is the one of a single rank.
+`combine` brings the results back. `LocalDispatcher` is the one of a single rank; those of several
+(`RankDispatcher`) can also begin each half and wait for it later.
 
 Legend: T tokens of this rank, N rows that it serves, H hidden, K slots (top-k).
 """
@@ -7,16 +8,23 @@ Legend: T tokens of this rank, N rows that it serves, H hidden, K slots (top-k).
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from experts.dispatch.assignment import Ints
 from experts.dispatch.exchange import Exchange, ExchangeError
+from experts.placement import Placement
 from routing import Routing
+
+CombineMode = Literal["exact", "summed"]
+
+MOST_EXPERTS = 2**15 - 1
+"""Ids travel in 16 bits."""
 
 
 class Failure(NamedTuple):
@@ -61,10 +69,25 @@ class Combined:
     Attributes:
         rows: ``(T, H)`` in the dtype of the hidden states; zero where there is a failure.
         failures: tokens of which an expert could not be read or run.
+        codes: the same, still on a device, so that no layer waits for it; None: `failures` says it.
     """
 
     rows: Tensor
     failures: Failures = field(default_factory=dict)
+    codes: FailureCodes | None = None
+
+
+class FailureCodes(NamedTuple):
+    """Which rows of a layer have no result, for the end of a step.
+
+    Attributes:
+        codes_T: int64 on a device; 0 where there is a result, else `experts.dispatch.rows.failure`
+            knows what it means.
+        settle: waits until the codes are known, for a bounded time.
+    """
+
+    codes_T: Tensor
+    settle: Callable[[], None]
 
 
 Handle = TypeVar("Handle", bound=Dispatched)
@@ -114,6 +137,81 @@ class LocalDispatcher:
 
     def check(self) -> None:
         pass
+
+
+class RankDispatcher(ABC, Generic[Handle]):
+    """The `Dispatcher` of one of several ranks.
+
+    Args:
+        exchange: connects the ranks.
+        placements: of each MoE layer: which ranks are asked for which experts. No result depends on
+            them, as every rank can read every expert.
+
+    Attributes:
+        placements: in force now.
+        epoch: of the placements; ranks compare it at every dispatch.
+
+    Raises:
+        ValueError: placements for another number of ranks, or too many experts.
+    """
+
+    local = False
+
+    def __init__(self, exchange: Exchange, placements: Sequence[Placement]) -> None:
+        self._exchange = exchange
+        self.epoch, self.placements = 0, [self._checked(placement) for placement in placements]
+        self._statistics = DispatchStatistics([placement.num_experts for placement in placements])
+        self._guard = CollectiveGuard(self._statistics)
+
+    @property
+    def statistics(self) -> DispatchStatistics:
+        """What was moved."""
+        return self._statistics
+
+    def apply_placements(self, epoch: int, placements: Mapping[int, Placement]) -> None:
+        """Use new placements of some layers, between steps; every rank gets the same ones."""
+        changed = {layer: self._checked(placement) for layer, placement in placements.items()}
+        self.placements = [changed.get(i, old) for i, old in enumerate(self.placements)]
+        self.epoch = epoch
+
+    def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Handle:
+        """See `Dispatcher`."""
+        return self.finish_dispatch(self.start_dispatch(layer, hidden_states, routing))
+
+    def combine(self, dispatched: Handle, rows: Tensor, failures: Failures) -> Combined:
+        """See `Dispatcher`."""
+        return self.finish_combine(self.start_combine(dispatched, rows, failures))
+
+    def check(self) -> None:
+        """See `Dispatcher`."""
+        self._guard.check()
+
+    @abstractmethod
+    def start_dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Any:
+        """The first half of `dispatch`: begin to send the rows."""
+
+    @abstractmethod
+    def finish_dispatch(self, flight: Any) -> Handle:
+        """The second half of `dispatch`: wait, and put the rows that this rank serves in order."""
+
+    @abstractmethod
+    def start_combine(self, dispatched: Handle, rows: Tensor, failures: Failures) -> Any:
+        """The first half of `combine`: begin to send results to the ranks of their tokens."""
+
+    @abstractmethod
+    def finish_combine(self, flight: Any) -> Combined:
+        """The second half of `combine`: wait, and sum the results of this rank's tokens."""
+
+    def _checked(self, placement: Placement) -> Placement:
+        if placement.ranks != self._exchange.size:
+            raise ValueError(
+                f"a placement is for {placement.ranks} ranks; there are {self._exchange.size}"
+            )
+        if placement.num_experts > MOST_EXPERTS:
+            raise ValueError(
+                f"a layer has {placement.num_experts} experts; dispatch counts to {MOST_EXPERTS}"
+            )
+        return placement
 
 
 @dataclass
@@ -170,12 +268,18 @@ class DispatchStatistics:
         """
         self.exchanges += len(layers)
         self.tokens += tokens
+        self.bytes_out += sent_bytes
+        self.meta_bytes += meta_bytes
+        self.add_counted(loads_LE, pairs, served, row_bytes, layers.start)
+
+    def add_counted(
+        self, loads_LE: Ints, pairs: int, served: int, row_bytes: int, first: int = 0
+    ) -> None:
+        """Add what follows from ids alone, of layers from ``first`` on; see `add`."""
         self.pairs += pairs
         self.served += served
         self.lower_bound_bytes += 2 * pairs * row_bytes
-        self.bytes_out += sent_bytes
-        self.meta_bytes += meta_bytes
-        self._loads_LE[layers.start : layers.stop, : loads_LE.shape[1]] += loads_LE
+        self._loads_LE[first : first + len(loads_LE), : loads_LE.shape[1]] += loads_LE
 
     def take_loads(self) -> Ints:
         """``(L, E)`` tokens of all ranks that visited each expert since the last call; zeros behind

@@ -11,12 +11,14 @@ Messages have no frames, as both ends know all sizes. Compiled code may use the 
 from __future__ import annotations
 
 import errno
+import math
 import os
 import select
 import socket
 import struct
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -95,20 +97,39 @@ class Exchange(Protocol):
         """
         ...
 
+    def settle(self) -> None:
+        """Wait until the device has done all that it was given, so that reading from it does not
+        wait for another rank without a bound. Where rows are in main memory, each wait has one.
+
+        Raises:
+            ExchangeError: the other ranks cannot be reached.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave, so that no rank waits for another in vain."""
+        ...
+
 
 class GroupExchange:
     """An `Exchange` over a process group.
 
+    NCCL's waits neither block the host nor raise: they only order the device's work. So the host
+    waits in `settle`, and where the time is up it aborts the group, which lets the device go on.
+
     Args:
-        group: of torch.distributed; None for the default one. Its timeout bounds each wait.
+        group: of torch.distributed; None for the default one. Its timeout bounds each wait of gloo.
         device: of the rows; the CPU for gloo, a CUDA device for NCCL.
+        timeout_s: bounds `settle`.
     """
 
     same_machine = False
     sockets: PeerSockets | None = None
 
-    def __init__(self, group: Any = None, device: torch.device | str = "cpu") -> None:
-        self._comm, self._group = _comm(), group
+    def __init__(
+        self, group: Any = None, device: torch.device | str = "cpu", timeout_s: float = math.inf
+    ) -> None:
+        self._comm, self._group, self._timeout_s = _comm(), group, timeout_s
         self.rank = self._comm.get_rank(group)
         self.size = self._comm.get_world_size(group)
         self.device = torch.device(device)
@@ -131,11 +152,39 @@ class GroupExchange:
 
         return wait
 
+    def settle(self) -> None:
+        if self.device.type != "cuda":
+            return
+        try:
+            done = torch.cuda.Event()
+            done.record()
+            began = time.monotonic()
+            while not done.query():
+                waited = time.monotonic() - began
+                if waited > self._timeout_s:
+                    self.close()
+                    raise RuntimeError(f"nothing has come for {self._timeout_s:g} s")
+                time.sleep(0 if waited < _SPIN_S else _SLEEP_S)
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def close(self) -> None:
+        """Abort NCCL's group: its kernels wait for lost ranks for ever. gloo's ends by itself."""
+        if self.device.type != "cuda":
+            return
+        group = torch.distributed.group.WORLD if self._group is None else self._group
+        if group is not None:
+            group.abort()
+
     def _lost(self, error: RuntimeError) -> ExchangeError:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         return ExchangeError(
             f"rank {self.rank} has lost the other {self.size - 1} ranks: {reason[0]}"
         )
+
+
+_SPIN_S, _SLEEP_S = 1e-3, 50e-6
+"""The host looks at the device without a rest for a while, then at intervals."""
 
 
 def _comm() -> Any:
@@ -157,8 +206,6 @@ def prefer_local_sockets(exchange: Exchange, timeout_s: float) -> Exchange:
         exchange: the present connection.
         timeout_s: longest wait for a byte of another rank.
     """
-    if exchange.device.type != "cpu":
-        return exchange
     with tempfile.TemporaryDirectory() as directory:  # mode 0700: no other user can connect
         path = os.path.join(directory, "s")
         with socket.socket(socket.AF_UNIX) as listener:
@@ -210,6 +257,9 @@ class SocketExchange:
                     self._wait_for(peer)
 
         return wait
+
+    def settle(self) -> None:
+        pass
 
     def close(self) -> None:
         for peer in self._peers:

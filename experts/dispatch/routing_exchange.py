@@ -121,17 +121,13 @@ def exchange_routing(
     Raises:
         ExchangeError: a rank is lost, is at another layer, has other placements or another dtype.
     """
-    rank, ids_TK = exchange.rank, expert_ids_TK.cpu().contiguous()
-    rows_TW = None if rows_TW is None else rows_TW.cpu()
+    rank, ids_TK = exchange.rank, expert_ids_TK.contiguous()
     inline = 0 if rows_TW is None else len(rows_TW)
     header = _HEADER.pack(*place, *ids_TK.shape, _DTYPES.index(dtype), width, inline)
     if messages_R is None:
         message = _message(header, ids_TK, rows_TW, space_R[rank], max(exchange.size - 1, 1))
         messages_R = _all_gather(exchange, message, [ID_BYTES.stop + space for space in space_R])
-    headers_R = [one[: _HEADER.size].tobytes() for one in messages_R]
-    if any(other[:_PLACE_BYTES] != header[:_PLACE_BYTES] for other in headers_R):
-        raise _out_of_step(rank, [_HEADER.unpack(other)[:2] for other in headers_R])
-    headers = _parse(b"".join([other[_PLACE_BYTES:] for other in headers_R]))
+    headers = _compare(rank, messages_R)
     ids_R, sent = [one[ID_BYTES] for one in messages_R], ID_BYTES.stop
     if headers.most_ids > INLINE_IDS:
         own = ids_TK.to(torch.int16).view(-1).view(torch.uint8)
@@ -143,6 +139,34 @@ def exchange_routing(
         tables.append(ids.view(np.int16)[: tokens * slots].reshape(tokens, slots))
         rows.append(one[ID_BYTES.stop :][: tokens * row_bytes].reshape(tokens, row_bytes))
     return GlobalRouting(headers, tables, rows if row_bytes else None, sent * (exchange.size - 1))
+
+
+def exchange_headers(
+    exchange: Exchange, place: tuple[int, int], shape: Sequence[int], dtype: torch.dtype
+) -> RankHeaders:
+    """Exchange headers alone, for ranks whose ids travel between their devices; collective.
+
+    Args:
+        exchange: between main memories.
+        place: layer, and epoch of the placements.
+        shape: of this rank's expert ids.
+        dtype: of its hidden states.
+
+    Raises:
+        ExchangeError: as `exchange_routing`.
+    """
+    header = _HEADER.pack(*place, *shape, _DTYPES.index(dtype), 0, 0)
+    own = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    message = own.repeat(max(exchange.size - 1, 1))
+    return _compare(exchange.rank, _all_gather(exchange, message, [len(header)] * exchange.size))
+
+
+def _compare(rank: int, messages_R: Sequence[Bytes]) -> RankHeaders:
+    """The headers of all ranks, which must be at one place."""
+    headers_R = [one[: _HEADER.size].tobytes() for one in messages_R]
+    if any(other[:_PLACE_BYTES] != headers_R[rank][:_PLACE_BYTES] for other in headers_R):
+        raise _out_of_step(rank, [_HEADER.unpack(other)[:2] for other in headers_R])
+    return _parse(b"".join([other[_PLACE_BYTES:] for other in headers_R]))
 
 
 def _message(
@@ -189,10 +213,10 @@ def _all_gather(exchange: Exchange, sent: Tensor, sizes_R: Sequence[int]) -> lis
     rank, from_R = exchange.rank, list(sizes_R)
     to_R = [from_R[rank]] * exchange.size
     to_R[rank] = from_R[rank] = 0
-    received = torch.empty(sum(from_R), dtype=torch.uint8, device=exchange.device)
+    received = torch.empty(sum(from_R), dtype=torch.uint8)
     leaving = sent if exchange.size > 1 else sent[:0]
-    exchange.all_to_all(leaving.to(exchange.device), received, to_R, from_R)()
-    gathered, start, messages = received.cpu().numpy(), 0, []
+    exchange.all_to_all(leaving, received, to_R, from_R)()
+    gathered, start, messages = received.numpy(), 0, []
     for size in from_R:
         messages.append(gathered[start : start + size])
         start += size

@@ -44,14 +44,14 @@ def unpack(bytes_NW: Tensor, hidden: int, dtype: torch.dtype, payload: Payload) 
     if payload == "plain":
         size = hidden * dtype.itemsize
         whole = bytes_NW.shape[1] == size and bytes_NW.numel()
-        return bytes_NW.view(dtype) if whole else _read(bytes_NW[:, :size], dtype)
-    codes_NH = _read(bytes_NW[:, :hidden], torch.int8)
-    return dequantize(codes_NH, _read(bytes_NW[:, hidden : hidden + 4], torch.float32), dtype)
+        return bytes_NW.view(dtype) if whole else read(bytes_NW[:, :size], dtype)
+    codes_NH = read(bytes_NW[:, :hidden], torch.int8)
+    return dequantize(codes_NH, read(bytes_NW[:, hidden : hidden + 4], torch.float32), dtype)
 
 
 def unpack_weights(bytes_NW: Tensor, slots: int) -> Tensor:
     """``(N, K)`` weights of rows that were packed with them."""
-    return _read(bytes_NW[:, bytes_NW.shape[1] - 4 * slots :], torch.float32)
+    return read(bytes_NW[:, bytes_NW.shape[1] - 4 * slots :], torch.float32)
 
 
 def quantize(hidden_NH: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,39 @@ def read_failures(*rows_NH: Tensor) -> dict[int, Failure]:
     return reasons
 
 
-def _read(bytes_NW: Tensor, dtype: torch.dtype) -> Tensor:
+_RANK_BITS = 15
+"""Of a failure's code: 1, whether it is unreadable, the rank, the layer."""
+
+
+def row_codes(rows_NH: Tensor, rank: Tensor | int) -> Tensor:
+    """``(N,)`` int64 codes of rows ``(..., H)``, without their layer; 0 for rows that have not
+    failed. Nothing is read back.
+
+    Args:
+        rank: that sent each row, in a shape that broadcasts.
+    """
+    if rows_NH.shape[-1] * rows_NH.dtype.itemsize < _TEXT:  # no row of a model is so narrow
+        return torch.zeros(rows_NH.shape[:-1], dtype=torch.int64, device=rows_NH.device)
+    marks = rows_NH.contiguous().view(torch.uint8)[..., :_TEXT].long()
+    failed = (marks[..., :_FAILED] == 255).all(-1)
+    return failed * (2 + marks[..., _FAILED] + 2 * rank)
+
+
+def layer_code(layer: int) -> int:
+    """What a layer adds to the codes of its failures."""
+    return layer << (_RANK_BITS + 1)
+
+
+def failure(code: int) -> Failure:
+    """What a code that is not 0 means."""
+    layer, rest = divmod(code, 1 << (_RANK_BITS + 1))
+    rank, unreadable = divmod(rest - 2, 2)
+    act = "read" if unreadable else "run"
+    return Failure(f"rank {rank} could not {act} an expert of MoE layer {layer}", bool(unreadable))
+
+
+def read(bytes_NW: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values ``(N, W / itemsize)`` of bytes ``(N, W)``."""
     # A slice may be unaligned for a wider type, and torch cannot view empty rows as one.
     shape = len(bytes_NW), bytes_NW.shape[1] // dtype.itemsize
     values = torch.empty(shape, dtype=dtype, device=bytes_NW.device)

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from experts.dispatch import AllToAllDispatcher, ExchangeError
+from experts.dispatch import ExchangeError, RankDispatcher
 from moe.network.lanes import Lane, LaneState
 from moe.network.moe_layer import MoELayers, serve
 
@@ -70,7 +70,7 @@ class _MicroBatch:
     def depart(self, layer: int) -> None:
         """Send the rows of the lanes that wait at this layer."""
         dispatcher = self._experts.dispatcher
-        assert isinstance(dispatcher, AllToAllDispatcher)
+        assert isinstance(dispatcher, RankDispatcher)
         self._layer, self._dispatcher = layer, dispatcher
         self._here = [lane for lane in self._lanes if self._waits(lane, layer)]
         calls = [lane.call for lane in self._here if lane.call is not None]

@@ -239,9 +239,10 @@ def _without_lost(
     for lane in lanes:
         start, own = 0, range(first, first + lane.pieces)
         first = own.stop
-        for index in own if lane.lost else ():
+        lost = lane.lost()
+        for index in own if lost else ():
             end = start + len(work[index].token_ids)
-            reasons = [lane.lost[row] for row in sorted(lane.lost) if start <= row < end]
+            reasons = [lost[row] for row in sorted(lost) if start <= row < end]
             if reasons and not isinstance(rows[index], Exception):
                 kind = OffloadError if reasons[0].unreadable else RankError
                 rows[index] = kind(reasons[0].reason)

@@ -18,13 +18,15 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
 from typing import ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
-from experts.dispatch import Failure
+from experts.dispatch import Failure, FailureCodes
+from experts.dispatch.rows import failure
 from routing import Phase, Routing
 
 
@@ -42,6 +44,7 @@ class ExpertCall:
         scores: ``(T, E)`` that the router ranked experts by, where a policy asked for them and
             they do not follow from the rows.
         lost: rows that are zeros because an expert could not be read or run, and why.
+        codes: the same of rows on a device, which is not yet known on the host.
     """
 
     layer: int
@@ -51,6 +54,7 @@ class ExpertCall:
     received: Tensor | None = None
     scores: Tensor | None = None
     lost: dict[int, Failure] = field(default_factory=dict)
+    codes: FailureCodes | None = None
 
 
 ExpertsRunner = Callable[[int, Sequence[ExpertCall]], Sequence[Tensor | Exception]]
@@ -153,7 +157,8 @@ class Lane(Generic[Result]):
         self.state = LaneState.READY
         self.call: ExpertCall | None = None
         self.mode = GradMode.current()
-        self.lost: dict[int, Failure] = {}
+        self._lost: dict[int, Failure] = {}
+        self._codes: list[FailureCodes] = []
         self._greenlet = _LaneGreenlet(self, forward)
         self._result: Result | None = None
         self._error: Exception | None = None
@@ -181,9 +186,33 @@ class Lane(Generic[Result]):
         """Wake with the rows that it waits for; run up to the next MoE layer or to the end."""
         assert self.state is LaneState.WAITING, self.state
         assert self.call is not None
-        self.lost = self.call.lost | self.lost
+        self.note_lost(self.call)
         self.call = None
         self._enter(lambda: self._greenlet.switch(rows))
+
+    def note_lost(self, call: ExpertCall) -> None:
+        """Remember what a call says about its rows."""
+        self._lost = call.lost | self._lost
+        if call.codes is not None:
+            self._codes.append(call.codes)
+
+    def lost(self) -> dict[int, Failure]:
+        """Rows that lacked an expert of another rank at some layer, and why.
+
+        Waits for the device if rows are there.
+
+        Raises:
+            ExchangeError: the other ranks have not done their part.
+        """
+        if codes := self._codes:
+            self._codes = []
+            codes[-1].settle()
+            known = torch.cat([one.codes_T for one in codes]).tolist()
+            rows = chain.from_iterable(range(len(one.codes_T)) for one in codes)
+            for row, code in zip(rows, known, strict=True):
+                if code:
+                    self._lost.setdefault(row, failure(code))
+        return self._lost
 
     def rest(self) -> None:
         """Called by the lane's own forward: sleep until the next `run_lanes`."""
@@ -297,7 +326,7 @@ def call_experts(call: ExpertCall, run_experts: ExpertsRunner) -> Tensor:
         rows = run_experts(call.layer, [call])[0]
         assert isinstance(rows, Tensor)
         if alone is not None:
-            alone[0].lost = call.lost | alone[0].lost
+            alone[0].note_lost(call)
         return rows
     lane, parent = stack.lane, stack.parent
     assert parent is not None

@@ -264,6 +264,9 @@ class GatheredCalls:
         if self.error is not None:
             raise self.error
         sizes = [len(call.hidden_states) for call in self.calls]
+        if (codes := combined.codes) is not None:
+            for call, own_T in zip(self.calls, codes.codes_T.split(sizes), strict=True):
+                call.codes = codes._replace(codes_T=own_T)
         rows: list[Tensor | Exception] = list(combined.rows.split(sizes))
         if not combined.failures:
             return rows

@@ -220,6 +220,7 @@ class WorkerLinks:
     Args:
         membership: the ranks of the launch.
         timeout_s: after which a rank is lost.
+        progress_s: see `Watchdog`.
 
     Attributes:
         rank: of this process, 0.
@@ -228,7 +229,9 @@ class WorkerLinks:
         dropped: ranks that were given up, and why each was lost.
     """
 
-    def __init__(self, membership: Membership, timeout_s: float) -> None:
+    def __init__(
+        self, membership: Membership, timeout_s: float, progress_s: float | None = None
+    ) -> None:
         self.heartbeat, self.rank = Heartbeat(), 0
         self.ranks = list(range(len(membership.members)))
         self.dropped: dict[int, str] = {}
@@ -243,7 +246,7 @@ class WorkerLinks:
             connection.socket.settimeout(timeout_s)
         peers = membership.connections[WATCH]
         self._watchdog = Watchdog(
-            0, peers, self.heartbeat, timeout_s, self._on_loss, self._on_message
+            0, peers, self.heartbeat, timeout_s, self._on_loss, self._on_message, progress_s
         )
         self._watchdog.start()
 

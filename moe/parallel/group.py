@@ -12,17 +12,16 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from experts.dispatch import Exchange, GroupExchange, prefer_local_sockets
-from experts.dispatch.exchange import SocketExchange
 from moe.errors import LaunchError
 from moe.extras import install_line
-from moe.parallel.watchdog import Heartbeat
+from moe.parallel.watchdog import COMPILE_S, Heartbeat
 
 
 class WatchedExchange:
@@ -46,6 +45,11 @@ class WatchedExchange:
 
         return wait
 
+    def settle(self) -> None:
+        self._heartbeat.now("waiting")
+        self._exchange.settle()
+        self._heartbeat.now("computing")
+
     def _run(self, act: Callable[[], int]) -> int:
         self._heartbeat.now("waiting")
         done = act()
@@ -53,9 +57,26 @@ class WatchedExchange:
         return done
 
     def close(self) -> None:
-        """Close the connections, so that the others do not wait for this rank."""
-        if isinstance(self._exchange, SocketExchange):
-            self._exchange.close()
+        """Close the connections, so that no rank waits for another."""
+        self._exchange.close()
+
+
+class RankExchanges(NamedTuple):
+    """What connects the ranks of a group.
+
+    Attributes:
+        host: their main memories.
+        device: their CUDA devices; None if the model runs on CPUs.
+    """
+
+    host: WatchedExchange
+    device: WatchedExchange | None = None
+
+    def close(self) -> None:
+        """Leave: see `WatchedExchange.close`."""
+        self.host.close()
+        if self.device is not None:
+            self.device.close()
 
 
 def form_group(
@@ -67,34 +88,43 @@ def form_group(
     heartbeat: Heartbeat,
     *,
     on_cuda: bool = False,
-) -> WatchedExchange:
-    """An exchange over the group of these ranks; all of them call this.
+) -> RankExchanges:
+    """Connect these ranks; all of them call this.
 
     Args:
         store: shared by all.
         epoch: number of groups before this one.
         rank: of this process, as the launch counts.
-        timeout_s: longest wait for another rank.
-        on_cuda: the model runs on this rank's CUDA device, so NCCL carries its rows; else gloo,
-            whatever devices the machine has.
+        timeout_s: longest wait for another rank; on GPUs at least `COMPILE_S`.
+        on_cuda: the model runs on this rank's CUDA device, so NCCL carries its rows, and gloo or
+            local sockets what hosts tell each other; else these carry all, whatever devices the
+            machine has.
 
     Raises:
         LaunchError: DeepSpeed is not installed, or the ranks cannot reach each other.
     """
     comm, accelerator = _deepspeed(on_cuda)
+    if on_cuda:
+        # NCCL's own watchdog would end the process; `GroupExchange.settle` aborts the group.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        timeout_s = max(timeout_s, COMPILE_S)
+    timeout = timedelta(seconds=timeout_s)
     try:
         torch.distributed.init_process_group(
             accelerator.communication_backend_name() if on_cuda else "gloo",
             store=PrefixStore(f"group{epoch}", store),
             rank=list(ranks).index(rank),
             world_size=len(ranks),
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
         )
         comm.init_distributed(verbose=False)
-        device = accelerator.current_device_name() if on_cuda else "cpu"
-        return WatchedExchange(
-            prefer_local_sockets(GroupExchange(None, device), timeout_s), heartbeat
-        )
+        gloo, device = None, None
+        if on_cuda:
+            gloo = torch.distributed.new_group(backend="gloo", timeout=timeout)
+            name = accelerator.current_device_name()
+            device = WatchedExchange(GroupExchange(None, name, timeout_s), heartbeat)
+        host = prefer_local_sockets(GroupExchange(gloo, "cpu"), timeout_s)
+        return RankExchanges(WatchedExchange(host, heartbeat), device)
     except RuntimeError as error:
         raise LaunchError(f"rank {rank} cannot form a group with the others: {error}") from error
 

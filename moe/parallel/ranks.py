@@ -24,6 +24,7 @@ from moe.parallel.group import own_address, use_interface
 from moe.parallel.launch import LOOPBACK, Launch
 from moe.parallel.membership import WATCH, Membership, identity, rendezvous
 from moe.parallel.remote import EngineMirror
+from moe.parallel.watchdog import COMPILE_S
 from moe.parallel.worker import CoordinatorLink, RankWorker, WorkerLoop
 from moe.settings import Profile
 
@@ -78,10 +79,12 @@ def meet(model: str | Path, profile: Profile) -> Ranks | None:
     if _on_cuda(profile):
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     links: WorkerLinks | CoordinatorLink
+    timeout_s = settings.timeout_s
+    progress_s = max(timeout_s, COMPILE_S) if _on_cuda(profile) else timeout_s
     if launch.rank == 0:
-        links = WorkerLinks(members, settings.timeout_s)
+        links = WorkerLinks(members, timeout_s, progress_s)
     else:
-        links = CoordinatorLink(members, launch.rank, settings.timeout_s)
+        links = CoordinatorLink(members, launch.rank, timeout_s, progress_s)
     return Ranks(launch, members, links)
 
 

@@ -26,6 +26,11 @@ SOONER = 0.75
 """Share of the timeout after which a rank is lost: sooner than exchanges time out, which name no
 rank."""
 
+COMPILE_S = 120.0
+"""Least time without progress on a GPU after which a rank is lost, and for which others wait for
+it: Triton compiles and measures kernels when shapes first occur. Ranks that end or are stopped are
+noticed after ``parallel.timeout_s`` as ever."""
+
 LOST = 1
 """Exit code of a rank that ends because another is lost."""
 
@@ -61,11 +66,11 @@ class _Peer:
             self.ticks, self.moved = message["ticks"], now
         self.state = message["state"]
 
-    def fault(self, now: float, limit: float) -> str:
+    def fault(self, now: float, limit: float, progress: float) -> str:
         """Why the rank counts as lost; empty if it does not."""
         if now - self.heard > limit:
             return f"has not been heard of for {now - self.heard:.1f} s"
-        if self.state == "computing" and now - self.moved > limit:
+        if self.state == "computing" and now - self.moved > progress:
             return f"has got nowhere in {now - self.moved:.1f} s (parallel.timeout_s is for that)"
         return ""
 
@@ -80,6 +85,7 @@ class Watchdog(threading.Thread):
         timeout_s: see ``parallel.timeout_s``.
         on_loss: called in this thread, once for each lost rank, with the reason.
         on_message: called with each message of a peer that is no heartbeat.
+        progress_s: after which a rank that computes without progress is lost; None: ``timeout_s``.
     """
 
     def __init__(
@@ -90,10 +96,12 @@ class Watchdog(threading.Thread):
         timeout_s: float,
         on_loss: Callable[[int, str], None],
         on_message: Callable[[int, Message], None],
+        progress_s: float | None = None,
     ) -> None:
         super().__init__(name="moe-watch", daemon=True)
         self._rank, self._connections, self._heartbeat = rank, dict(peers), heartbeat
         self._limit, self._interval = SOONER * timeout_s, timeout_s / BEATS
+        self._progress = SOONER * (timeout_s if progress_s is None else progress_s)
         self._on_loss, self._on_message = on_loss, on_message
         self._closing = threading.Event()
         self._held_up = -math.inf, 0.0  # until when, and for how long
@@ -152,7 +160,7 @@ class Watchdog(threading.Thread):
         if own := self._peers.get(self._rank):
             own.take(self._heartbeat.message(), now)
         for rank, peer in list(self._peers.items()):
-            if fault := peer.fault(now, self._limit):
+            if fault := peer.fault(now, self._limit, self._progress):
                 self._lose(rank, fault)
 
     def _lose(self, rank: int, why: str) -> None:

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from torch.distributed import Store
 
-from experts.dispatch import AllToAllDispatcher, ExchangeError
+from experts.dispatch import AllToAllDispatcher, DeviceDispatcher, ExchangeError, RankDispatcher
 from experts.placement import Placement, first_placement, slots_for, without_ranks
 from experts.placement.placement import Ints
 from experts.placement.rebalance import Rebalancer
 from moe.errors import LaunchError, RankLostError
 from moe.network.moe_layer import MoELayers
 from moe.parallel.expected_load import ExpectedLoad
-from moe.parallel.group import WatchedExchange, form_group, leave_group
+from moe.parallel.group import RankExchanges, form_group, leave_group
 from moe.parallel.membership import CONTROL, WATCH, Membership, wake_member
 from moe.parallel.remote import EngineMirror
 from moe.parallel.transport import Message, WireError
@@ -65,9 +66,9 @@ class RankWorker:
         self._offloaded = offloaded
         self._settings, self._heartbeat = settings, heartbeat
         self._mirrors: dict[int, EngineMirror] = {}
-        self._exchange: WatchedExchange | None = None
+        self._exchanges: RankExchanges | None = None
         self.placements: list[Placement] = []
-        self.dispatcher: AllToAllDispatcher | None = None
+        self.dispatcher: RankDispatcher[Any] | None = None
 
     @property
     def num_layers(self) -> int:
@@ -96,10 +97,10 @@ class RankWorker:
         Raises:
             LaunchError: the ranks cannot reach each other.
         """
-        ranks, exchange = order["ranks"], None
+        ranks, exchanges = order["ranks"], None
         if len(ranks) > 1:
             assert self._store is not None
-            exchange = form_group(
+            exchanges = form_group(
                 self._store,
                 order["epoch"],
                 ranks,
@@ -112,22 +113,16 @@ class RankWorker:
             Placement(tuple(experts_P), num_experts, size)
             for experts_P, num_experts, size in order["placements"]
         ]
-        self.join(exchange, placements)
+        self.join(exchanges, placements)
 
-    def join(self, exchange: WatchedExchange | None, placements: Sequence[Placement]) -> None:
-        """Take part in a new group, with no sequences; without an exchange, alone."""
+    def join(self, exchanges: RankExchanges | None, placements: Sequence[Placement]) -> None:
+        """Take part in a new group, with no sequences; without exchanges, alone."""
         self._mirrors.clear()
         self._leave()
-        self.placements, self._exchange = list(placements), exchange
-        if exchange is not None:
-            self._load_share(exchange.rank, dict(enumerate(placements)))
-            self.dispatcher = AllToAllDispatcher(
-                exchange,
-                placements,
-                combine=self._settings.combine,
-                payload=self._settings.payload,
-                buffer_rows=self._settings.buffer_rows,
-            )
+        self.placements, self._exchanges = list(placements), exchanges
+        if exchanges is not None:
+            self._load_share(exchanges.host.rank, dict(enumerate(placements)))
+            self.dispatcher = new_dispatcher(exchanges, placements, self._settings)
 
     def step(self, message: Message) -> Message:
         """Compute this rank's part of a step. Raises `ExchangeError` if a rank is lost in it."""
@@ -175,10 +170,10 @@ class RankWorker:
         return None if self.dispatcher is None else self.dispatcher.statistics.take_loads()
 
     def _leave(self) -> None:
-        """Close the exchange, so that no other rank waits for this one."""
-        if self._exchange is not None:
-            self._exchange.close()
-        self._exchange = self.dispatcher = None
+        """Close the exchanges, so that no other rank waits for this one."""
+        if self._exchanges is not None:
+            self._exchanges.close()
+        self._exchanges = self.dispatcher = None
 
     def _load_share(self, rank: int, placements: Mapping[int, Placement]) -> None:
         """Read this rank's experts of some layers into the cache, as far as there is room.
@@ -200,14 +195,27 @@ class RankWorker:
 
     def _apply_moves(self, moves: Message) -> None:
         assert self.dispatcher is not None
-        assert self._exchange is not None
+        assert self._exchanges is not None
         changed = {
             int(layer): replace(self.placements[int(layer)], experts_P=tuple(experts_P))
             for layer, experts_P in moves["placements"].items()
         }
         self.dispatcher.apply_placements(moves["epoch"], changed)
         self.placements = self.dispatcher.placements
-        self._load_share(self._exchange.rank, changed)
+        self._load_share(self._exchanges.host.rank, changed)
+
+
+def new_dispatcher(
+    exchanges: RankExchanges, placements: Sequence[Placement], settings: ParallelSettings
+) -> RankDispatcher[Any]:
+    """The way to experts of other ranks, for rows where the exchanges carry them."""
+    how: dict[str, Any] = {"payload": settings.payload, "buffer_rows": settings.buffer_rows}
+    combine, device = settings.combine, exchanges.device
+    if device is not None:
+        how["combine"] = "summed" if combine == "auto" else combine
+        return DeviceDispatcher(device, exchanges.host, placements, **how)
+    how["combine"] = "exact" if combine == "auto" else combine
+    return AllToAllDispatcher(exchanges.host, placements, **how)
 
 
 class WorkerLoop:
@@ -267,19 +275,26 @@ class CoordinatorLink:
         membership: the ranks of the launch.
         rank: of this process.
         timeout_s: after which rank 0 is lost.
+        progress_s: see `Watchdog`.
 
     Attributes:
         heartbeat: of this process.
     """
 
-    def __init__(self, membership: Membership, rank: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        rank: int,
+        timeout_s: float,
+        progress_s: float | None = None,
+    ) -> None:
         self.heartbeat, self.rank = Heartbeat(), rank
         self._coordinator = membership.members[0]
         self._control = membership.connections[CONTROL][0]
         self._control.socket.settimeout(None)
         peers = membership.connections[WATCH]
         self._watchdog = Watchdog(
-            rank, peers, self.heartbeat, timeout_s, self._on_loss, self._on_message
+            rank, peers, self.heartbeat, timeout_s, self._on_loss, self._on_message, progress_s
         )
         self._watchdog.start()
 

@@ -408,10 +408,11 @@ class ParallelSettings(Settings):
     rebalance_horizon_s: float = Field(default=60.0, gt=0.0)
     """Seconds within which a change of placement must save more time than it costs."""
 
-    combine: Literal["exact", "summed"] = "exact"
+    combine: Literal["auto", "exact", "summed"] = "auto"
     """What a rank returns for a token. exact: a row for each expert, which the token's own rank
     adds up in the order of a single rank, so that the number of ranks and the placement change no
-    bit. summed: one row, the fewest bytes; equal up to the order of the sums."""
+    bit. summed: one row, the fewest bytes; equal up to the order of the sums. auto: exact on CPUs,
+    summed on GPUs, where exact sends float32 rows and reads their number back at each layer."""
 
     payload: Literal["plain", "int8"] = "plain"
     """Format of hidden states sent to other ranks. plain: unchanged. int8: 8 bits and a scale for
@@ -421,7 +422,8 @@ class ParallelSettings(Settings):
     """Static buffers: the first message of a layer carries rows for up to this many tokens of a
     rank to all ranks, which saves an exchange if they suffice, and sends more bytes. 0: exact
     sizes. null: rows of decode steps are included if at least 15 of 16 of them are needed on all
-    ranks anyway; half of them, between processes of one machine."""
+    ranks anyway; half of them, between processes of one machine. On GPUs, summed rows of up to 256
+    tokens of a rank."""
 
     overlap: Annotated[Literal["auto", "on", "off"], Off] = "auto"
     """on: a step runs in two halves, one of which computes while rows of the other are sent. auto:

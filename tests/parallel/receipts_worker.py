@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from experts.dispatch import AllToAllDispatcher, Exchange, GroupExchange, prefer_local_sockets
+from experts.dispatch import (
+    AllToAllDispatcher,
+    DeviceDispatcher,
+    Exchange,
+    GroupExchange,
+    RankDispatcher,
+    prefer_local_sockets,
+)
 from experts.dispatch.native import NativeDispatch
 from experts.manifest import read_manifest
 from experts.placement import Placement, linear
@@ -43,6 +50,8 @@ SETTINGS: dict[str, Any] = {
     "threads": 1,
 }
 STEPS = 6
+DEVICE_WAYS = ("device", "device-exact")
+"""`DeviceDispatcher`: its tensors are in main memory, and gloo moves them."""
 MOVES = {2: "another", 4: "copies"}
 """Steps before which placements change."""
 
@@ -51,25 +60,37 @@ class Ranks:
     """How a model's experts are shared, and which sequences are whose."""
 
     def __init__(
-        self, model: MoE, exchange: Exchange | None = None, extra: int = 0, how: str = "exact"
+        self,
+        model: MoE,
+        exchange: Exchange | None = None,
+        extra: int = 0,
+        how: str = "exact",
+        host: Exchange | None = None,
     ) -> None:
         self.experts, self.halves, self.joint = model.experts, how == "halves", how == "joint"
         self.rank, self.size = (exchange.rank, exchange.size) if exchange else (0, 1)
         self.counts = [layer.num_experts for layer in self.experts.layers]
-        self.dispatcher = None
+        self.dispatcher: RankDispatcher[Any] | None = None
         if exchange is not None:
             size = self.size
             placements = [linear(count, -(-count // size) * size, size) for count in self.counts]
             if extra:
                 placements = self._random(extra, 0)
-            combine: Any = "summed" if how == "summed" else "exact"
-            rows = 3 if self.halves or self.joint else None
-            self.dispatcher = AllToAllDispatcher(
-                exchange, placements, combine=combine, buffer_rows=rows
-            )
+            self.dispatcher = self._dispatcher(exchange, placements, how, host)
         self.walked = 0
-        if self.dispatcher is not None and self.dispatcher.native is not None:
+        if isinstance(self.dispatcher, AllToAllDispatcher) and self.dispatcher.native is not None:
             self._watch(self.dispatcher.native)
+
+    def _dispatcher(
+        self, exchange: Exchange, placements: list[Placement], how: str, host: Exchange | None
+    ) -> RankDispatcher[Any]:
+        combine: Any = "summed" if how in ("summed", "device") else "exact"
+        if how.startswith("device"):
+            assert host is not None
+            # Prompts of more tokens are of exact size.
+            return DeviceDispatcher(exchange, host, placements, combine=combine, buffer_rows=4)
+        rows = 3 if self.halves or self.joint else None
+        return AllToAllDispatcher(exchange, placements, combine=combine, buffer_rows=rows)
 
     def _watch(self, native: NativeDispatch) -> None:
         """Count layers dispatched within a call for a whole step."""
@@ -181,6 +202,9 @@ def main(directory: Path, rank: int) -> None:
             found["travelled"] = ranks.dispatcher.statistics.pairs
             found["walked"] = ranks.walked
             results[f"{bits}-{residency}-{size}-{extra}-{how}"] = found
+        for size, extra, how in product(by_gloo if bits == 16 else (), (0, 3), DEVICE_WAYS):
+            ranks = Ranks(resident, by_gloo[size], extra, how, by_sockets[size])
+            results[f"{size}-{extra}-{how}"] = compare(read(resident, ranks), local)
     (directory / f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
@@ -190,6 +214,7 @@ def compare(found: dict[int, list[Tensor]], local: dict[int, list[Tensor]]) -> d
     return {
         "rows": len(pairs),
         "equal": sum(torch.equal(a, b) for a, b in pairs),
+        "tokens": sum(int(a.argmax()) == int(b.argmax()) for a, b in pairs),
         "error": max((float((a - b).abs().max()) for a, b in pairs), default=0.0),
     }
 

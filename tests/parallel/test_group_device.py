@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from experts.dispatch import AllToAllDispatcher, DeviceDispatcher
+from experts.placement import linear
 from moe.parallel import group
 from moe.parallel.ranks import _on_cuda
 from moe.parallel.watchdog import Heartbeat
-from moe.settings import Profile
+from moe.parallel.worker import new_dispatcher
+from moe.settings import ParallelSettings, Profile
 
 
 class Accelerator:
@@ -59,8 +62,8 @@ def test_ranks_of_a_cpu_profile_use_gloo_on_a_machine_with_gpus(
     class Exchange:
         rank, size, same_machine, sockets = 0, 2, False, None
 
-        def __init__(self, _: object, device: str) -> None:
-            self.device = device
+        def __init__(self, group: object, device: str, timeout_s: float = 0.0) -> None:
+            self.group, self.device, self.settle = group, device, None
 
     monkeypatch.setattr(group, "GroupExchange", Exchange)
 
@@ -68,8 +71,20 @@ def test_ranks_of_a_cpu_profile_use_gloo_on_a_machine_with_gpus(
         asked["backend"] = backend
 
     monkeypatch.setattr(torch.distributed, "init_process_group", init)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda **how: how["backend"])
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "")
+    monkeypatch.delenv("TORCH_NCCL_ASYNC_ERROR_HANDLING")
     on_cuda = _on_cuda(Profile(device=device))
     made = group.form_group(None, 0, [0, 1], 0, 1.0, Heartbeat(), on_cuda=on_cuda)  # type: ignore[arg-type]
     assert asked["backend"] == backend
-    assert str(made.device) == ("cpu" if device == "cpu" else "cuda:0")
+    assert str(made.host.device) == "cpu"
+    assert made.device is None if device == "cpu" else str(made.device.device) == "cuda:0"
+    ours = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+    assert ours == (None if device == "cpu" else "0")
+    settings = ParallelSettings()
+    if made.device is not None:  # for tensors, as there is no GPU
+        made = made._replace(device=Exchange(None, torch.device("cpu")))
+    dispatcher = new_dispatcher(made, [linear(4, 4, 2)], settings)
+    assert isinstance(dispatcher, AllToAllDispatcher if device == "cpu" else DeviceDispatcher)
+    assert dispatcher._exact == (device == "cpu")  # type: ignore[attr-defined]
     assert os.environ.get("DS_ACCELERATOR") == ("cpu" if device == "cpu" else None)

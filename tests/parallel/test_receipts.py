@@ -20,7 +20,7 @@ from kernels.cpu import choose_kernel
 from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
 from tests.parallel import receipts_worker
-from tests.parallel.receipts_worker import PROMPTS, RANKS, SECONDS, STEPS
+from tests.parallel.receipts_worker import DEVICE_WAYS, PROMPTS, RANKS, SECONDS, STEPS
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,19 @@ def test_bits_do_not_depend_on_ranks(
         assert not walked
     elif residency == "resident":
         assert walked
+
+
+@pytest.mark.parametrize(("size", "copies"), list(product((2, 4), (0, 3))))
+def test_the_dispatch_of_gpus_gives_the_tokens_of_one_rank(
+    receipts: list[dict[str, Any]], size: int, copies: int
+) -> None:
+    """Its tensor code, over gloo; "exact" gives the bits, too."""
+    for how in DEVICE_WAYS:
+        case = f"{size}-{copies}-{how}"
+        rows, equal, error = summed_up(receipts, case)
+        assert rows == expected_rows(size)
+        assert sum(rank[case]["tokens"] for rank in receipts if case in rank) == rows
+        assert equal == rows if how == "device-exact" else error < 1e-3
 
 
 @pytest.mark.parametrize(("size", "copies"), list(product((2, 4), (0, 3))))

@@ -20,7 +20,7 @@ TIMEOUT_S = 2.0
 class Watched:
     """A watch over one peer that the test plays; what it has reported."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress_s: float | None = None) -> None:
         ours, theirs = socket.socketpair()
         self.peer, self.heartbeat = Connection(theirs), Heartbeat()
         self.lost: dict[int, str] = {}
@@ -32,6 +32,7 @@ class Watched:
             TIMEOUT_S,
             self.lost.__setitem__,
             lambda _, message: self.heard.append(message),
+            progress_s,
         )
         self._playing = threading.Event()
         self.watch.start()
@@ -78,16 +79,18 @@ def test_a_closed_connection_is_a_loss_at_once(watched: Watched) -> None:
 
 def test_who_computes_without_getting_anywhere_is_lost() -> None:
     """Also a process that hangs, which notices it itself."""
-    states: list[tuple[State, State, bool]] = [
-        ("idle", "computing", False),
-        ("computing", "waiting", False),
-        ("idle", "computing", True),
-        ("idle", "waiting", False),
-        ("idle", "idle", False),
+    states: list[tuple[State, State, bool, float | None]] = [
+        ("idle", "computing", False, None),
+        ("computing", "waiting", False, None),
+        ("idle", "computing", True, None),
+        ("idle", "waiting", False, None),
+        ("idle", "idle", False, None),
+        ("computing", "computing", False, 4 * TIMEOUT_S),  # a GPU's kernels are being compiled
     ]
 
-    def lost(how: tuple[State, State, bool]) -> dict[int, str]:
-        watched, (own, state, moves) = Watched(), how
+    def lost(how: tuple[State, State, bool, float | None]) -> dict[int, str]:
+        own, state, moves, progress_s = how
+        watched = Watched(progress_s)
         watched.heartbeat.now(own)
         watched.play(2.5 * TIMEOUT_S, state, moves=moves)
         watched.close()
@@ -98,7 +101,7 @@ def test_who_computes_without_getting_anywhere_is_lost() -> None:
     assert "has got nowhere" in stuck[1]
     assert hanging.keys() == {0}
     assert "has got nowhere" in hanging[0]
-    assert others == [{}, {}, {}]
+    assert others == [{}, {}, {}, {}]
 
 
 def test_other_messages_are_handed_on(watched: Watched) -> None:

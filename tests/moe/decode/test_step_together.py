@@ -76,7 +76,7 @@ class Rank:
         lanes = [Lane(lambda: whole(work), "decode")] if work else []
         with self.experts.lockstep(range(len(self.experts.layers))):
             run_lanes(lanes, self.experts.run)
-        self.lost.append([row for lane in lanes for row in lane.lost])
+        self.lost.append([row for lane in lanes for row in lane.lost()])
         return [rows for lane in lanes for rows in lane.result()]
 
     def work(self, tokens: list[list[int]]) -> list[Work]:

@@ -12,7 +12,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experts.dispatch import AllToAllDispatcher, ExchangeError
+from experts.dispatch import AllToAllDispatcher, DeviceDispatcher, ExchangeError
 from experts.placement import linear
 from kernels import experts_forward
 from moe.engine.overlap import run_overlapped
@@ -22,13 +22,14 @@ from tests.experts.dispatch_cases import ThreadExchange, on_ranks
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, Layers, draw_routing, make
 
 
-def joined(exchange: ThreadExchange) -> tuple[MoELayers, Layers]:
+def joined(exchange: ThreadExchange, *, device: bool = False) -> tuple[MoELayers, Layers]:
     layers = make(True, False, Random(1))
     experts = MoELayers(layers.resident)
     size = -(-EXPERTS // exchange.size) * exchange.size
-    experts.dispatcher = AllToAllDispatcher(
-        exchange, [linear(EXPERTS, size, exchange.size)] * LAYERS
-    )
+    placements = [linear(EXPERTS, size, exchange.size)] * LAYERS
+    experts.dispatcher = AllToAllDispatcher(exchange, placements)
+    if device:  # a GPU's tensor operations, here in main memory
+        experts.dispatcher = DeviceDispatcher(exchange, exchange, placements, combine="exact")
     return experts, layers
 
 
@@ -55,7 +56,7 @@ def test_halves_give_the_same_bits(seed: int, ranks: int) -> None:
     """Any lanes in either half on any rank, some that visit few layers, fail or pause."""
 
     def rank_of(exchange: ThreadExchange) -> None:
-        experts, layers = joined(exchange)
+        experts, layers = joined(exchange, device=bool(seed % 2))
         random = Random(seed * 3 + exchange.rank)
         cases = []
         for number in range(random.randrange(5)):
