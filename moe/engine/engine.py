@@ -226,7 +226,7 @@ class Engine:
                 if prefixes.store is None
                 else {
                     "saved_blocks": prefixes.store.saved_blocks,
-                    "restored_tokens": prefixes.store.restored_tokens,
+                    "restored_tokens": prefixes.restored_tokens,
                     "dropped_files": prefixes.store.dropped_files,
                 }
             ),
