@@ -106,7 +106,7 @@ class Engine:
             choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
             prefixes=prefixes,
             expert_order=ExpertAwareOrder(expect, patience) if expect else None,
-            block_tokens=backbone.block_tokens if runner is None else 0,
+            block_tokens=backbone.block_tokens,
         )
 
     @property

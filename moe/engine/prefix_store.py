@@ -3,9 +3,9 @@
 A file holds a block of 64 tokens of every layer (`moe.network.block_codec`) and is named by the
 hash of everything up to its end, so that prefixes share the files of what they have in common, and
 an existing file needs no writing. The folder of a file stands for everything that its bits depend
-on: model, code, settings (`prefix_key`); salts are part of the hashes. Blocks are written behind the requests, when the
-prefix cache evicts them and at the end of a run, and read behind the requests, when a prompt begins
-with them.
+on: model, code, settings (`prefix_key`); salts are part of the hashes. Blocks are written behind
+the requests, when the prefix cache evicts them and at the end of a run, and read behind the
+requests, when a prompt begins with them.
 
 A file gets its name when it is complete, and is checked when it is read: what is damaged or is no
 file of ours is deleted, with a warning in the log. Several processes may share a directory. A disk

@@ -68,6 +68,11 @@ class BlockHolder:
         for block in self.blocks:
             self._settle(block)
 
+    def sole_tokens(self, length: int, block_tokens: int) -> int:
+        """Of a sequence of this length, tokens whose memory no other has."""
+        others = sum(len(block.holders) > 1 for block in self.blocks)
+        return max(length - block_tokens * others, 0)
+
     def release(self) -> None:
         """List no blocks any more; each counts for another sequence that lists it."""
         self.kept = False
@@ -166,8 +171,7 @@ class BlockKVCache(KVCache):
 
     @property
     def sole_tokens(self) -> int:
-        others = sum(len(block.holders) > 1 for block in self.blocks)
-        return max(self.length - BLOCK * others, 0)
+        return self._holder.sole_tokens(self.length, BLOCK)
 
     def keep(self, kept: bool) -> None:
         self._holder.keep(kept)
@@ -270,9 +274,8 @@ class BlockKVCache(KVCache):
         sizes = [BLOCK * self.form.token_bytes(*shape) for shape in shapes.values()]
         if [rows.numel() for rows in coded.values()] != sizes or not all(sizes):
             return False
-        if (self.length and shapes != self._shapes) or (
-            made := self._rows_of(rest, device)
-        ) is None:
+        made = self._rows_of(rest, device)
+        if made is None or (self.length and shapes != self._shapes):
             return False
         self._shapes = shapes
         super().reserve(self.length + BLOCK)
