@@ -513,7 +513,12 @@ def _prefix_cache(
     cost = RereadCost(work, loaded.experts, miss_ratio)
     store = None
     if memory is not None and memory.prefix_dir is not None and loaded.prefix_key:
-        assert backbone.blocks is not None
         root, most = Path(memory.prefix_dir).expanduser(), int(memory.prefix_dir_gib * GIB)
-        store = PrefixStore(root, loaded.prefix_key, most, backbone.blocks.new_cache)
-    return PrefixCache(most_tokens, recurrent=backbone.recurrent, reread=cost, store=store)
+        store = PrefixStore(root, loaded.prefix_key, most)
+    return PrefixCache(
+        most_tokens,
+        recurrent=backbone.recurrent,
+        reread=cost,
+        store=store,
+        new_cache=backbone.new_cache,
+    )

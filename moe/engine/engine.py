@@ -106,7 +106,7 @@ class Engine:
             choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
             prefixes=prefixes,
             expert_order=ExpertAwareOrder(expect, patience) if expect else None,
-            block_tokens=backbone.block_tokens if runner is None else 0,
+            block_tokens=backbone.block_tokens,
         )
 
     @property
@@ -226,7 +226,7 @@ class Engine:
                 if prefixes.store is None
                 else {
                     "saved_blocks": prefixes.store.saved_blocks,
-                    "restored_tokens": prefixes.store.restored_tokens,
+                    "restored_tokens": prefixes.restored_tokens,
                     "dropped_files": prefixes.store.dropped_files,
                 }
             ),

@@ -59,6 +59,7 @@ class SequenceGroup:
         snapshots: positions of the prompt, in order, where its recurrent states are kept.
         prompt_logprobs: log probabilities of the prompt's tokens so far; None: not asked for.
         looked_up: the prefix cache has been asked for the prompt.
+        counted: that counts in its statistics.
     """
 
     sequences: list[RunningSequence]
@@ -67,6 +68,7 @@ class SequenceGroup:
     snapshots: Sequence[int] = ()
     prompt_logprobs: list[Token | None] | None = None
     looked_up: bool = False
+    counted: bool = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -128,18 +130,23 @@ class SequenceGroup:
         """Read the prompt into this state; it may hold a prefix of the prompt already."""
         self.cache, self.num_read = cache, cache.length
 
-    def look_up(self, prefixes: PrefixCache) -> None:
-        """Begin with the longest prefix of the prompt that is cached, if there is one."""
+    def look_up(self, prefixes: PrefixCache) -> bool:
+        """Begin with the longest prefix of the prompt that is cached, if there is one; False: one
+        is being read from disk, look again later."""
         first, again = self.sequences[0], self.looked_up
         self.looked_up, keys = True, first.prompt_keys
         if keys is None:
-            return
+            return True
+        if prefixes.read_ahead(first.salt, keys, again=again):
+            return False
         self.snapshots = prefixes.snapshots(first.salt, keys)
-        cached = prefixes.match(first.salt, keys, first.capacity, again=again)
+        cached = prefixes.match(first.salt, keys, first.capacity, again=self.counted)
+        self.counted = True
         if cached is not None:
             self.begin(cached)
             for sequence in self.sequences:
                 sequence.reuse_prefix(cached.length)
+        return True
 
     def advance(self, num_tokens: int) -> None:
         """Note that a batch has read the next tokens of the prompt."""

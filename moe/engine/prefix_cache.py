@@ -28,14 +28,16 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from threading import Event
 
 import numpy as np
 
 from kernels.cpu.kv import BLOCK as STORED_TOKENS
 from moe.engine.prefill_mode import LayerWork, distinct_experts, measured_frequencies
 from moe.engine.prefix_store import PrefixStore
-from moe.network.kv_cache import KVCache
+from moe.network.kv_cache import KVCache, SequenceCache, StoredBlock
 from moe.network.moe_layer import MoELayers
 
 BLOCK = 16
@@ -74,12 +76,36 @@ class RereadCost:
 
 
 @dataclass(eq=False)
+class Reservation:
+    """Room for a prefix that is on its way, from disk or from another server.
+
+    Attributes:
+        tokens: of memory.
+        stop: set when the room is wanted for something else: what comes is not taken.
+    """
+
+    tokens: int
+    stop: Event = field(default_factory=Event)
+
+
+@dataclass(eq=False)
 class _Entry:
     salt: str
     token_ids: list[int]
     kv: KVCache
     hashes: list[bytes]
     worth: float = 0.0
+
+
+@dataclass(eq=False)
+class _Read:
+    """Blocks of a prompt that are being read from disk, behind the first ``begin`` tokens."""
+
+    salt: str
+    token_ids: list[int]
+    begin: int
+    blocks: Future[list[StoredBlock]]
+    room: Reservation
 
 
 class PrefixCache:
@@ -90,11 +116,13 @@ class PrefixCache:
         recurrent: sequences have recurrent states.
         reread: what reading so many tokens again costs, in any unit.
         store: keeps on disk what is evicted; None: nothing does.
+        new_cache: makes the cache of a sequence that begins with what the store has.
 
     Attributes:
         hit_tokens: tokens that requests did not have to read again, so far.
         asked_tokens: tokens of all requests that asked, so far.
         evictions: entries freed to make room, so far.
+        restored_tokens: brought back from the store, so far.
     """
 
     def __init__(
@@ -104,11 +132,15 @@ class PrefixCache:
         recurrent: bool = False,
         reread: Callable[[int], float] = float,
         store: PrefixStore | None = None,
+        new_cache: Callable[[int], SequenceCache] = KVCache,
     ) -> None:
         self.max_tokens = max_tokens
         self._recurrent = recurrent
         self._reread = reread
-        self.store = store
+        self.store, self._new_cache = store, new_cache
+        self._reads: dict[bytes, _Read] = {}
+        self._coming: list[Reservation] = []
+        self.restored_tokens = 0
         self.hit_tokens = 0
         self.asked_tokens = 0
         self.evictions = 0
@@ -119,8 +151,9 @@ class PrefixCache:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of memory held; what running sequences share is counted here."""
-        return self._held.total()
+        """Tokens of memory held; what running sequences share is counted here, and so is what is on
+        its way."""
+        return self._held.total() + sum(room.tokens for room in self._coming)
 
     @property
     def _held(self) -> Counter[str]:
@@ -167,35 +200,83 @@ class PrefixCache:
         """
         self.asked_tokens += 0 if again else len(token_ids)
         entry, length = self._longest(salt, token_ids)
-        if self.store is not None and self._restore(self.store, salt, token_ids, entry, length):
-            entry, length = self._longest(salt, token_ids)
         if entry is None:
             return None
         self._use(entry)
         self.hit_tokens += length
         return entry.kv.fork(capacity, length)
 
-    def _restore(
-        self,
-        store: PrefixStore,
-        salt: str,
-        token_ids: Sequence[int],
-        entry: _Entry | None,
-        length: int,
-    ) -> bool:
-        """Bring back from disk what is known there of a prompt behind the first ``length`` tokens,
-        which an entry has."""
+    def reserve(self, tokens: int) -> Reservation | None:
+        """Make room for a prefix that is on its way; None if it would not fit beside the others.
+
+        The caller must `release` it. Until then, it gives way as entries do.
+        """
+        if tokens + sum(room.tokens for room in self._coming) > self.max_tokens:
+            return None
+        room = Reservation(tokens)
+        self._coming.insert(0, room)
+        while self.num_tokens > self.max_tokens:
+            self.evict()
+        return room
+
+    def release(self, room: Reservation) -> bool:
+        """End a reservation; whether the room was still there."""
+        self._coming = [other for other in self._coming if other is not room]
+        return not room.stop.is_set()
+
+    def read_ahead(self, salt: str, token_ids: Sequence[int], *, again: bool = False) -> bool:
+        """Begin to read from disk what is known there of a prompt and not here.
+
+        Args:
+            again: the request has asked before.
+
+        Returns:
+            Whether it is being read: ask again later.
+        """
+        self._take_read()
+        if self.store is None:
+            return False
         ids = list(token_ids[:-1][: self.max_tokens])
-        whole = min(length, len(ids)) // STORED_TOKENS * STORED_TOKENS
-        known = None
-        if entry is not None and whole:
-            if entry.kv.recurrent:
-                return False
-            known = entry.kv.fork(len(ids), whole)
-        kv = store.restore(known, block_hashes(salt, ids)[_STORED - 1 :: _STORED], ids)
-        if kv is not None:
-            self.add(salt, ids[: kv.length], kv)
-        return kv is not None
+        digests = block_hashes(salt, ids)[_STORED - 1 :: _STORED]
+        if not digests or again:
+            return bool(digests) and digests[-1] in self._reads
+        entry, length = self._longest(salt, token_ids)
+        if entry is not None and entry.kv.recurrent:
+            return False
+        first = min(length, len(ids)) // STORED_TOKENS
+        count = self.store.num_stored(digests[first:])
+        if digests[-1] in self._reads:
+            return True
+        room = self.reserve(count * STORED_TOKENS) if count else None
+        if room is None:
+            return False
+        end = first + count
+        ids = ids[: end * STORED_TOKENS]
+        blocks = self.store.read(digests[first:end], ids[first * STORED_TOKENS :])
+        self._reads[digests[-1]] = _Read(salt, ids, first * STORED_TOKENS, blocks, room)
+        return True
+
+    def wait_for_read(self, seconds: float) -> bool:
+        """Wait for what is being read from disk; whether something has come."""
+        reading = [read.blocks for read in self._reads.values()]
+        return bool(reading and wait(reading, seconds, FIRST_COMPLETED).done)
+
+    def _take_read(self) -> None:
+        """Add what has come from disk."""
+        for digest in [digest for digest, read in self._reads.items() if read.blocks.done()]:
+            read = self._reads.pop(digest)
+            wanted = self.release(read.room)
+            entry, length = self._longest(read.salt, [*read.token_ids, 0])
+            if not wanted or length < read.begin:  # its beginning has been evicted meanwhile
+                continue
+            size = len(read.token_ids)
+            kv = entry.kv.fork(size, read.begin) if entry and read.begin else self._new_cache(size)
+            assert isinstance(kv, KVCache), "only such caches are kept"
+            for block in read.blocks.result():
+                if not kv.append_block(block):
+                    break
+            self.restored_tokens += kv.length - read.begin
+            self.add(read.salt, read.token_ids[: kv.length], kv)
 
     def close(self) -> None:
         """Save what is kept, the most recently used first, if there is a store."""
@@ -250,8 +331,12 @@ class PrefixCache:
         return best
 
     def evict(self) -> bool:
-        """Free the entry that is worth least; False if there is none."""
+        """Free the entry that is worth least, or else the room of what is on its way; False if
+        there is neither."""
         if not self._entries:
+            if self._coming:
+                self._coming.pop().stop.set()
+                return True
             return False
         salt = max(self._held, key=self._held.__getitem__)
         entries = [entry for entry in self._entries.values() if entry.salt == salt]

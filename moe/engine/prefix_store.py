@@ -1,10 +1,11 @@
 """Keys and values of prompts on disk (`memory.prefix_dir`), for other runs and other servers.
 
-A file holds a block of 64 tokens of every layer and is named by the hash of everything up to its
-end, so that prefixes share the files of what they have in common, and an existing file needs no
-writing. The folder of a file stands for everything that its bits depend on: model, code, settings
-(`prefix_key`); salts are part of the hashes. Blocks are written behind the requests, when the
-prefix cache evicts them and at the end of a run.
+A file holds a block of 64 tokens of every layer (`moe.network.block_codec`) and is named by the
+hash of everything up to its end, so that prefixes share the files of what they have in common, and
+an existing file needs no writing. The folder of a file stands for everything that its bits depend
+on: model, code, settings (`prefix_key`); salts are part of the hashes. Blocks are written behind
+the requests, when the prefix cache evicts them and at the end of a run, and read behind the
+requests, when a prompt begins with them.
 
 A file gets its name when it is complete, and is checked when it is read: what is damaged or is no
 file of ours is deleted, with a warning in the log. Several processes may share a directory. A disk
@@ -20,35 +21,30 @@ import logging
 import os
 import platform
 import time
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from threading import Lock
 from uuid import uuid4
 
-import numpy as np
 import torch
 
-from experts.safetensors_io import as_bytes
 from kernels.cpu.kv import BLOCK
 from moe.errors import ProfileError
 from moe.machine import code_digest
-from moe.network.kv_blocks import BlockKVCache, KVBlock, Shape
-from moe.network.kv_cache import KVCache, LayerKey
+from moe.network.block_codec import BlockError, decode_block, encode_block
+from moe.network.kv_cache import KVCache, StoredBlock
 from moe.settings import Profile
 from moe.settings.profile import KEYS, value_of
 
-_MAGIC = b"MOEKV\x00\x00\x01"  # the last byte is the version
 _SUFFIX, _UNFINISHED = ".kv", ".unfinished"
-_HEAD = len(_MAGIC) + 4 + 4  # magic, CRC-32 of all that follows, length of the layout
 _PENDING_BYTES = 256 * 2**20
 _STALE_S = 600.0  # no file is being written for so long
 _SETTINGS = ("device", "kernels.", "model.", "routing.", "offload.late", "speculation.contrast")
 _logger = logging.getLogger("moe")
-Layout = dict[LayerKey, Shape]
 
 
 def prefix_key(model: Path, profile: Profile, kv_bits: int) -> str:
@@ -62,10 +58,15 @@ def prefix_key(model: Path, profile: Profile, kv_bits: int) -> str:
     facts = {
         "code": [code_digest(), torch.__version__, platform.machine()],
         "files": [[f.name, s.st_size, s.st_mtime_ns] for f, s in stats if "hot-set" not in f.name],
-        "settings": [repr(value_of(profile, k)) for k in KEYS.leaves if k.startswith(_SETTINGS)],
+        "settings": settings_of_bits(profile),
         "kv_bits": [kv_bits, BLOCK],
     }
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
+
+
+def settings_of_bits(profile: Profile) -> list[str]:
+    """The settings that the bits of keys and values depend on."""
+    return [repr(value_of(profile, key)) for key in KEYS.leaves if key.startswith(_SETTINGS)]
 
 
 def prepare_directory(path: Path) -> None:
@@ -90,25 +91,21 @@ class PrefixStore:
         directory: as `prepare_directory` leaves it.
         key: see `prefix_key`.
         most_bytes: of all files in the directory; the least recently used are deleted.
-        new_cache: makes the cache of a sequence.
 
     Attributes:
         saved_blocks: written so far.
-        restored_tokens: read so far.
         dropped_files: that were deleted because they were damaged or not ours.
     """
 
-    def __init__(
-        self, directory: Path, key: str, most_bytes: int, new_cache: Callable[[int], KVCache]
-    ) -> None:
+    def __init__(self, directory: Path, key: str, most_bytes: int) -> None:
         self._root, self._directory = directory, directory / key
         self._most_bytes = most_bytes
-        self._new_cache = new_cache
-        self.saved_blocks = self.restored_tokens = self.dropped_files = 0
+        self.saved_blocks = self.dropped_files = 0
         self._pending = self._bytes = 0
         self._stopped = False
         self._lock = Lock()  # of `_pending`
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="moe-prefixes")
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="moe-prefix-reads")
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             self._trim()
@@ -126,10 +123,9 @@ class PrefixStore:
             wait: write all of them now; else behind the requests, and not what would have to wait
                 for long.
         """
-        if not isinstance(kv, BlockKVCache) or not kv.only_blocks:
+        if not kv.can_be_stored:
             return
-        now, layout = time.time_ns(), kv.shapes
-        size = BLOCK * kv.token_bytes
+        now, size = time.time_ns(), BLOCK * kv.token_bytes
         for at, digest in enumerate(digests[: kv.length // BLOCK]):
             path = self._path(digest)
             if self._stopped or (not wait and self._pending + size > _PENDING_BYTES):
@@ -138,7 +134,7 @@ class PrefixStore:
                 continue
             tokens = list(ids[at * BLOCK : (at + 1) * BLOCK])
             # Of one prompt the last block is the oldest, so that it goes first.
-            write = partial(self._write, path, tokens, kv.blocks[at], layout, now - 1000 * at)
+            write = partial(self._write, path, tokens, kv.stored_block(at), now - 1000 * at)
             if wait:  # at the end of a program, when threads can be given nothing more
                 write()
                 continue
@@ -146,54 +142,37 @@ class PrefixStore:
                 self._pending += size
             self._writer.submit(write).add_done_callback(partial(self._written, size))
 
-    def restore(
-        self, kv: KVCache | None, digests: Sequence[bytes], ids: Sequence[int]
-    ) -> KVCache | None:
-        """A sequence that goes on from one with blocks that are on disk; None if there are none.
+    def num_stored(self, digests: Sequence[bytes]) -> int:
+        """How many of these blocks are on disk, up to the first that is not."""
+        return sum(1 for _ in takewhile(lambda digest: self._path(digest).exists(), digests))
+
+    def read(self, digests: Sequence[bytes], ids: Sequence[int]) -> Future[list[StoredBlock]]:
+        """Begin to read blocks behind the requests; the result ends before the first that cannot be
+        used.
 
         Args:
-            kv: has whole blocks of the prompt, and is changed; None: begin with nothing.
-            digests, ids: see `save`.
+            digests: see `save`.
+            ids: the tokens of these blocks.
         """
-        first = 0 if kv is None else kv.length // BLOCK
-        if first >= len(digests) or not self._path(digests[first]).exists():
-            return None
-        kv = self._new_cache(len(ids)) if kv is None else kv
-        if not isinstance(kv, BlockKVCache):
-            return None
-        now = time.time_ns()
-        for at in range(first, len(digests)):
-            path = self._path(digests[at])
-            if not self._read(path, list(ids[at * BLOCK : (at + 1) * BLOCK]), kv):
-                break
-            with suppress(OSError):  # another process has deleted it
-                os.utime(path, ns=(now - 1000 * at, now - 1000 * at))
-        self.restored_tokens += kv.length - first * BLOCK
-        return kv if kv.length > first * BLOCK else None
+        return self._reader.submit(self._read_all, list(digests), list(ids))
 
     def finish(self) -> None:
-        """Wait for what is being written behind the requests."""
+        """Wait for what is being written behind the requests; read no more."""
+        self._reader.shutdown(cancel_futures=True)
         self._writer.shutdown()
 
     def _path(self, digest: bytes) -> Path:
         return self._directory / f"{digest.hex()}{_SUFFIX}"
 
-    def _write(self, path: Path, ids: list[int], block: KVBlock, layout: Layout, used: int) -> None:
+    def _write(self, path: Path, ids: list[int], block: StoredBlock, used: int) -> None:
         """Write a file that was last used at this time, in ns."""
         if self._stopped:
             return
-        text = json.dumps([[layer, *shape] for layer, shape in layout.items()]).encode()
-        parts: list[bytes | memoryview] = [np.asarray(ids, np.int64).tobytes(), text]
-        parts += [as_bytes(block.rows[layer]) for layer in layout]
-        total = 0
-        for part in parts:
-            total = zlib.crc32(part, total)
-        head = _MAGIC + total.to_bytes(4, "little") + len(text).to_bytes(4, "little")
         unfinished = path.with_name(f"{uuid4().hex}{_UNFINISHED}")
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with open(os.open(unfinished, flags, 0o600), "wb") as file:
-                file.writelines([head, *parts])
+                file.writelines(encode_block(block, ids))
             os.utime(unfinished, ns=(used, used))
             unfinished.rename(path)
             self.saved_blocks += 1
@@ -210,19 +189,31 @@ class PrefixStore:
         with self._lock:
             self._pending -= size
 
-    def _read(self, path: Path, ids: list[int], kv: BlockKVCache) -> bool:
-        """Append a file's block to a sequence; False if there is none that can be used."""
+    def _read_all(self, digests: list[bytes], ids: list[int]) -> list[StoredBlock]:
+        found: list[StoredBlock] = []
+        now = time.time_ns()
+        for at, digest in enumerate(digests):
+            path = self._path(digest)
+            block = self._read(path, ids[at * BLOCK : (at + 1) * BLOCK])
+            if block is None:
+                break
+            found.append(block)
+            with suppress(OSError):  # another process has deleted it
+                os.utime(path, ns=(now - 1000 * at, now - 1000 * at))
+        return found
+
+    def _read(self, path: Path, ids: list[int]) -> StoredBlock | None:
+        """A file's block; None if there is none that can be used."""
         try:
-            content = path.read_bytes()
+            return decode_block(path.read_bytes(), ids)
         except FileNotFoundError:
-            return False
+            return None
         except OSError as error:
             _logger.warning("a saved prefix cannot be read: %s: %s", path, error.strerror)
-            return False
-        why = _append(content, ids, kv)
-        if why:
-            self._drop(path, why)
-        return not why
+            return None
+        except BlockError as error:
+            self._drop(path, str(error))
+            return None
 
     def _drop(self, path: Path, why: str) -> None:
         self.dropped_files += 1
@@ -256,24 +247,3 @@ class PrefixStore:
             self._bytes -= size
             if self._bytes <= self._most_bytes * 9 // 10:
                 return
-
-
-def _append(content: bytes, ids: list[int], kv: BlockKVCache) -> str:
-    """Append what a file holds to a sequence; else why not."""
-    if content[: len(_MAGIC)] != _MAGIC:
-        return "is no file of this version"
-    total, length = (int.from_bytes(content[at : at + 4], "little") for at in (8, 12))
-    if zlib.crc32(memoryview(content)[_HEAD:]) != total or len(content) < _HEAD + 8 * BLOCK:
-        return "is damaged"
-    text = _HEAD + 8 * BLOCK
-    if content[_HEAD:text] != np.asarray(ids, np.int64).tobytes():
-        return "holds other tokens"
-    try:
-        found = json.loads(content[text : text + length])
-        layout: Layout = {layer: Shape(*map(int, shape)) for layer, *shape in found}
-    except (ValueError, TypeError, RecursionError):
-        return "has no layout"
-    data = np.frombuffer(content, np.uint8, offset=text + length)
-    rows = torch.empty(len(data), dtype=torch.uint8)  # aligned, as kernels want it
-    rows.numpy()[:] = data
-    return "" if kv.append_block(layout, rows) else "has another layout"

@@ -7,6 +7,8 @@ gets a token in every step. If a step does not fit into memory, the scheduler fr
 entries first, then half-read prompts, then preempts the sequence with the last key; all but cache
 entries are read again later.
 
+A prompt whose beginning is being read from disk waits, and others overtake it.
+
 Memory that several sequences share counts once. A prompt of which most is being read by a batch
 already waits for that batch, and then goes on from the prefix cache: requests that arrive together
 with a common prompt read it once.
@@ -32,6 +34,7 @@ from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
 
 _queue_key = attrgetter("queue_key")
+_WAIT_S = 0.02
 
 
 class Scheduler:
@@ -106,6 +109,8 @@ class Scheduler:
             self.prefilling.layer_group += 1
         else:
             self.prefilling = self._next_batch()
+            if self.prefilling is None and not self.running and self._has_read():
+                self.prefilling = self._next_batch()
         spare = self.kv_tokens - self.num_used_tokens() - len(self.running)
         return ScheduledStep(list(self.running), self.prefilling, max(0, spare))
 
@@ -174,9 +179,7 @@ class Scheduler:
         builder: PrefillBatchBuilder | None = None
         taken: list[SequenceGroup] = []
         for count, group in enumerate(self.waiting, 1):
-            if self.prefixes is not None and not group.num_read and group.prompt_logprobs is None:
-                group.look_up(self.prefixes)
-            if self.prefixes is not None and any(map(group.is_expected_from, taken)):
+            if self.prefixes is not None and self._must_wait(group, self.prefixes, taken):
                 continue
             if not self._fits([*taken, group], self.waiting[count:]):
                 break
@@ -191,6 +194,20 @@ class Scheduler:
                 sequence.leave_queue()
         self.waiting = [group for group in self.waiting if group not in taken]
         return None if builder is None else builder.build(self._pauses)
+
+    @staticmethod
+    def _must_wait(
+        group: SequenceGroup, prefixes: PrefixCache, taken: Sequence[SequenceGroup]
+    ) -> bool:
+        """Whether most of a prompt is being read from disk, or by a batch that takes these."""
+        asks = not group.num_read and group.prompt_logprobs is None
+        if asks and not group.look_up(prefixes):
+            return True
+        return any(map(group.is_expected_from, taken))
+
+    def _has_read(self) -> bool:
+        """With nothing else to do, wait a moment for what is read from disk; whether it came."""
+        return self.prefixes is not None and self.prefixes.wait_for_read(_WAIT_S)
 
     def _mode(self) -> PrefillMode:
         if self._choose_mode is None:

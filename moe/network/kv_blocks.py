@@ -10,7 +10,7 @@ Legend: N key/value heads, D key size, V value size, T new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakSet, finalize
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, NativeKV
-from moe.network.kv_cache import KVCache, KVFormat, LayerKey
+from moe.network.kv_cache import CODED, KVCache, KVFormat, LayerKey, RowLayout, StoredBlock
 
 
 class Shape(NamedTuple):
@@ -67,6 +67,11 @@ class BlockHolder:
         self.kept = kept
         for block in self.blocks:
             self._settle(block)
+
+    def sole_tokens(self, length: int, block_tokens: int) -> int:
+        """Of a sequence of this length, tokens whose memory no other has."""
+        others = sum(len(block.holders) > 1 for block in self.blocks)
+        return max(length - block_tokens * others, 0)
 
     def release(self) -> None:
         """List no blocks any more; each counts for another sequence that lists it."""
@@ -166,8 +171,7 @@ class BlockKVCache(KVCache):
 
     @property
     def sole_tokens(self) -> int:
-        others = sum(len(block.holders) > 1 for block in self.blocks)
-        return max(self.length - BLOCK * others, 0)
+        return self._holder.sole_tokens(self.length, BLOCK)
 
     def keep(self, kept: bool) -> None:
         self._holder.keep(kept)
@@ -251,70 +255,36 @@ class BlockKVCache(KVCache):
         self.copy_states(copy)
         return copy
 
-    @property
-    def only_blocks(self) -> bool:
-        """Its blocks are all that it keeps of its tokens."""
-        return not super().layers and not self._states and self.hidden is None
+    def stored_block(self, at: int) -> StoredBlock:
+        """As `KVCache.stored_block`: rows of attention as they are kept, without a copy."""
+        found, rows = super().stored_block(at), self.blocks[at].rows
+        own = {layer: RowLayout(CODED, *shape) for layer, shape in self._shapes.items()}
+        return StoredBlock(own | found.layout, [*(rows[layer] for layer in own), *found.rows])
 
-    @property
-    def shapes(self) -> dict[LayerKey, Shape]:
-        """Of each layer in blocks."""
-        return dict(self._shapes)
-
-    def append_block(self, shapes: Mapping[LayerKey, Shape], rows: Tensor) -> bool:
-        """Go on with a whole block that another sequence has had.
-
-        Args:
-            shapes: of its layers, in order.
-            rows: bytes of all of them.
-
-        Returns:
-            Whether this sequence has such layers and the bytes are as many as they take.
-        """
+    def append_block(self, stored: StoredBlock, device: torch.device | None = None) -> bool:
+        coded: dict[LayerKey, Tensor] = {}
+        rest = StoredBlock({}, [])
+        for (layer, layout), rows in zip(stored.layout.items(), stored.rows, strict=True):
+            if layout.form == CODED:
+                coded[layer] = rows
+            else:
+                rest.layout[layer] = layout
+                rest.rows.append(rows)
+        shapes = {layer: Shape(*stored.layout[layer][1:]) for layer in coded}
         sizes = [BLOCK * self.form.token_bytes(*shape) for shape in shapes.values()]
-        if min(sizes, default=0) <= 0 or sum(sizes) != rows.numel():
+        if [rows.numel() for rows in coded.values()] != sizes or not all(sizes):
             return False
-        if self._shapes and dict(shapes) != self._shapes:
+        made = self._rows_of(rest, device)
+        if made is None or (self.length and shapes != self._shapes):
             return False
-        assert self.length == len(self.blocks) * BLOCK, "only whole blocks are followed"
-        self._shapes = dict(shapes)
+        self._shapes = shapes
         super().reserve(self.length + BLOCK)
         block = self._pool.new_block()
-        block.rows = dict(zip(shapes, rows.split(sizes), strict=True))
+        block.rows = coded
         self._holder.add(block)
         self._place()
-        self.length += BLOCK
+        self._write_block(made)
         return True
-
-    def packed(self, length: int) -> dict[str, Tensor]:
-        """As `KVCache.packed`; ``length`` is a multiple of 64: of attention, whole blocks as they
-        are stored, ``(blocks, bytes)``."""
-        assert length % BLOCK == 0
-        blocks = self.blocks[: length // BLOCK]
-        found = {
-            ".".join(map(str, ("blocks", layer, *shape))): torch.stack(
-                [block.rows[layer] for block in blocks]
-            )
-            for layer, shape in self._shapes.items()
-        }
-        return found | super().packed(length)
-
-    def unpack(self, rows: Mapping[str, Tensor], length: int) -> None:
-        own = {name: tensor for name, tensor in rows.items() if name.startswith("blocks.")}
-        self.reserve(length)
-        taken: dict[int, Tensor] = {}
-        for name, tensor in own.items():
-            layer, *sizes = map(int, name.split(".")[1:])
-            size = BLOCK * self.form.token_bytes(*sizes)
-            if tensor.dtype != torch.uint8 or tensor.shape != (length // BLOCK, size):
-                raise ValueError(f"layer {layer} has not blocks of {length} tokens in this form")
-            taken[layer], self._shapes[layer] = tensor, Shape(*sizes)
-        self._shapes = {layer: self._shapes[layer] for layer in sorted(taken)}
-        self._place()
-        for layer, tensor in taken.items():
-            for block, stored in zip(self.blocks, tensor, strict=False):
-                block.rows[layer].copy_(stored)
-        super().unpack({name: rows[name] for name in rows.keys() - own.keys()}, length)
 
     def _place(self) -> None:
         """Give every block memory for every layer, and list where it is."""

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from transformers import Cache
 
 from kernels.cpu.dense import BlockRows
-from kernels.cpu.kv import RowFormat
+from kernels.cpu.kv import BLOCK, RowFormat
 from moe.network.hidden import KEPT, HiddenRows
 
 LayerKey = int | tuple[str, int]
@@ -53,6 +53,40 @@ class KVFormat(NamedTuple):
     def token_bytes(self, heads: int, key_size: int, value_size: int) -> int:
         """Bytes of a token in one layer."""
         return heads * (self.keys.row_bytes(key_size) + self.values.row_bytes(value_size))
+
+
+class RowLayout(NamedTuple):
+    """How a layer's rows of a `StoredBlock` lie: all keys, then all values, head by head.
+
+    Attributes:
+        form: `CODED`, or the dtype.
+    """
+
+    form: str
+    heads: int
+    key_size: int
+    value_size: int
+
+
+CODED = "coded"
+"""Rows are as a sequence with blocks keeps them, in its `KVFormat`."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class StoredBlock(NamedTuple):
+    """What a sequence keeps of 64 tokens, as bytes: for disks and other processes
+    (`moe.network.block_codec`).
+
+    Attributes:
+        rows: ``(bytes,)`` uint8 on the CPU, of each layer of the layout.
+    """
+
+    layout: dict[LayerKey, RowLayout]
+    rows: list[Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(rows.numel() for rows in self.rows)
 
 
 class KVCache:
@@ -279,35 +313,67 @@ class KVCache:
             copy.head = self.head.fork(copy.capacity + KEPT, rows)
             copy.head.hidden = HiddenRows()
 
-    def packed(self, length: int) -> dict[str, Tensor]:
-        """Copies of the rows of the first ``length`` tokens, for `unpack` of another process's
-        cache of the same model and form. Not for sequences with recurrent states."""
-        assert not self._states, "states are not packed"
-        assert length <= self.length
-        return {
-            f"{_text_of(layer)}.{what}": rows.contiguous()
-            for layer in self._layers
-            for what, rows in zip(
-                ("keys", "values"), KVCache.read(self, layer, length), strict=True
-            )
-        }
+    @property
+    def can_be_stored(self) -> bool:
+        """Keys and values are all that it keeps of its tokens."""
+        return not self._states and self.hidden is None
 
-    def unpack(self, rows: Mapping[str, Tensor], length: int) -> None:
-        """Take the rows of `packed`; this sequence has read nothing yet.
+    def stored_block(self, at: int) -> StoredBlock:
+        """The rows of block ``at``, for `append_block` of another cache of the same model and form.
+        Its 64 tokens have been read. Not for sequences with recurrent states."""
+        assert not self._states, "states are not stored"
+        first, found = at * BLOCK, StoredBlock({}, [])
+        for layer, pair in self._layers.items():
+            keys, values = (rows[:, :, first : first + BLOCK] for rows in pair)
+            shape = keys.shape[1], keys.shape[3], values.shape[3]
+            found.layout[layer] = RowLayout(str(keys.dtype).removeprefix("torch."), *shape)
+            parts = [rows.reshape(-1).view(torch.uint8).cpu() for rows in (keys, values)]
+            found.rows.append(torch.cat(parts))
+        return found
 
-        Raises:
-            ValueError: they are not of ``length`` tokens.
+    def append_block(self, stored: StoredBlock, device: torch.device | None = None) -> bool:
+        """Go on with 64 tokens that another sequence has had.
+
+        Args:
+            device: of this sequence's buffers; None: of the CPU.
+
+        Returns:
+            Whether this sequence has such layers and the bytes are as many as they take.
         """
-        pairs: dict[LayerKey, dict[str, Tensor]] = {}
-        for name, tensor in rows.items():
-            layer, _, what = name.rpartition(".")
-            pairs.setdefault(_layer_of(layer), {})[what] = tensor
-        for key in sorted(pairs, key=str):
-            keys, values = pairs[key]["keys"], pairs[key]["values"]
-            if any(each.ndim != 4 or each.shape[2] != length for each in (keys, values)):
-                raise ValueError(f"layer {key} has not rows of {length} tokens")
-            self.write(key, keys, values)
-        self.length = length
+        made = self._rows_of(stored, device)
+        if made is None:
+            return False
+        self._write_block(made)
+        return True
+
+    def _rows_of(
+        self, stored: StoredBlock, device: torch.device | None
+    ) -> dict[LayerKey, tuple[Tensor, Tensor]] | None:
+        """Keys and values ``(1, N, 64, D)`` of a block; None if they are not like those in the
+        buffers."""
+        assert self.length % BLOCK == 0, "only whole blocks are followed"
+        if self.length and set(stored.layout) != set(self._layers):
+            return None
+        made = {}
+        for (layer, layout), rows in zip(stored.layout.items(), stored.rows, strict=True):
+            dtype, sizes = _DTYPES.get(layout.form), [layout.key_size, layout.value_size]
+            if dtype is None or rows.numel() != BLOCK * layout.heads * sum(sizes) * dtype.itemsize:
+                return None
+            parts = rows.view(dtype).to(device).split([BLOCK * layout.heads * n for n in sizes])
+            keys, values = (
+                part.view(1, layout.heads, BLOCK, size)
+                for part, size in zip(parts, sizes, strict=True)
+            )
+            made[layer] = keys, values
+            for own, new in zip(self._layers.get(layer, ()), made[layer], strict=False):
+                if (own.dtype, own.shape[1], own.shape[3]) != (dtype, new.shape[1], new.shape[3]):
+                    return None
+        return made
+
+    def _write_block(self, rows: Mapping[LayerKey, tuple[Tensor, Tensor]]) -> None:
+        for layer, pair in rows.items():
+            self.write(layer, *pair)
+        self.length += BLOCK
 
     def _grow(self, layer: LayerKey) -> None:
         old = self._layers[layer]
@@ -319,15 +385,6 @@ class KVCache:
     def _buffer(self, rows: Tensor) -> Tensor:
         shape = (rows.shape[0], rows.shape[1], self.room, rows.shape[3])
         return torch.empty(shape, dtype=rows.dtype, device=rows.device)
-
-
-def _text_of(layer: LayerKey) -> str:
-    return str(layer) if isinstance(layer, int) else f"{layer[0]}:{layer[1]}"
-
-
-def _layer_of(text: str) -> LayerKey:
-    kind, _, number = text.rpartition(":")
-    return (kind, int(number)) if kind else int(number)
 
 
 @dataclass

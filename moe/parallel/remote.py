@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,7 +29,8 @@ from moe.engine.prefill_batch import (
 )
 from moe.engine.runner import ModelRunner, Outcome
 from moe.errors import RankError, StructureError
-from moe.network.kv_cache import KVCache, SequenceCache
+from moe.network.kv_blocks import BlockHolder, KVBlock
+from moe.network.kv_cache import KVCache, SequenceCache, States
 from moe.parallel.transport import Message
 from moe.sampling.constraint import Structures
 from moe.sampling.params import SamplingParams, Structure
@@ -103,13 +104,19 @@ class RankScheduler:
 
 
 class RemoteCache(KVCache):
-    """Handle on keys and values of another rank; when it is garbage, the rank frees them."""
+    """Handle on keys and values of another rank; when it is garbage, the rank frees them.
+
+    It lists blocks without rows where the rank's copy lists blocks with rows, so that memory which
+    sequences share on the rank counts once here, too.
+    """
 
     def __init__(self, orders: OrderQueue, capacity: int, length: int = 0) -> None:
         super().__init__(capacity)
         self.length = length
         self.id = orders.new_id()
         self._orders = orders
+        self._holder = BlockHolder()
+        weakref.finalize(self, self._holder.release).atexit = False
         weakref.finalize(self, orders.caches.append, ["free", self.id]).atexit = False
 
     @property
@@ -117,9 +124,44 @@ class RemoteCache(KVCache):
         """As the rank says."""
         return self._orders.state_tokens
 
-    def fork(self, capacity: int, length: int) -> RemoteCache:
-        copy = RemoteCache(self._orders, capacity, length)
+    @property
+    def fork_tokens(self) -> int:
+        return self._orders.block_tokens
+
+    @property
+    def shared_tokens(self) -> int:
+        return self.fork_tokens * self._holder.shared
+
+    @property
+    def sole_tokens(self) -> int:
+        return self._holder.sole_tokens(self.length, self.fork_tokens)
+
+    def keep(self, kept: bool) -> None:
+        self._holder.keep(kept)
+
+    def advance(
+        self, states: Mapping[int, States], tokens: int, snapshots: Sequence[int] = ()
+    ) -> None:
+        super().advance(states, tokens, snapshots)
+        self._list_blocks()
+
+    def share_with(self, copy: RemoteCache, length: int) -> None:
+        """The rank has made ``copy`` a fork of this sequence's first ``length`` tokens."""
+        copy.length = length
+        if self.fork_tokens:
+            for block in self._holder.blocks[: length // self.fork_tokens]:
+                copy._holder.add(block)
+        copy._list_blocks()
         self.copy_states(copy)
+
+    def _list_blocks(self) -> None:
+        size = self.fork_tokens
+        while size and len(self._holder.blocks) * size < self.length:
+            self._holder.add(KVBlock({}))
+
+    def fork(self, capacity: int, length: int) -> RemoteCache:
+        copy = RemoteCache(self._orders, capacity)
+        self.share_with(copy, length)
         self._orders.caches.append(["copy", copy.id, self.id, capacity, length])
         return copy
 
@@ -130,10 +172,11 @@ class OrderQueue:
     Attributes:
         caches: copies and frees of keys and values, to be done before the next step.
         state_tokens: of the rank's sequences, see `KVCache`; 0 without recurrent layers.
+        block_tokens: of the blocks that the rank's sequences share; 0: they copy.
     """
 
     def __init__(self) -> None:
-        self.state_tokens = 0
+        self.state_tokens = self.block_tokens = 0
         self.caches: deque[list[Any]] = deque()  # handles may become garbage in any thread
         self._numbers = itertools.count()
         self._ids: dict[RunningSequence, int] = {}
@@ -173,7 +216,7 @@ class OrderQueue:
     def outcomes(self, reply: Message, step: ScheduledStep) -> list[Outcome]:
         """The rank's reply, for `Engine.process_outputs`."""
         outcomes: list[Outcome] = []
-        self.state_tokens = reply["state_tokens"]
+        self.state_tokens, self.block_tokens = reply["state_tokens"], reply["block_tokens"]
         for number, tokens, error, prompt in reply["outcomes"]:
             sequence = self._known.get(number)
             if sequence is None:
@@ -238,11 +281,13 @@ class OrderQueue:
             if group.sequences[0] in failed:
                 group.restart()
                 continue
-            if self.state_tokens and isinstance(group.cache, RemoteCache):
-                ends, size = chunk.snapshots, len(chunk.token_ids)
-                group.cache.advance({at: {} for at in (*ends, size)}, size, ends)
+            assert isinstance(group.cache, RemoteCache)
+            ends, size = chunk.snapshots, len(chunk.token_ids)
+            states: dict[int, States] = {at: {} for at in (*ends, size)}
+            group.cache.advance(states if self.state_tokens else {}, size, ends)
             if chunk.is_last:
-                assert group.cache is not None
+                for branch in self._branches[group]:
+                    group.cache.share_with(branch, group.cache.length)
                 group.finish([group.cache, *self._branches[group]])
         self._batch, self._branches = None, {}
 
@@ -318,6 +363,7 @@ class EngineMirror:
         return {
             "outcomes": [self._reply(outcome) for outcome in outcomes],
             "state_tokens": self._state_tokens,
+            "block_tokens": self._runner.backbone.block_tokens,
         }
 
     def _apply(self, order: Message) -> None:

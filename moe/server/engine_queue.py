@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from moe.completion import StreamEvent, places_of
 from moe.engine.engine import Engine, StepLoop
 from moe.engine.prefill_batch import SequenceGroup
-from moe.engine.prefix_cache import PrefixCache
+from moe.engine.prefix_cache import PrefixCache, Reservation
 from moe.errors import RankLostError, RequestError, StructureError
 from moe.fair_pool import FairPool
 from moe.loading.progress import LoadProgress, Report
@@ -255,9 +255,9 @@ class EngineQueue:
         self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
         return job
 
-    def fingerprint(self) -> str:
+    async def fingerprint(self) -> str:
         """See `moe.server.remote_prefill.fingerprint`. Slow the first time."""
-        self._fingerprint = self._fingerprint or fingerprint(self.ready_model())
+        self._fingerprint = self._fingerprint or await self.between_steps(fingerprint)
         return self._fingerprint
 
     async def between_steps(self, work: Callable[[MoE], Result]) -> Result:
@@ -273,19 +273,38 @@ class EngineQueue:
         """A copy of the state after these tokens; None if the prefix cache does not have it."""
         return await self._ask(lambda prefixes: prefixes.copy_of(salt, token_ids))
 
-    async def keep_prefix(self, salt: str, token_ids: list[int], cache: KVCache) -> None:
-        """Put the state after these tokens into the prefix cache."""
-        await self._ask(lambda prefixes: prefixes.add(salt, token_ids, cache))
+    async def reserve_prefix(self, tokens: int) -> Reservation | None:
+        """Room in the prefix cache for what is on its way; `release_prefix` must follow."""
+        return await self._ask(lambda prefixes: prefixes.reserve(tokens))
+
+    async def keep_prefix(
+        self, salt: str, token_ids: list[int], cache: KVCache, room: Reservation
+    ) -> bool:
+        """Put the state after these tokens into the prefix cache, in place of its reservation;
+        False: that has given way to requests."""
+
+        def keep(prefixes: PrefixCache) -> bool:
+            kept = prefixes.release(room)
+            if kept:
+                prefixes.add(salt, token_ids, cache)
+            return kept
+
+        return await self._ask(keep)
+
+    def release_prefix(self, room: Reservation) -> None:
+        """End a reservation, whatever has become of it."""
+        room.stop.set()
+        self._engine.ask(partial(self._with_prefixes, lambda prefixes: prefixes.release(room)))
 
     async def _ask(self, work: Callable[[PrefixCache], Result]) -> Result:
         """Run work between two steps. Only with a role other than both: there is such a cache."""
+        return await asyncio.wrap_future(self._engine.ask(partial(self._with_prefixes, work)))
 
-        def run(engine: StepLoop) -> Result:
-            assert isinstance(engine, Engine)
-            assert engine.scheduler.prefixes is not None
-            return work(engine.scheduler.prefixes)
-
-        return await asyncio.wrap_future(self._engine.ask(run))
+    @staticmethod
+    def _with_prefixes(work: Callable[[PrefixCache], Result], engine: StepLoop) -> Result:
+        assert isinstance(engine, Engine)
+        assert engine.scheduler.prefixes is not None
+        return work(engine.scheduler.prefixes)
 
     async def _run_text(self, work: Callable[[MoE], Result], caller: str, *, heavy: bool) -> Result:
         run = partial(work, self.ready_model())

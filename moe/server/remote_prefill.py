@@ -5,10 +5,14 @@ The decode server is the front door. It asks a prefill server for a long prompt'
 known prefix, and reads what is behind the last whole block itself. What fails in between costs
 nothing but time, as the engine then reads the prompt.
 
-Both know ``MOE_LAUNCH_SECRET``. A request carries a code of its body by that secret, an answer one
-of itself and of the request, so neither is taken from a stranger, nor damaged ones. An answer is a
-stream: `_ALIVE` once in a while as long as the prompt is read (a server that says nothing for
-`parallel.timeout_s` counts as gone), then `_ROWS`, a safetensors container and the code.
+Both know ``MOE_LAUNCH_SECRET``. A request carries a code of its body by that secret, each block of
+an answer one of itself, its place and the request, so neither is taken from a stranger, nor damaged
+ones. An answer is a stream: `_ALIVE` once in a while as long as the prompt is read (a server that
+says nothing for `parallel.timeout_s` counts as gone), then `_ROWS`, and of each block its length (4
+bytes, little-endian), its bytes (`moe.network.block_codec`, as on disk) and its code.
+
+What is on its way has a reservation in the prefix cache, and so is inside the memory plan: it waits
+for room there, and gives way as other prefixes do. The prompt is then read here.
 """
 
 from __future__ import annotations
@@ -21,58 +25,67 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import torch
 from fastapi import APIRouter
 from pydantic import Field
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kernels.cpu.kv import BLOCK
 from moe.engine.prefill_batch import SequenceGroup
+from moe.engine.prefix_store import settings_of_bits
 from moe.errors import UnsupportedModelError
 from moe.model import MoE
+from moe.network.block_codec import decode_block, encode_block
 from moe.network.kv_cache import KVCache
+from moe.network.moe_layer import run_experts
 from moe.sampling.params import SamplingParams
 from moe.server.bodies import RequestBody, parse, read_body
 from moe.server.errors import APIError
 from moe.server.fields import Items
 from moe.server.guard import logger
 from moe.settings import ParallelSettings
+from offload.errors import OffloadError
+from routing import Routing
 
 if TYPE_CHECKING:
     from moe.server.engine_queue import EngineQueue
 
 ROUTE = "/v1/prefill"
 AT_ONCE = 4
-"""Prompts that a decode server fetches at a time; until they are there, their memory is in no plan.
-"""
+"""Prompts that a decode server fetches at a time."""
 REST_S = 5.0
 """For so long a server that failed is not asked."""
 _ALIVE, _ROWS = b"\0", b"\1"
 _ALIVE_S = 1.0
 _CODE = hashlib.sha256().digest_size
-_PART = 1 << 20
 _SPARE_BYTES = 1 << 20
 _SAMPLED = 64  # numbers of each weight in a fingerprint
+_SAMPLED_EXPERTS = 4  # of each layer
 router = APIRouter()
 
 
+@torch.inference_mode()
 def fingerprint(model: MoE) -> str:
-    """The same for servers whose keys and values may be exchanged: of the configuration, how rows
-    are stored, the bits of experts, and numbers from every other weight."""
+    """The same for servers whose keys and values may be exchanged: of the configuration and the
+    settings, how rows are stored, the bits of experts, what some experts of each layer make of a
+    fixed row, bit by bit, and numbers from every other weight.
+
+    Call it between two steps: it may read experts from disk. Raises `OffloadError`.
+    """
     config = model.config.to_dict()
     for changes in ("_name_or_path", "transformers_version"):
         config.pop(changes, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    digest.update(json.dumps(settings_of_bits(model.profile.profile)).encode())
     blocks = model.backbone.blocks
     digest.update(repr(blocks.form if blocks is not None else KVCache.form).encode())
     digest.update(json.dumps(model.expert_layout()["layers"]).encode())
@@ -81,6 +94,15 @@ def fingerprint(model: MoE) -> str:
         some = flat[:: max(flat.numel() // _SAMPLED, 1)].contiguous().cpu()
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         digest.update(some.view(torch.uint8).numpy().tobytes())
+    trunk = model.backbone.model
+    for layer in model.experts.layers:
+        row = torch.linspace(-1, 1, layer.hidden_size, dtype=trunk.dtype, device=trunk.device)[None]
+        step = -(-layer.num_experts // _SAMPLED_EXPERTS)
+        for expert in range(0, layer.num_experts, step):
+            only = Routing(torch.tensor([[expert]]), torch.ones(1, 1))
+            only = Routing(only.expert_ids.to(trunk.device), only.weights.to(trunk.device))
+            made = run_experts(row, only, layer, model.experts.forward).cpu()
+            digest.update(made.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -98,7 +120,7 @@ class _RefusedError(ValueError):
     """A server will not read this prompt; it may read others."""
 
 
-_FAULTS = (OSError, ValueError, KeyError, http.client.HTTPException, SafetensorError)
+_FAULTS = (OSError, ValueError, http.client.HTTPException, OffloadError)
 
 
 class PrefillRequest(RequestBody):
@@ -139,13 +161,14 @@ class PrefillClient:
         self._settings, self._secret = settings, secret.encode()
         self._servers = [_Server(url.rstrip("/")) for url in settings.prefill_servers]
         self._threads = ThreadPoolExecutor(AT_ONCE, "moe-prefill")
-        self._fingerprint = ""
+        self._free = asyncio.Semaphore(AT_ONCE)
 
     async def fetch_for(self, queue: EngineQueue, groups: Sequence[SequenceGroup]) -> None:
         """Put the beginnings of long prompts into the prefix cache, as far as servers give them."""
         for group in groups:
             if group.prompt_logprobs is None:  # else every token is read here
-                await self._fetch_one(queue, group)
+                async with self._free:
+                    await self._fetch_one(queue, group)
 
     async def _fetch_one(self, queue: EngineQueue, group: SequenceGroup) -> None:
         model, salt = queue.ready_model(), group.sequences[0].salt
@@ -155,36 +178,41 @@ class PrefillClient:
         servers = [each for each in self._servers if each.rests_until <= time.monotonic()]
         if length - known < self._settings.prefill_tokens or not servers:
             return
+        room = await queue.reserve_prefix(length)
+        if room is None:  # it would not fit beside others that are on their way
+            return
         server = min(servers, key=lambda each: each.asked)
-        stop = threading.Event()
         server.asked += 1
         try:
+            own = await queue.fingerprint()
             cache = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._fetch, model, server, group, token_ids, stop
+                self._threads, self._fetch, model, own, server, group, token_ids, room.stop
             )
+            if cache is not None and await queue.keep_prefix(salt, token_ids, cache, room):
+                queue.metrics.remote_prefills.labels("fetched").inc()
         except _FAULTS as error:
             if not isinstance(error, _RefusedError):
                 server.rests_until = time.monotonic() + REST_S
             queue.metrics.remote_prefills.labels("failed").inc()
             logger.warning("prefill server %s: %s; prompts are read here", server.url, error)
-            return
         finally:
-            stop.set()
+            queue.release_prefix(room)
             server.asked -= 1
-        if cache is not None:
-            queue.metrics.remote_prefills.labels("fetched").inc()
-            await queue.keep_prefix(salt, token_ids, cache)
 
     def _fetch(
         self,
         model: MoE,
+        own: str,
         server: _Server,
         group: SequenceGroup,
         token_ids: list[int],
         stop: threading.Event,
     ) -> KVCache | None:
-        """None: nobody waits for it any more, or the server has no room."""
-        self._fingerprint = self._fingerprint or fingerprint(model)
+        """None: nobody waits for it any more, or one of the servers has no room.
+
+        Args:
+            own: the fingerprint of this server's model.
+        """
         first, length = group.sequences[0], len(token_ids)
         nonce = secrets.token_hex(16)
         body = json.dumps(
@@ -192,7 +220,7 @@ class PrefillClient:
                 "tokens": token_ids,
                 "salt": first.salt,
                 "priority": first.priority,
-                "model": self._fingerprint,
+                "model": own,
                 "nonce": nonce,
             }
         ).encode()
@@ -207,48 +235,54 @@ class PrefillClient:
             if response.status != 200:
                 said = response.read(1000).decode(errors="replace")
                 raise _RefusedError(f"it answers {response.status}: {said}")
-            most = 4 * length * model.memory_plan.kv_bytes_per_token + _SPARE_BYTES
-            data = _read(response, most, stop)
+            while (mark := response.read(1)) == _ALIVE:
+                if stop.is_set():
+                    return None
+            if not mark:
+                return None
+            cache = model.backbone.new_cache(length)
+            assert isinstance(cache, KVCache)
+            most = 4 * BLOCK * model.memory_plan.kv_bytes_per_token + _SPARE_BYTES
+            for begin in range(0, length, BLOCK):
+                if stop.is_set():
+                    return None
+                content = _read_block(response, most, partial(_code, self._secret, nonce, begin))
+                block = decode_block(content, token_ids[begin : begin + BLOCK])
+                if not cache.append_block(block, model.backbone.device):
+                    raise ValueError("its blocks have another layout")
+            return cache
         finally:
             connection.close()
-        if data is None:
-            return None
-        payload, sent = data[:-_CODE], data[-_CODE:]
-        if not hmac.compare_digest(sent, _code(self._secret, nonce, payload)):
-            raise ValueError("its answer is damaged, or not from a server that knows the secret")
-        cache = model.backbone.new_cache(length)
-        assert isinstance(cache, KVCache)
-        cache.unpack(load(bytes(payload)), length)
-        return cache
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _read(
-    response: http.client.HTTPResponse, most: int, stop: threading.Event
-) -> memoryview | None:
-    """What follows `_ROWS`; None if the caller stopped, or the server gave up."""
-    while (mark := response.read(1)) == _ALIVE:
-        if stop.is_set():
-            return None
-    if not mark:
-        return None
-    data = bytearray()
-    while part := response.read(_PART):
-        data += part
-        if len(data) > most:
-            raise ValueError(f"it sends more than {most} bytes")
-        if stop.is_set():
-            return None
-    if len(data) <= _CODE:
-        raise ValueError("its answer broke off")
-    return memoryview(data)
+def _read_block(
+    response: http.client.HTTPResponse, most: int, code_of: Callable[[bytes], bytes]
+) -> bytes:
+    """The bytes of the next block. Raises `ValueError` if they are not from a server of ours."""
+
+    def read(size: int) -> bytes:
+        data = response.read(size)
+        if len(data) < size:
+            raise ValueError("its answer broke off")
+        return data
+
+    size = int.from_bytes(read(4), "little")
+    if size > most:
+        raise ValueError(f"it sends a block of {size} bytes, more than {most}")
+    content = read(size)
+    if not hmac.compare_digest(read(_CODE), code_of(content)):
+        raise ValueError("its answer is damaged, or not from a server that knows the secret")
+    return content
 
 
-def _code(secret: bytes, nonce: str, payload: bytes | memoryview) -> bytes:
-    made = hmac.new(secret, nonce.encode(), "sha256")
-    made.update(payload)
+def _code(secret: bytes, nonce: str, begin: int, *parts: bytes | memoryview) -> bytes:
+    """Of a block that begins at this token of the prompt."""
+    made = hmac.new(secret, f"{nonce} {begin} ".encode(), "sha256")
+    for part in parts:
+        made.update(part)
     return made.digest()
 
 
@@ -264,8 +298,7 @@ async def prefill(request: Request) -> Response:
         raise APIError(401, "the servers do not share MOE_LAUNCH_SECRET", code="invalid_api_key")
     request.state.body_bytes = len(body)
     wanted = await run_in_threadpool(parse, PrefillRequest, body)
-    own = await run_in_threadpool(queue.fingerprint)
-    if wanted.model != own:
+    if wanted.model != await queue.fingerprint():
         message = "the servers have different models, or different settings of them"
         raise APIError(400, message, code="model_not_found")
     if not wanted.tokens or len(wanted.tokens) % BLOCK:
@@ -297,11 +330,14 @@ async def _answer(
         cache = task.result()
         if cache is None:  # evicted in the meantime, or memory.prefix_tokens is too small for it
             return
-        payload = await run_in_threadpool(lambda: save(cache.packed(cache.length)))
         yield _ROWS
-        for start in range(0, len(payload), _PART):
-            yield memoryview(payload)[start : start + _PART]
-        yield _code(secret, wanted.nonce, payload)
+        for begin in range(0, cache.length, BLOCK):
+            ids = wanted.tokens[begin : begin + BLOCK]
+            parts = await run_in_threadpool(encode_block, cache.stored_block(begin // BLOCK), ids)
+            size = sum(map(len, parts))
+            code = await run_in_threadpool(_code, secret, wanted.nonce, begin, *parts)
+            for part in (size.to_bytes(4, "little"), *parts, code):
+                yield part
     finally:
         task.cancel()
         queue.close(job)

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
+from moe.network.block_codec import BlockError, decode_block, encode_block
 from moe.network.kv_blocks import BlockKVCache, BlockPool, Shape
 from moe.network.kv_cache import KVFormat, Work
 from moe.network.lanes import run_lanes
@@ -77,6 +78,22 @@ class Sequences(RuleBasedStateMachine):
         before = self.pool.held_tokens
         self.known.append((cache.fork(CAPACITY, length), rows[:length]))
         assert self.pool.held_tokens - before <= BLOCK  # of what is shared, nothing is copied
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """Whole blocks, as bytes, to a sequence that goes on with them: as from a disk."""
+        cache, rows = data.draw(st.sampled_from(self.known))
+        moved = self.pool.new_cache(CAPACITY)
+        ids = [int(row) for row in rows]
+        for begin in range(0, len(rows) // BLOCK * BLOCK, BLOCK):
+            part = ids[begin : begin + BLOCK]
+            content = b"".join(encode_block(cache.stored_block(begin // BLOCK), part))
+            assert moved.append_block(decode_block(content, part))
+            with pytest.raises(BlockError, match="holds other tokens"):
+                decode_block(content, [0, *part[1:]])
+        assert moved.length == len(rows) // BLOCK * BLOCK
+        self.known.append((moved, rows[: moved.length]))
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), kept=st.booleans())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams, Structure
 from moe.engine.runner import ModelRunner
 from moe.errors import RankLostError, RequestError
@@ -148,6 +150,38 @@ def test_a_rank_goes_on_from_the_states_of_a_known_prompt(
         assert group.sequences[0].token_ids == alone.token_ids
     prefixes = engine.status()["prefixes"]
     assert prefixes["hit_tokens"] >= len(prompt), prefixes
+
+
+def test_a_rank_holds_a_common_prompt_once(tiny_checkpoint: Callable[[str], Path]) -> None:
+    """There is room for 3 of the 12 prompts, if each had memory of its own."""
+    shared, own, new = 3 * BLOCK, 20, 4
+    memory = {"prefix_tokens": 1000, "kv_bits": 16}
+    model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory=memory)
+    pool = model.backbone.blocks
+    assert pool is not None
+    engine, _ = parallel(model, 1)
+    planner = engine._schedulers[0].engine
+    planner.scheduler.kv_tokens = shared + BLOCK + 12 * (own + new)
+    common = [7 + at % 90 for at in range(shared)]
+    prompts = [[*common, *range(10 + number, 10 + number + own)] for number in range(10)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=new, ignore_eos=True)
+    groups = [model.request(prompt, params) for prompt in prompts]
+    groups.append(model.request(prompts[0], replace(params, temperature=1.0, seed=1, n=2)))
+    for group in groups:
+        engine.submit(group)
+    most_running = 0
+    while not engine.idle:
+        engine.step()
+        most_running = max(most_running, len(planner.scheduler.running))
+        assert planner.scheduler.num_used_tokens() <= planner.kv_tokens
+    assert most_running == 12
+    assert planner.scheduler.prefixes is not None
+    entries = planner.scheduler.prefixes._entries.values()
+    listed = {id(block) for entry in entries for block in entry.kv._holder.blocks}
+    assert pool.held_tokens == BLOCK * len(listed), "the rank holds other blocks"
+    assert planner.scheduler.prefixes.num_tokens <= BLOCK * len(listed)
+    for group, prompt in zip(groups[:-1], prompts, strict=True):
+        assert group.sequences[0].token_ids == model.generate([prompt], params)[0].token_ids
 
 
 def test_lost_sequences_are_read_again_by_the_others(tiny_moe: Callable[[str], MoE]) -> None:

@@ -70,6 +70,24 @@ def test_the_least_recently_used_makes_room() -> None:
     assert cache.evictions == 1
 
 
+def test_what_is_on_its_way_has_room_and_gives_way() -> None:
+    cache, known = PrefixCache(4 * BLOCK), [1] * (2 * BLOCK)
+    cache.add("", known, stored(known))
+    room = cache.reserve(3 * BLOCK)
+    assert room is not None
+    assert cache.num_tokens == 3 * BLOCK, "the entry has made room"
+    assert cache.reserve(2 * BLOCK) is None
+    assert cache.evict()
+    assert room.stop.is_set()
+    assert cache.num_tokens == 0
+    assert not cache.evict()
+    assert not cache.release(room)
+    other = cache.reserve(BLOCK)
+    assert other is not None
+    assert cache.release(other)
+    assert cache.num_tokens == 0
+
+
 def test_a_flood_under_one_salt_costs_that_salt() -> None:
     cache, kept = PrefixCache(10 * BLOCK), [1] * (4 * BLOCK)
     cache.add("calm", kept, stored(kept))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
 from moe.engine import prefix_store
+from moe.engine.prefix_store import PrefixStore
 from moe.errors import ProfileError
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
@@ -83,6 +85,40 @@ def test_what_is_evicted_comes_back_in_the_same_run(load: Load) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert ask(model) == (answer, 2 * BLOCK)
+
+
+def test_others_get_tokens_while_a_prefix_is_read_from_disk(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with load() as first:
+        answer, _ = ask(first)
+    slow, read = threading.Event(), PrefixStore._read
+
+    def wait_and_read(*given: Any) -> Any:
+        assert slow.wait(20)
+        return read(*given)
+
+    monkeypatch.setattr(PrefixStore, "_read", wait_and_read)
+    with load() as model:
+        engine, group = model.engine(), model.request(PROMPT, GREEDY)
+        other, gone = model.request([5, 6, 7], GREEDY), model.request(PROMPT, GREEDY)
+        for each in (group, other, gone):
+            engine.submit(each)
+        while not other.sequences[0].finish_reason:
+            engine.step()
+        prefixes = engine.scheduler.prefixes
+        assert prefixes is not None
+        assert not group.sequences[0].token_ids
+        assert prefixes.num_tokens >= 2 * BLOCK, "what is on its way has room"
+        engine.cancel(gone)
+        assert not engine.step()
+        slow.set()
+        while not engine.idle:
+            engine.step()
+        assert group.sequences[0].token_ids == answer
+        assert group.sequences[0].num_cached_tokens == 2 * BLOCK
+        assert counters(model)["restored_tokens"] == 2 * BLOCK
+        assert counters(model)["asked_tokens"] == len(PROMPT) + 3
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "foreign", "head"])

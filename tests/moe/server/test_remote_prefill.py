@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 
+from kernels import ExpertWeights
 from moe import MoE
 from moe.errors import ProfileError
 from moe.server import remote_prefill
 from moe.server.serve import Service, _secret, bind
 from moe.settings.profile import load_profile
+from offload.layer import held_experts
 from tests.launched import Launch, free_port
 from tests.moe.server.conftest import Running
 
@@ -172,6 +174,15 @@ def test_other_secrets_and_other_models_are_refused(text_checkpoint: Path) -> No
                 assert outcomes(decode) == {"failed": 1.0}
     with serving(text_checkpoint) as alone:
         assert alone.http.post(remote_prefill.ROUTE, json={}).status_code == 404
+
+
+def test_an_expert_that_differs_is_another_model(tiny_checkpoint: Callable[[str], Path]) -> None:
+    with MoE.from_pretrained(tiny_checkpoint("qwen3_moe")) as model:
+        own = remote_prefill.fingerprint(model)
+        experts = held_experts(model.experts.layers[-1])
+        assert isinstance(experts, ExpertWeights)
+        experts.down_EHF.data[0].mul_(1.001)
+        assert remote_prefill.fingerprint(model) != own
 
 
 def test_roles_need_each_other_a_cache_and_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
