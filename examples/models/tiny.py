@@ -83,6 +83,11 @@ SPECIFIC: dict[str, dict[str, Any]] = {
         "swa_q_lora_rank": 16, "swa_kv_lora_rank": 16, "swa_qk_nope_head_dim": 8,
         "swa_v_head_dim": 8, "shared_experts_intermediate_size": 24,
     },
+    "deepseek_v4": {
+        "compress_rates": {
+            "compressed_sparse_attention": 4, "heavily_compressed_attention": 10,
+        },
+    },
     "inkling_text": {"rel_extent": 12, "log_scaling_n_floor": 8, "sliding_window_size": 6},
     "inkling2_text": {"rel_extent": 8, "log_scaling_n_floor": 16, "sliding_window_size": 6},
     "inkling2_loop_text": {

@@ -81,7 +81,7 @@ long Pass::work() const {
   for (const Matrix* m : {&a().q_a, &a().q, &a().k, &a().v, &a().o, &l.router, &l.gate, &l.up,
                           &l.down})
     weights += m->size();
-  for (long b = 0; b < B; ++b) keys += this->keys(b);
+  for (long b = 0; b < B; ++b) keys += this->keys(b) + entries(b);
   const long a_key = a().expansion ? a().heads * 2 * a().latent
                                    : a().kv_heads * (a().head_dim + a().value_dim);
   return B * weights + keys * a_key;

@@ -100,6 +100,10 @@ struct Given {
   const float* bias;       // (B, heads, reach) of the score of the key so many positions back, or null
   int64_t most, reach;     // a row that has fewer keys than `most` attends to all of them
   int64_t pool;            // see Indexer
+  // Beside its keys a row attends to entries, rows of another cache of floats that are keys and values
+  // at once. Each stands for `rate` tokens (0: there are none), the last of which writes it.
+  const float* entry;      // (B, D)
+  int64_t entries, rate;   // index of their cache; `chosen` and `most` are of entries then
 };
 
 struct Pass {
@@ -150,21 +154,39 @@ struct Pass {
     if (window < 0) return (own - 1) / -window * -window;
     return window && own > window ? own - window : 0;
   }
-  long keys(long b) const {  // that a row attends to
-    if (!given.chosen) return length(b) - first_key(b);
+  long keys(long b) const {  // that a row attends to, without entries
+    if (!given.chosen || given.rate) return length(b) - first_key(b);
     return Indexer::most(given.most / given.pool, given.pool, length(b));
   }
-  long splits(long b) const { return (keys(b) + SPLIT - 1) / SPLIT; }
+  long entries(long b) const {
+    if (!given.rate) return 0;
+    const long all = length(b) / given.rate;
+    return given.chosen && all > given.most ? given.most : all;
+  }
+  bool writes_entry(long b) const { return given.rate && length(b) % given.rate == 0; }
+  // Splits of keys, and behind them those of entries.
+  long key_splits(long b) const { return (keys(b) + SPLIT - 1) / SPLIT; }
+  long splits(long b) const { return key_splits(b) + (entries(b) + SPLIT - 1) / SPLIT; }
+  bool of_entries(long b, long split) const { return split >= key_splits(b); }
   long split_keys(long b, long split) const {
-    const long left = keys(b) - split * SPLIT;
+    const long left = of_entries(b, split) ? entries(b) - (split - key_splits(b)) * SPLIT
+                                           : keys(b) - split * SPLIT;
     return left < SPLIT ? left : SPLIT;
   }
+  long split_first(long b, long split) const {  // key or entry, where none are chosen
+    return of_entries(b, split) ? (split - key_splits(b)) * SPLIT : first_key(b) + split * SPLIT;
+  }
   const int64_t* split_chosen(long b, long split) const {
-    return given.chosen ? given.chosen + b * given.most + split * SPLIT : nullptr;
+    if (!given.chosen || bool(given.rate) != of_entries(b, split)) return nullptr;
+    return given.chosen + b * given.most + (given.rate ? split - key_splits(b) : split) * SPLIT;
   }
   kv::Rows cached(long b, int which, long head, long size) const {
     return {step.cache[(b * step.layers + a().cache) * 2 + which], which ? step.values : step.keys,
             size, step.capacity[b], head};
+  }
+  kv::Rows entry_rows(long b) const {  // in one block
+    const void* table = step.cache[(b * step.layers + given.entries) * 2];
+    return {table, kv::Format{32, 0}, a().head_dim, 0, 0};
   }
   void weigh(const kv::Rows& values, long b, long split, long queries, const float (*weight)[SPLIT],
              long size, float* const* to) const;

@@ -26,15 +26,17 @@ inline void Pass::turn_keys(long b) {
     kv::put(step.keys, rows + n * D, D, cached(b, 0, n, D).at(at));
     kv::put(step.values, v + (b * N + n) * V, V, cached(b, 1, n, V).at(at));
   }
+  if (writes_entry(b))
+    memcpy(entry_rows(b).at(at / given.rate), given.entry + b * D, D * sizeof(float));
 }
 
-// Some rows of a split of the keys, from its key t on.
+// Some rows of a split, from its key t on.
 inline Straight Pass::floats(const kv::Rows& rows, long b, long split, long t, long count) const {
   float* memory = tiles + omp_get_thread_num() * tile_floats;
   long stride;
   const int64_t* index = split_chosen(b, split);
   const float* first = index ? rows.floats(index + t, count, memory, stride)
-                             : rows.floats(first_key(b) + split * SPLIT + t, count, memory, stride);
+                             : rows.floats(split_first(b, split) + t, count, memory, stride);
   return {first, stride};
 }
 
@@ -42,14 +44,16 @@ inline Straight Pass::floats(const kv::Rows& rows, long b, long split, long t, l
 inline void Pass::attend(long b, long kv_head, long split) {
   const long D = a().head_dim, V = a().value_dim, group = a().heads / a().kv_heads;
   const long count = split_keys(b, split);
-  const kv::Rows keys = cached(b, 0, kv_head, D), values = cached(b, 1, kv_head, V);
+  const bool beside = of_entries(b, split);  // as they are: neither coded nor turned
+  const kv::Rows keys = beside ? entry_rows(b) : cached(b, 0, kv_head, D);
+  const kv::Rows values = beside ? keys : cached(b, 1, kv_head, V);
   alignas(64) float score[QUERIES][SPLIT];
   for (long g = 0; g < group; g += QUERIES) {
     const long queries = std::min(group - g, QUERIES), head = b * a().heads + kv_head * group + g;
     for (long t = 0; t < count; t += KEYS) {
       const long some = std::min(count - t, KEYS);
       const Straight rows = floats(keys, b, split, t, some);
-      scores_of(asked + head * D, D, queries, rows, some, D, true, score, t);
+      scores_of((beside ? q : asked) + head * D, D, queries, rows, some, D, true, score, t);
     }
     float* to[QUERIES];
     for (long i = 0; i < queries; ++i) {
@@ -57,6 +61,8 @@ inline void Pass::attend(long b, long kv_head, long split) {
       to[i] = sums + ((head + i) * longest + split) * V;
     }
     weigh(values, b, split, queries, score, V, to);
+    if (beside && step.values.turned)  // as the sums of the other splits
+      for (long i = 0; i < queries; ++i) kv::turn(to[i], V);
   }
   if (splits(b) == 1)
     for (long i = 0; i < group; ++i) merge_head(b, kv_head * group + i);
@@ -76,7 +82,7 @@ inline void Pass::weigh(const kv::Rows& values, long b, long split, long queries
 
 // Turns the scores of a split into weights; `row` counts the heads of all rows.
 inline Partial Pass::weights_of(long b, long row, long split, float* score) const {
-  const long count = split_keys(b, split), begin = first_key(b) + split * SPLIT;
+  const long count = split_keys(b, split), begin = split_first(b, split);
   if (given.bias) {
     const float *bias = given.bias + row * given.reach, unscaled = 1.0f / a().scale;
     const int64_t* index = split_chosen(b, split);

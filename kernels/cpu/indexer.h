@@ -1,7 +1,8 @@
 // Which keys a new token attends to: an indexer keeps a small key of each token, and chooses the
 // tokens with the largest sum over its heads of weight * relu(q . key). Some choose pools: runs of
 // tokens, whose key is the mean of theirs, some by the softmax of each number's gates, and some normed
-// and rotated to the pool's first position. A token's choice depends on its own sequence only.
+// and rotated to the pool's first position. Others choose entries: keys that stand for several tokens
+// and are kept as such. A token's choice depends on its own sequence only.
 #pragma once
 #include <algorithm>
 #include <utility>
@@ -16,6 +17,7 @@ struct Indexer {
   int64_t cache;         // index of its rows
   int64_t heads, size;   // queries of a token, and their numbers
   int64_t top_k;         // keys that are chosen, or pools
+  int64_t rate;          // tokens that a row of the cache stands for; the last of them writes it
   int64_t pool, stride;  // tokens of a pool, or 1; numbers of a row: a key, and gates behind it
   const float* bias;     // (pool, size) of a pool's gates; null: no gates, a plain mean
   Norm norm;             // of a pool's key; then its rotation

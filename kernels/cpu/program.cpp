@@ -9,11 +9,12 @@
 
 LAYOUT(program::Place, base, pitch, offset, space, element)
 LAYOUT(program::Operand, place, strides)
-LAYOUT(program::Instruction, out, a, b, c, sizes, count, number, code, dims)
+LAYOUT(program::Instruction, out, a, b, c, sizes, count, every, number, code, dims)
 LAYOUT(program::Projected, matrix, from, codes, out, multiple, group)
 LAYOUT(program::Selected, matrices, from, ids, out, multiple, rows, columns)
-LAYOUT(program::Attended, layer, q, k, v, out, chosen, sinks, bias, most, reach, pool)
-LAYOUT(decode::Indexer, cache, heads, size, top_k, pool, stride, bias, norm, rotation)
+LAYOUT(program::Attended, layer, q, k, v, out, chosen, sinks, bias, entry, most, reach, pool,
+       entries, rate)
+LAYOUT(decode::Indexer, cache, heads, size, top_k, rate, pool, stride, bias, norm, rotation)
 LAYOUT(program::Indexed, indexer, q, weights, key, chosen, most)
 LAYOUT(program::Recurred, call, rows, before, after, out, kind, inputs)
 LAYOUT(program::Stage, begin, end, kind, in_order)
@@ -36,7 +37,8 @@ struct Attending {
     pass.given = {first.at(attended.q), first.at(attended.k),
                   latent ? nullptr : first.at(attended.v), first.at(attended.out),
                   first.at<int64_t>(attended.chosen), first.at(attended.sinks),
-                  first.at(attended.bias), attended.most, attended.reach, attended.pool};
+                  first.at(attended.bias), attended.most, attended.reach, attended.pool,
+                  first.at(attended.entry), attended.entries, attended.rate};
     pass.measure();
   }
   void place(decode::Arena& arena) { pass.place_attention(arena); }
@@ -62,7 +64,7 @@ struct Choosing {
       if (keys(b) > indexer.top_k) longest = std::max(longest, keys(b));
   }
 
-  long length(long b) const { return step.position[b] + 1; }
+  long length(long b) const { return (step.position[b] + 1) / indexer.rate; }  // rows in the cache
   long keys(long b) const { return length(b) / indexer.pool; }
   float* cached(long b) const {  // of floats, in one block
     return *static_cast<float* const*>(step.cache[(b * step.layers + indexer.cache) * 2]);
@@ -84,7 +86,8 @@ struct Choosing {
   void run() {
     const long W = indexer.stride, splits = (longest + decode::SPLIT - 1) / decode::SPLIT;
     storing.run(step.rows, [&](long b) {
-      memcpy(cached(b) + step.position[b] * W, key + b * W, W * sizeof(float));
+      if ((step.position[b] + 1) % indexer.rate) return;  // a later token writes the row
+      memcpy(cached(b) + (length(b) - 1) * W, key + b * W, W * sizeof(float));
     });
     scoring.run(step.rows * splits,
                 [&](long task) { score(task / splits, task % splits * decode::SPLIT); });
@@ -115,7 +118,10 @@ struct Segment {
   void instructions(const Stage& stage, long first, long last) const {
     for (long b = first; b < last; ++b) {
       const Row own = row(b);
-      for (long i = stage.begin; i < stage.end; ++i) own.run(program.instructions[i]);
+      const long end = *own.at<int64_t>({0, sizeof(int64_t), 0, POSITION, INTEGER}) + 1;
+      for (long i = stage.begin; i < stage.end; ++i)
+        if (const Instruction& each = program.instructions[i]; each.every == 1 || end % each.every == 0)
+          own.run(each);
     }
   }
 

@@ -53,6 +53,7 @@ struct Instruction {
   Operand out, a, b, c;
   int64_t sizes[DIMS];
   int64_t count;
+  int64_t every;  // only rows at the last of so many positions need what it makes
   float number;
   int32_t code, dims;
 };
@@ -72,8 +73,8 @@ struct Selected {  // `multiple` dense rows of each row, each times the matrix o
 struct Attended {  // of dense queries, keys and values; latent: k has latents and rotated keys, v nothing
   decode::Layer layer;  // only its attention
   Place q, k, v, out;
-  Place chosen, sinks, bias;  // see decode::Given; CONSTANT 0: none
-  int64_t most, reach, pool;
+  Place chosen, sinks, bias, entry;  // see decode::Given; CONSTANT 0: none
+  int64_t most, reach, pool, entries, rate;
 };
 
 // The choice of an indexer, of dense queries, weights of its heads and its row. It fills as many of

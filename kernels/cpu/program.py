@@ -122,7 +122,7 @@ class InstructionRecord(Record, struct="program::Instruction"):
     _fields_ = (
         *((name, OperandRecord) for name in ("out", "a", "b", "c")),
         ("sizes", SIZE * DIMS),
-        *sizes("count"),
+        *sizes("count", "every"),
         *floats("number"),
         *numbers("code", "dims"),
     )
@@ -147,14 +147,15 @@ class SelectedRecord(Record, struct="program::Selected"):
 class AttendedRecord(Record, struct="program::Attended"):
     _fields_ = (
         ("layer", DecoderLayerRecord),
-        *((name, PlaceRecord) for name in ("q", "k", "v", "out", "chosen", "sinks", "bias")),
-        *sizes("most", "reach", "pool"),
+        *((name, PlaceRecord) for name in ("q", "k", "v", "out")),
+        *((name, PlaceRecord) for name in ("chosen", "sinks", "bias", "entry")),
+        *sizes("most", "reach", "pool", "entries", "rate"),
     )
 
 
 class IndexerRecord(Record, struct="decode::Indexer"):
     _fields_ = (
-        *sizes("cache", "heads", "size", "top_k", "pool", "stride"),
+        *sizes("cache", "heads", "size", "top_k", "rate", "pool", "stride"),
         *pointers("bias"),
         ("norm", NormRecord),
         ("rotation", RotationRecord),

@@ -85,6 +85,9 @@ class CompiledStep(ABC):
         """The choice of experts that the step has stopped for."""
         return step.routing(self._moe_layers[step.done])
 
+    def takes(self, work: Sequence[Work]) -> bool:
+        return True
+
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         step = self._begin(work)
         return self._finish(work, step, routed, step.go(self._stopping))

@@ -281,7 +281,7 @@ def _moved(unit: Unit, buffer: int, move: _Move) -> Unit | None:
                 return replace(unit, rows=whole(unit.rows), out=whole(unit.out))
             case AttentionOf():
                 never(unit.chosen)
-                names = ("query", "key", "value", "out", "sinks", "bias")
+                names = ("query", "key", "value", "out", "sinks", "bias", "entry")
                 return replace(unit, **{name: whole(getattr(unit, name)) for name in names})
             case Recurrent():
                 never(unit.before)

@@ -108,6 +108,9 @@ class GraphStep:
         self._caches = 1 + max(layer.attention.layer for layer in description.layers)
         self._idle: dict[tuple[int, bool], list[Recording]] = {}
 
+    def takes(self, work: Sequence[Work]) -> bool:
+        return True
+
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """Logits; ``routed`` runs the experts between segments."""
         return self._run(work, routed)[0]

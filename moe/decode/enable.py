@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -75,11 +76,12 @@ def enable_fused(backbone: Backbone, experts: MoELayers) -> Fused:
 
     def forward_or_transformers(work: Sequence[Work]) -> list[Tensor]:
         try:
-            return forward(work)
+            if forward.takes(work):
+                return forward(work)
         except NotDescribed as error:  # a recording of a new size failed
             backbone.decode_by(None)
             fused.enabled, fused.reason = False, str(error)
-            return backbone.forward_packed(work, decoding=True)
+        return backbone.forward_packed(work, decoding=True)
 
     backbone.decode_by(forward_or_transformers)
     return fused
@@ -135,7 +137,8 @@ def _traced_step(
     inside, why_not = _compiled_experts(experts, kernel, order)
     embedding = backbone.model.get_input_embeddings()
     step = TracedStep(program, embedding, kernel.decode, inside)
-    reason = prove_traced(backbone, step, program.layers, program.latents)
+    every = lcm(*(own.rate for own in backbone.own_cache.layers.values()))
+    reason = prove_traced(backbone, step, program.layers, program.latents, every)
     forward = DecodeForward(step, experts, why_not, order)
     return forward, f"traced, {reason}; {forward.where}"
 

@@ -87,11 +87,12 @@ class Histories:
         """Of what an operation makes of these tensors, where it meets others of the token."""
         caches = dict[LayerKey, None]()
         so_far: list[Met] = []
-        chosen, scores = [], None
+        chosen, scores = list[Tensor](), None
         for lineage in map(self.lineage, tensors):
             caches |= dict.fromkeys(lineage.caches)
             so_far += [each for each in lineage.met if not _among(each, so_far)]
-            chosen += [] if lineage.chosen is None else [lineage.chosen]
+            own = lineage.chosen
+            chosen += [] if own is None or any(own is each for each in chosen) else [own]
             scores = lineage.scores if scores is None else scores
         so_far += [Met(name, tensor) for tensor in met]
         only = chosen[0] if len(chosen) == 1 else None
@@ -164,6 +165,7 @@ class Indexer(NamedTuple):
         bias: ``(pool, D)``; rows have a gate behind the key, and the mean weighs each number by the
             softmax of its gates with this bias added. None: all weigh the same.
         norm, rotation: of a pool's key behind the mean, to the pool's first position.
+        rate: tokens that a cached key stands for; positions are those of such keys.
     """
 
     cache: LayerKey
@@ -172,6 +174,7 @@ class Indexer(NamedTuple):
     bias: Tensor | None = None
     norm: Norm | None = None
     rotation: Rotation | None = None
+    rate: int = 1
 
     @property
     def most(self) -> int:
@@ -271,7 +274,7 @@ def _gated(
         return
     for bias in module.parameters():
         if bias.ndim == 2 and bias.shape[1] == size and 1 < bias.shape[0] <= len(rows):
-            yield Indexer(lineage.caches[0], 0, bias.shape[0], bias.detach())
+            yield Indexer(lineage.caches[0], 0, pool=bias.shape[0], bias=bias.detach())
 
 
 def _means(
@@ -305,7 +308,7 @@ def _means(
             Rotation(style, at, turned, table) for at in begins for style in get_args(Style)
         ]
     for norm, rotation in product(norms, rotations):
-        yield Indexer(lineage.caches[0], 0, pool, None, norm, rotation)
+        yield Indexer(lineage.caches[0], 0, pool=pool, norm=norm, rotation=rotation)
 
 
 def _chosen_pools(

@@ -217,7 +217,7 @@ class Lowering:
         self._sum_of(Code.SUBTRACT, op, turned=True)
 
     def _lower_div(self, op: Operation) -> None:
-        rounding = op.kwargs.get("rounding_mode")
+        rounding = "floor" if op.name == "floor_divide" else op.kwargs.get("rounding_mode")
         out = op.outputs[0]
         if rounding is None:
             return self.emit(Code.DIVIDE, out, *op.args[:2])
@@ -233,6 +233,8 @@ class Lowering:
         self.emit(Code.SUBTRACT, size, size, quotient)
         self.emit(Code.SUBTRACT, out, size, quotient)
         return None
+
+    _lower_floor_divide = _lower_div
 
     def _lower_pow(self, op: Operation) -> None:
         base, power = op.args[:2]
@@ -757,7 +759,7 @@ class Lowering:
             k = rows
         dense = [self.dense(x) for x in (q, k, v)]
         with self._dense_output(op.outputs[0]) as out:
-            others = (op.kwargs.get(name) for name in ("chosen", "sinks", "bias"))
+            others = (op.kwargs.get(name) for name in ("chosen", "sinks", "bias", "entry"))
             extras = [None if x is None else self.dense(x) for x in others]
             self.units.append(AttentionOf(attends, dense[0], dense[1], dense[2], out, *extras))
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from ctypes import addressof
+from dataclasses import replace
 from itertools import accumulate
+from math import gcd
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ from moe.decode.units import (
     writes_of,
 )
 from moe.describe.description import NotDescribed
-from moe.network.kv_cache import LayerKey, StateKey
+from moe.network.kv_cache import KVCache, LayerKey, SequenceCache, StateKey
 
 _ALIGNED = 64
 _STATES = (Space.BEFORE, Space.AFTER)
@@ -67,6 +69,12 @@ class StateLayout:
         sizes = [-(-meta.numel() * meta.itemsize // _ALIGNED) * 16 for meta in self._metas.values()]
         self.offsets = dict(zip(states, accumulate(sizes, initial=0), strict=False))
         self.size = sum(sizes)
+
+    def covers(self, cache: SequenceCache) -> bool:
+        """Whether a sequence has all of these states."""
+        return not self.size or (
+            isinstance(cache, KVCache) and self.offsets.keys() <= cache.states.keys()
+        )
 
     def state(self, memory: Tensor, key: StateKey) -> Tensor:
         """One state in such a tensor."""
@@ -95,6 +103,7 @@ class Program:
         self._place_logits(trace, lowering)
         self._lowering = lowering
         units = without_copies(lowering.units, lowering.spaces, set(self._before))
+        units = _with_intervals(units, lowering.spaces)
         self.experts = [unit for unit in units if isinstance(unit, ExpertsOf)]
         sizes = {(unit.hidden, unit.top_k) for unit in self.experts}
         if len(sizes) > 1:
@@ -284,8 +293,8 @@ class Program:
         ]
         operands += [native.OperandRecord()] * (4 - len(operands))
         return native.InstructionRecord(
-            *operands, (native.SIZE * native.DIMS)(*sizes, *fill), unit.count, unit.number,
-            unit.code, dims,
+            *operands, (native.SIZE * native.DIMS)(*sizes, *fill), unit.count, unit.every,
+            unit.number, unit.code, dims,
         )  # fmt: skip
 
     def _place(self, x: Operand) -> native.PlaceRecord:
@@ -345,10 +354,15 @@ class Program:
             unit.value.meta.shape, attends.view, attends.latents and attends.latents.expansion,
         )  # fmt: skip
         places = (self._place(x) for x in (unit.query, unit.key, unit.value, unit.out))
-        others = (self._place_or_none(x) for x in (unit.chosen, unit.sinks, unit.bias))
+        extras = unit.chosen, unit.sinks, unit.bias, unit.entry
+        others = (self._place_or_none(x) for x in extras)
         most = 0 if unit.chosen is None else unit.chosen.meta.numel()
         reach = 0 if unit.bias is None else unit.bias.meta.shape[1]
-        return native.AttendedRecord(layer, *places, *others, most, reach, attends.pool)
+        cache, rate = (0, 0) if attends.entries is None else attends.entries
+        entries = self._cache(cache) if rate else 0
+        return native.AttendedRecord(
+            layer, *places, *others, most, reach, attends.pool, entries, rate
+        )
 
     def _indexer(self, unit: IndexerOf) -> native.IndexedRecord:
         heads, indexer = unit.weights.meta.numel(), unit.indexer
@@ -356,7 +370,7 @@ class Program:
         self._kept.append(bias)
         record = native.IndexerRecord(
             self._cache(indexer.cache), heads, unit.query.meta.numel() // heads, indexer.top_k,
-            indexer.pool, unit.key.meta.numel(), None if bias is None else bias.data_ptr(),
+            indexer.rate, indexer.pool, unit.key.meta.numel(), None if bias is None else bias.data_ptr(),
             self._records.norm(indexer.norm), self._records.rotation(indexer.rotation),
         )  # fmt: skip
         places = map(self._place, (unit.query, unit.weights, unit.key, unit.out))
@@ -377,6 +391,25 @@ class Program:
         if layer not in self.layers:
             self.layers.append(layer)
         return self.layers.index(layer)
+
+
+def _with_intervals(units: Sequence[Unit], spaces: Mapping[int, Space]) -> list[Unit]:
+    """The units, where instructions that only make entries are left to the tokens that need them."""
+    wanted = dict[int, int]()  # of each buffer, by which of how many tokens it is read
+    made: list[Unit] = []
+    for unit in reversed(units):
+        own, rates = 1, dict[int, int]()
+        if isinstance(unit, Instruction) and not spaces.keys() & {*writes_of(unit)}:
+            own = gcd(*(wanted.get(buffer, 1) for buffer in writes_of(unit)))
+            unit = replace(unit, every=own)
+        elif isinstance(unit, AttentionOf) and unit.entry and unit.attends.entries:
+            rates[unit.entry.buffer] = unit.attends.entries[1]
+        elif isinstance(unit, IndexerOf):
+            rates[unit.key.buffer] = unit.indexer.rate
+        for buffer in reads_of(unit):
+            wanted[buffer] = gcd(wanted.get(buffer, 0), rates.get(buffer, own))
+        made.append(unit)
+    return made[::-1]
 
 
 def _stages(units: Sequence[Unit], before: set[int]) -> list[list[Unit]]:

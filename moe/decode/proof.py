@@ -63,16 +63,22 @@ def prove_traced(
     step: StepFunction,
     layers: Sequence[LayerKey],
     latent: Mapping[nn.Module, Tensor],
+    every: int = 1,
 ) -> str:
     """The same of a traced step.
 
     Args:
+        every: tokens after which it does something that other tokens do not; a sequence comes there
+            from a token that does not.
         layers: attention layers with a cache.
         latent: of each module that expands latents, its weight ``(heads, rows, R)``.
     """
     quantized = any(isinstance(module, QuantizedLinear) for module in backbone.model.modules())
+    tolerance, lengths = QUANTIZED if quantized else EXACT, PROMPT_LENGTHS
+    if every > 1:
+        lengths = (*lengths[:-1], -(-lengths[-1] // every) * every - 2)
     with _whole_expansions(backbone, latent):
-        return _prove(backbone, step, layers, QUANTIZED if quantized else EXACT)
+        return _prove(backbone, step, layers, tolerance, lengths=lengths)
 
 
 def _prove(
@@ -81,13 +87,15 @@ def _prove(
     layers: Sequence[LayerKey],
     tolerance: Tolerance,
     locate: Callable[[Sequence[list[int]]], int | None] = lambda _: None,
+    lengths: Sequence[int] = PROMPT_LENGTHS,
 ) -> str:
     """
     Args:
         locate: the first layer that differs when tokens are read.
+        lengths: of the prompts.
     """
     for attempt in range(TRIES):
-        theirs, ours, tokens = read_both_ways(backbone, step, seed=attempt)
+        theirs, ours, tokens = read_both_ways(backbone, step, attempt, lengths)
         try:
             worst = compare(theirs, ours, layers, tolerance)
             return f"equal to transformers' forward (difference {worst:.1e})"
@@ -120,7 +128,7 @@ def _whole_expansions(backbone: Backbone, whole: Mapping[nn.Module, Tensor]) -> 
 
 
 def read_both_ways(
-    backbone: Backbone, step: StepFunction, seed: int
+    backbone: Backbone, step: StepFunction, seed: int, lengths: Sequence[int] = PROMPT_LENGTHS
 ) -> tuple[ComparedRun, ComparedRun, list[list[int]]]:
     """The same tokens read both ways, and the tokens of each sequence."""
     generator = torch.Generator().manual_seed(seed)
@@ -129,8 +137,8 @@ def read_both_ways(
     def draw(count: int) -> list[int]:
         return torch.randint(vocabulary, (count,), generator=generator).tolist()
 
-    tokens = [draw(length) for length in PROMPT_LENGTHS]
-    room = max(PROMPT_LENGTHS) + sum(map(max, STEPS))
+    tokens = [draw(length) for length in lengths]
+    room = max(lengths) + sum(map(max, STEPS))
     theirs = ComparedRun([kv_of(backbone.new_cache(room)) for _ in tokens])
     read_plainly(backbone, tokens, theirs)
     ours = ComparedRun([cache.fork(room + 1, cache.length) for cache in theirs.caches])

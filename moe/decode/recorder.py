@@ -102,7 +102,9 @@ class Recorder(TorchDispatchMode):
         self.cached: dict[LayerKey, tuple[Tensor, ...]] = {}
         self.read: dict[LayerKey, tuple[Tensor, Tensor]] = {}
         self.histories = Histories()
-        self.rules: dict[int, MaskRule] = {}
+        self.rules: dict[int, tuple[MaskRule, Tensor]] = {}
+        self.rates: dict[LayerKey, int] = {}  # of caches of entries
+        self.joined: list[Sequence[Tensor]] = []  # what was concatenated
         self.tables: list[RotaryTable] = []  # of all tokens
         self._choices: dict[LayerKey, tuple[Indexer, Tensor]] = {}
         self._buffers: dict[int, int] = {}
@@ -138,10 +140,10 @@ class Recorder(TorchDispatchMode):
     def rule(self, mask: MaskRule | Tensor) -> MaskRule:
         """The rule of an attention, or behind the mask that a module was given in its place."""
         if isinstance(mask, Tensor):
-            rule = self.rules.get(mask.untyped_storage().data_ptr())
-            if rule is None:
+            known = self.rules.get(mask.untyped_storage().data_ptr())
+            if known is None:
                 raise NotDescribed("a layer changes which keys a token sees")
-            return rule
+            return known[0]
         return mask
 
     def choice_of(self, mask: Any, module: nn.Module) -> tuple[Indexer, Tensor] | None:
@@ -176,6 +178,8 @@ class Recorder(TorchDispatchMode):
         def read(x: Any) -> Any:
             return self.value(x) if isinstance(x, Tensor) else x
 
+        if name == "cat":
+            self.joined.append(args[0])
         args, kwargs = tree_map(read, (tuple(args), dict(kwargs)))
         for tensor in outputs:
             if tensor.untyped_storage().data_ptr() not in self._buffers:
@@ -230,6 +234,10 @@ class Recorder(TorchDispatchMode):
         if name == "topk":
             chosen = self._choice(lineage, tensors[0], made[1])
             lineage = lineage._replace(chosen=chosen, scores=tensors[0])
+        cache = lineage.caches[0] if len(lineage.caches) == 1 else None
+        if name == "cat" and cache in self.rates and cache not in self.cached and len(met) == 1:
+            self.cached[cache], self.read[cache] = (met[0],), (made[0][:, None], made[0][:, None])
+            lineage = Lineage((cache,))
         self.histories.add(made, lineage)
 
     def _choice(self, lineage: Lineage, scores: Tensor, indices: Tensor) -> Tensor | None:
@@ -244,7 +252,8 @@ class Recorder(TorchDispatchMode):
         if len(keys) < top_k + SPARE:
             raise HistoryTooShort(f"an indexer chooses {top_k} keys or more")
         chosen = indices.reshape(-1).clone()
-        self.record("indexer", (Indexer(cache, top_k), *found, *self.cached[cache]), {}, [chosen])
+        indexer = Indexer(cache, top_k, rate=self.rates.get(cache, 1))
+        self.record("indexer", (indexer, *found, *self.cached[cache]), {}, [chosen])
         return chosen
 
     def varies(self, tensor: Tensor) -> bool:

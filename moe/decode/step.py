@@ -66,6 +66,9 @@ class DecodeStep(Protocol):
 
     keeps_hidden: bool
 
+    def takes(self, work: Sequence[Work]) -> bool:
+        """Whether the step can read it; else transformers' forward does."""
+
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """Call ``routed`` at every MoE layer."""
 
@@ -225,6 +228,10 @@ class DecodeForward:
             self._inside = {
                 phase: CachedExperts(statistics, phase, order, cached) for phase in PHASES
             }
+
+    def takes(self, work: Sequence[Work]) -> bool:
+        """See `DecodeStep`."""
+        return self._step.takes(work)
 
     def __call__(self, work: Sequence[Work]) -> list[Tensor]:
         experts = self._experts

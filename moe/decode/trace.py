@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
+from math import lcm
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,7 @@ from moe.decode.recorder import DecodeTrace, ListsRead, ReadList, Recorder, Valu
 from moe.describe.attention import describe_view
 from moe.describe.description import NotDescribed, Projection, RotaryTable, View
 from moe.describe.observe import AttentionCall
-from moe.describe.parts import close, describe_projection
+from moe.describe.parts import close, describe_projection, same
 from moe.describe.probe import random_prompts, stand_in
 from moe.describe.row_wise import as_torch_does
 from moe.network.attention import (
@@ -51,13 +52,14 @@ from moe.network.kv_cache import (
     KVCache,
     LayerKey,
     PackedCache,
+    StateKey,
     States,
     Work,
     layer_of,
 )
 from moe.network.lanes import run_lanes
 from moe.network.miniature import owns_stack
-from moe.network.own_cache import CACHE_ARGUMENT, LayerStates
+from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnLayer
 from moe.network.per_sequence import depends_on_length
 from moe.network.seam import experts_modules
 
@@ -77,12 +79,16 @@ class Attends(NamedTuple):
         latents: the rows are ``(1, 1, 1, R)`` latents and ``(1, 1, 1, T)`` rotated keys; None: they
             are keys and values.
         pool: of the indexer that chose the keys.
+        entries: a cache of entries, which are keys and values too, and how many tokens each stands
+            for. The operation has the token's own, ``entry`` ``(1, 1, D)``, and ``chosen`` are
+            positions of entries. None: there are none.
     """
 
     layer: int
     view: View
     latents: Latents | None
     pool: int = 1
+    entries: tuple[LayerKey, int] | None = None
 
 
 @torch.inference_mode()
@@ -108,7 +114,10 @@ def _trace(backbone: Backbone, known: Collection[str], tokens: int) -> DecodeTra
     Args:
         tokens: that the sequence has before, at least.
     """
-    sequence, token = _sequence(backbone, tokens)
+    own_layers = backbone.own_cache.layers.values()
+    every = lcm(*(own.rate for own in own_layers))  # the token ends the windows of all entries
+    least = max(tokens, _PROMPT + _TOKENS) + 1
+    sequence, token = _sequence(backbone, -(-least // every) * every - 1 if every > 1 else tokens)
     recorder = Recorder(known)
     ids = torch.tensor([[token]], device=backbone.device)
     positions = torch.tensor([[sequence.length]], device=backbone.device)
@@ -124,11 +133,14 @@ def _trace(backbone: Backbone, known: Collection[str], tokens: int) -> DecodeTra
             input_ids=ids, position_ids=positions, **{CACHE_ARGUMENT: cache}, use_cache=True
         )
         logits = recorder.value(output.logits[0, -1].float())
+        states = cache.states[0].get(1, {})
+        for own in own_layers:
+            states |= cache.states_after(own)
     done = recorder.trace
     if not isinstance(logits, Value):
         raise NotDescribed("logits do not depend on the token")
     done.logits = logits
-    for key, state in cache.states[0].get(1, {}).items():
+    for key, state in states.items():
         value = recorder.value(state)
         assert isinstance(value, Value)
         done.after[key] = value
@@ -153,14 +165,22 @@ def _lengthen(cache: KVCache, length: int) -> None:
     if more <= 0:
         return
     generator = torch.Generator().manual_seed(length)
+
+    def like(rows: Tensor, count: int) -> Tensor:
+        if rows.shape[2] == 0:  # no entry so far
+            return torch.randn((*rows.shape[:2], count, rows.shape[3]), generator=generator)
+        chosen = rows[:, :, torch.randint(rows.shape[2], (count,), generator=generator)]
+        noise = torch.randn(chosen.shape, generator=generator).to(chosen)
+        return chosen + noise * (rows.abs().mean() if rows.numel() else 0.0)
+
     for layer in cache.layers:
-        made = []
-        for rows in cache.read(layer, cache.length):
-            chosen = rows[:, :, torch.randint(cache.length, (more,), generator=generator)]
-            noise = torch.randn(chosen.shape, generator=generator).to(chosen)
-            made.append(chosen + noise * (rows.abs().mean() if rows.numel() else 0.0))
-        keys, values = made
-        cache.write(layer, keys, values)
+        keys, values = cache.read(layer, cache.length)
+        if (rate := cache.rate(layer)) > 1:
+            first = keys.shape[2]
+            cache.write_entries(layer, like(keys, length // rate - first), rate, first)
+        else:
+            made = like(keys, more)
+            cache.write(layer, made, made if same(keys, values) else like(values, more))
     cache.advance({more: cache.states} if cache.states else {}, more)
 
 
@@ -176,8 +196,7 @@ class _TracedCache(PackedCache):
     ) -> None:
         PackedCache.__init__(self, [sequence], [1], needs_history, decoding=True)
         self._recorder, self._positions = recorder, positions
-        if any(not isinstance(state, Tensor) for state in sequence.states.values()):
-            raise NotDescribed("cache layers of the architecture's own")
+        self._done: dict[int, Any] = {}
         self._copies = {key: state.clone() for key, state in sequence.states.items()}
         for key, state in self._copies.items():
             recorder._new(state)
@@ -187,6 +206,46 @@ class _TracedCache(PackedCache):
 
     def _before(self, index: int) -> States:
         return self._copies
+
+    def _made_layer(self, own: OwnLayer, index: int) -> Any:
+        """At a token that ends a window, so that all tensors in it are of fixed shapes."""
+        with self._recorder.pause():
+            layer = super()._made_layer(own, index)
+        for member in own.entries:
+            key, rows = own.rows_key(member), member.get(layer)
+            self._recorder.rates[key] = own.rate
+            self._recorder.histories.add([rows], Lineage((key,)))
+        for member in own.counts:
+            member.set(layer, self._positions[0, 0].div(own.rate, rounding_mode="floor"))
+        return layer
+
+    def _take_apart(self, own: OwnLayer, layer: Any) -> None:
+        self._done[own.index] = layer
+
+    def states_after(self, own: OwnLayer) -> dict[StateKey, Tensor]:
+        """What a layer's states are after a token at any position: it adds its row to the rows of
+        its window, or ends the window."""
+        rate, at, layer = own.rate, self._positions[0, 0], self._done[own.index]
+        left = at.remainder(rate)
+        ends = left == rate - 1
+        made = dict[StateKey, Tensor]()
+        for member in own.windows:
+            before = self._copies[key := own.state_key(member)]
+            row = self._row_behind(before)
+            place = left.reshape(1, 1, 1).expand_as(row)
+            made[key] = torch.where(ends, 0.0, before.scatter(1, place, row))
+        for member in own.lasts:
+            key = own.state_key(member)
+            made[key] = torch.where(ends, member.get(layer), self._copies[key])
+        return made
+
+    def _row_behind(self, window: Tensor) -> Tensor:
+        """The row ``(1, 1, W)`` that has been joined to a window's rows."""
+        for parts in self._recorder.joined:
+            if len(parts) == 2 and parts[0].data_ptr() == window.data_ptr():
+                if parts[1].shape[:2] == (1, 1) and parts[1].shape[2:] == window.shape[2:]:
+                    return parts[1]
+        raise NotDescribed("a cache layer of the architecture's own gets no row of the token")
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **_kw: object
@@ -220,7 +279,7 @@ class _TracedCache(PackedCache):
         with self._recorder.pause():
             mask = super().mask(rule, queries, device)
         self._recorder.histories.add([mask], Lineage())
-        self._recorder.rules[mask.untyped_storage().data_ptr()] = rule
+        self._recorder.rules[mask.untyped_storage().data_ptr()] = rule, mask
         return mask
 
     def distances(self, device: torch.device) -> Tensor:
@@ -275,24 +334,33 @@ def _traced_attention(
     cached = recorder.cached.get(layer)
     if cached is None:
         raise NotDescribed(f"attention {layer} has no cache of its own")
-    rule, choice = _CAUSAL, recorder.choice_of(attention_mask, module)
-    if choice is None:
+    with recorder.pause():
+        beside = _entries_beside(recorder, layer, key, value, attention_mask)
+    rule, choice = _CAUSAL, None
+    if beside is not None:
+        rule = beside.rule
+    elif (choice := recorder.choice_of(attention_mask, module)) is None:
         rule = recorder.rule(attention_mask)
     with recorder.pause():
         call = AttentionCall(module, query, key, value, rule, options, output)
         view, latents, order = describe_view(call), None, None
         whole = recorder.read.get(layer, cached)
-        if key is not whole[0] or value is not whole[1]:
+        if beside is None and (key is not whole[0] or value is not whole[1]):
             if not recorder.histories.has((key, value)):
                 raise NotDescribed(f"attention {layer} attends to something else than its cache")
             order = heads_by_key(call, *recorder.read[layer])
             if order is None:
                 latents = latents_of(call, *recorder.read[layer])
-    others, pool = _others(recorder, layer, view, options), 1
+    others, pool, entries = _others(recorder, layer, view, options), 1, None
     if choice is not None:
         pool, others["chosen"] = choice[0].pool, choice[1]
+    if beside is not None:
+        if others.keys() - {"sinks"}:
+            raise NotDescribed(f"attention {layer} has entries beside its keys, and {[*others]}")
+        entries = beside.cache, recorder.rates[beside.cache]
+        others |= {"entry": beside.entry} | beside.chosen
     if order is None:
-        attends = Attends(layer, view, latents, pool)
+        attends = Attends(layer, view, latents, pool, entries)
         recorder.record("attention", (attends, query, *cached), others, [output])
         return output, None
     query, others = (
@@ -306,6 +374,48 @@ def _traced_attention(
     attends = Attends(layer, view, None, pool)
     recorder.record("attention", (attends, query, *cached), others, [ordered])
     return ordered[:, :, order.argsort()], None
+
+
+class _Entries(NamedTuple):
+    """Entries that an attention reads behind its keys.
+
+    Attributes:
+        entry: of the token itself.
+        rule: of the keys.
+        chosen: positions of the entries that it sees, by that name; empty: it sees all.
+    """
+
+    cache: LayerKey
+    entry: Tensor
+    rule: MaskRule
+    chosen: dict[str, Tensor]
+
+
+def _entries_beside(
+    recorder: Recorder, layer: int, key: Tensor, value: Tensor, mask: Any
+) -> _Entries | None:
+    """The entries behind the keys of an attention; None if there are none."""
+    caches = recorder.histories.lineage(key).caches
+    beside = [cache for cache in caches if cache in recorder.rates]
+    if len(caches) != 2 or len(beside) != 1 or layer not in recorder.read:
+        return None
+    (cache,) = beside
+    if cache not in recorder.cached or not isinstance(mask, Tensor):
+        raise NotDescribed(f"attention {layer} reads entries of which none is the token's")
+    keys, entries = recorder.read[layer], recorder.read[cache][0]
+    tokens = keys[0].shape[2]
+    for rows, own in zip((key, value), keys, strict=True):
+        if not same(rows, torch.cat([own, entries], 2)) or own.shape[1] != 1:
+            raise NotDescribed(f"attention {layer} attends to something else than its caches")
+    rules = [rule for rule, its in recorder.rules.values() if same(its, mask[..., :tokens])]
+    if not rules:
+        raise NotDescribed("a layer changes which keys a token sees")
+    seen = mask[0, 0, 0, tokens:]
+    positions = (seen if seen.dtype == torch.bool else seen == 0).nonzero()
+    chosen = dict[str, Tensor]()
+    if len(positions) < len(seen):
+        chosen["chosen"] = positions_chosen(positions, recorder.histories.lineage(mask))
+    return _Entries(cache, recorder.cached[cache][0], rules[0], chosen)
 
 
 def _others(

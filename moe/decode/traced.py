@@ -45,6 +45,10 @@ class TracedStep(CompiledStep):
         self._tables = RotaryRecords(program.rotations)
         super().__init__(kernel, [unit.layer for unit in program.experts], program.top_k, inside)
 
+    def takes(self, work: Sequence[Work]) -> bool:
+        """Not sequences that lack a state: of entries, some begin with the first of them."""
+        return all(self._program.states.covers(item.cache) for item in work)
+
     def _model(self, experts: Array[native.ExpertsRecord]) -> native.ModelRecord:
         return native.ModelRecord(
             None, addressof(self._program.record), addressof(experts), None, None,

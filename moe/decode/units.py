@@ -26,7 +26,8 @@ Operand = Value | Tensor
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction; operands have the strides of ``sizes``, zeros where they broadcast."""
+    """One instruction; operands have the strides of ``sizes``, zeros where they broadcast. Only the
+    last token of ``every`` so many needs what it makes."""
 
     code: Code
     sizes: tuple[int, ...]
@@ -34,6 +35,7 @@ class Instruction:
     inputs: tuple[Operand, ...]
     count: int = 0
     number: float = 0.0
+    every: int = 1
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,8 @@ class Selection:
 @dataclass(frozen=True)
 class AttentionOf:
     """Attention of dense queries to a cache that the dense rows are added to: keys and values, or
-    in ``key`` latents and rotated keys. `Attends` says what the others are, if they are there."""
+    in ``key`` latents and rotated keys. `Attends` says what the others are, if they are there.
+    The last token of every few adds ``entry`` to a cache of entries."""
 
     attends: Attends
     query: Value
@@ -71,6 +74,7 @@ class AttentionOf:
     chosen: Value | None
     sinks: Value | None
     bias: Value | None
+    entry: Value | None
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,7 @@ def values_of(unit: Unit) -> list[Value]:
 
 
 def _attention_reads(unit: AttentionOf) -> tuple[Value | None, ...]:
-    return unit.query, unit.key, unit.value, unit.chosen, unit.sinks, unit.bias
+    return unit.query, unit.key, unit.value, unit.chosen, unit.sinks, unit.bias, unit.entry
 
 
 def writes_of(unit: Unit) -> list[int]:

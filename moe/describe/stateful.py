@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from moe.describe.own_layers import find_own_layers
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
 from moe.network.per_sequence import StatefulModules, depends_on_length
 
@@ -95,7 +96,7 @@ def find_stateful(model: PreTrainedModel, token_ids: Sequence[int]) -> StatefulM
     kept = [getattr(layer, "indexer_position_ids", None) for layer in cache.layers]
     dims = next((len(positions) for positions in kept if positions is not None), 0)
     recurrent = list(cache.recurrent.values())
-    return StatefulModules(recurrent, apart, rotary, bool(own.layers), dims, names)
+    return StatefulModules(recurrent, apart, rotary, find_own_layers(model, own), dims, names)
 
 
 @contextmanager

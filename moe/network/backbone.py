@@ -123,9 +123,11 @@ class Backbone:
     def serve_each(self, modules: StatefulModules) -> None:
         """Let these modules see one sequence at a time in packed passes from now on."""
         serve_packed(modules)
-        self.own_cache = replace(self.own_cache, position_dims=modules.position_dims)
+        self.own_cache = replace(
+            self.own_cache, position_dims=modules.position_dims, layers=modules.own_layers
+        )
         self.pass_cache_type = self.own_cache.standing_for(PackedCache, LayerStates)
-        self.recurrent = bool(modules.recurrent) or modules.own_layers
+        self.recurrent = bool(modules.recurrent or modules.own_layers)
         self.recurrent_kernels = use_kernels(modules.recurrent)
 
     @property

@@ -249,8 +249,7 @@ class BlockKVCache(KVCache):
             last.rows = {key: rows.clone() for key, rows in self.blocks[whole].rows.items()}
             copy._holder.add(last)
         copy._place()
-        for layer in super().layers:
-            copy.write(layer, *super().read(layer, length))
+        self.copy_buffers(copy, length)
         copy.length = length
         self.copy_states(copy)
         return copy

@@ -26,7 +26,8 @@ from kernels.cpu.kv import BLOCK, RowFormat
 from moe.network.hidden import KEPT, HiddenRows
 
 LayerKey = int | tuple[str, int]
-"""An attention layer's number, or what else it keeps of each token: ``("indexer", layer)``."""
+"""An attention layer's number, or what else it keeps: of each token, ``("indexer", layer)``, or of
+every few tokens (`KVCache.write_entries`)."""
 StateKey = tuple[int, str, int]
 """Layer, kind ("conv", "recurrent", or what `moe.network.own_cache` keeps) and index of a recurrent
 state."""
@@ -123,6 +124,7 @@ class KVCache:
         self.head: KVCache | None = None
         self.room = 0
         self._layers: dict[LayerKey, tuple[Tensor, Tensor]] = {}
+        self._rates: dict[LayerKey, int] = {}
         self._addresses: np.ndarray | None = None
         self._states: dict[int, States] = {}
         self._snapshots: list[int] = []
@@ -162,8 +164,8 @@ class KVCache:
     @property
     def token_bytes(self) -> int:
         """Bytes of a token's keys and values."""
-        rows = [buffer for pair in self._layers.values() for buffer in pair]
-        return sum(buffer[:, :, :1].nbytes for buffer in rows)
+        rows = [(self.rate(layer), pair) for layer, pair in self._layers.items()]
+        return sum(-(-x[:, :, :1].nbytes // rate) for rate, pair in rows for x in pair)
 
     def saved_bytes(self, form: KVFormat) -> int:
         """How many bytes fewer a token would take if attention's rows were stored in this form."""
@@ -234,16 +236,24 @@ class KVCache:
         start = self.length + skip
         end = start + keys.shape[2]
         self.reserve(end)
-        if layer not in self._layers:
-            self._layers[layer] = (self._buffer(keys), self._buffer(values))
-        self._grow(layer)
-        for buffer, rows in zip(self._layers[layer], (keys, values), strict=True):
-            buffer[:, :, start:end] = rows
+        self._store(layer, keys, values, start)
+
+    def write_entries(self, layer: LayerKey, entries: Tensor, rate: int, first: int) -> None:
+        """Store ``(1, N, E, D)`` rows that stand for ``rate`` tokens each, the first of them as
+        row ``first``; they have no values."""
+        self._rates[layer] = rate
+        self.reserve((first + entries.shape[2]) * rate)
+        self._store(layer, entries, entries[..., :0], first)
+
+    def rate(self, layer: LayerKey) -> int:
+        """Tokens that a row of a layer stands for."""
+        return self._rates.get(layer, 1)
 
     def read(self, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
-        """Views ``(1, N, end, D)`` of keys and values."""
+        """Views ``(1, N, end, D)`` of keys and values; of entries, ``(1, N, end // rate, D)``."""
         keys, values = self._layers[layer]
-        return keys[:, :, :end], values[:, :, :end]
+        rows = end // self.rate(layer)
+        return keys[:, :, :rows], values[:, :, :rows]
 
     def in_blocks(self, layer: LayerKey, end: int) -> BlockRows | None:
         """Where the first ``end`` tokens of a layer lie, for compiled attention; None: in buffers,
@@ -289,11 +299,19 @@ class KVCache:
         assert length <= self.length
         assert length == self.longest_fork(length)
         copy = type(self)(capacity)
-        for layer in self._layers:
-            copy.write(layer, *self.read(layer, length))
+        self.copy_buffers(copy, length)
         copy.length = length
         self.copy_states(copy)
         return copy
+
+    def copy_buffers(self, copy: KVCache, length: int) -> None:
+        """Give an empty copy of this sequence its buffers' rows of the first ``length`` tokens."""
+        for layer in self._layers:
+            keys, values = KVCache.read(self, layer, length)
+            if layer in self._rates:
+                copy.write_entries(layer, keys, self._rates[layer], 0)
+            else:
+                copy.write(layer, keys, values)
 
     def copy_states(self, copy: KVCache) -> None:
         """Give a copy of this sequence what it keeps beside keys and values: the recurrent states
@@ -375,16 +393,26 @@ class KVCache:
             self.write(layer, *pair)
         self.length += BLOCK
 
+    def _store(self, layer: LayerKey, keys: Tensor, values: Tensor, start: int) -> None:
+        if layer not in self._layers:
+            self._layers[layer] = (self._buffer(layer, keys), self._buffer(layer, values))
+        self._grow(layer)
+        for buffer, rows in zip(self._layers[layer], (keys, values), strict=True):
+            buffer[:, :, start : start + rows.shape[2]] = rows
+
     def _grow(self, layer: LayerKey) -> None:
         old = self._layers[layer]
-        if old[0].shape[2] < self.room:
-            self._layers[layer] = (self._buffer(old[0]), self._buffer(old[1]))
+        if old[0].shape[2] < self._room_of(layer):
+            self._layers[layer] = (self._buffer(layer, old[0]), self._buffer(layer, old[1]))
             for buffer, rows in zip(self._layers[layer], old, strict=True):
                 buffer[:, :, : rows.shape[2]] = rows  # with rows that this pass has written
 
-    def _buffer(self, rows: Tensor) -> Tensor:
-        shape = (rows.shape[0], rows.shape[1], self.room, rows.shape[3])
+    def _buffer(self, layer: LayerKey, rows: Tensor) -> Tensor:
+        shape = (rows.shape[0], rows.shape[1], self._room_of(layer), rows.shape[3])
         return torch.empty(shape, dtype=rows.dtype, device=rows.device)
+
+    def _room_of(self, layer: LayerKey) -> int:
+        return -(-self.room // self.rate(layer))
 
 
 @dataclass
@@ -514,6 +542,7 @@ class PackedCache(Cache):
         self.adds_masks = False
         self.places_given = False
         self._running: list[int] = []
+        self._own_layers: dict[int, tuple[Any, Any]] = {}  # of the running module
         self._token = self._size = 0
 
     def update(
@@ -562,8 +591,11 @@ class PackedCache(Cache):
         self.recurrent_before = None
         try:
             yield
+            for own, layer in self._own_layers.values():
+                self._take_apart(own, layer)
         finally:
             self._running = []
+            self._own_layers.clear()
 
     @property
     def is_running(self) -> bool:
@@ -662,19 +694,36 @@ class PackedCache(Cache):
         assert len(self._running) == 1, "histories of several sequences are no batch"
         return self.sequences[self._running[0]].read(layer, self.running_end)[0]
 
-    def kept_object(self, key: StateKey, empty: Any) -> Any:
-        """A state of the running sequence that is no tensor but has ``clone`` and ``nbytes``; what
-        the layer does to it counts as its new state.
+    def own_layer(self, own: Any) -> Any:
+        """The running sequence's cache layer of an architecture's own class; what its module does
+        to it counts when the module is done.
 
         Args:
-            empty: before the first token.
+            own: the `moe.network.own_cache.OwnLayer`.
         """
-        assert len(self._running) == 1, "such states are no batch"
+        assert len(self._running) == 1, "such layers are no batch"
+        if own.index not in self._own_layers:
+            (index,) = self._running
+            self._own_layers[own.index] = own, self._made_layer(own, index)
+        return self._own_layers[own.index][1]
+
+    def _made_layer(self, own: Any, index: int) -> Any:
+        sequence, length = self.sequences[index], self.running_end - self._size
+        keys = map(own.rows_key, own.entries) if length else ()
+        entries = {key: sequence.read(key, length)[0][:, 0] for key in keys}
+        return own.made(self._before(index), entries, length)
+
+    def _take_apart(self, own: Any, layer: Any) -> None:
+        """Keep the running sequence's layer as rows and states."""
         (index,) = self._running
-        kept: dict[StateKey, Any] = self.states[index].setdefault(self._token + self._size, {})
-        if key not in kept:
-            kept[key] = self._before(index).get(key, empty).clone()
-        return kept[key]
+        for member, none in own.entries.items():
+            found, first = member.get(layer), (self.running_end - self._size) // own.rate
+            rows = none if found is None else found[:, first:]
+            self.sequences[index].write_entries(
+                own.rows_key(member), rows[:, None], own.rate, first
+            )
+        for key, state in own.states_of(layer).items():
+            self._keep(key, state)
 
     def _keep(self, key: StateKey, states: Tensor) -> None:
         for index, state in zip(self._running, states.split(1), strict=True):

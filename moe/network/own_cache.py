@@ -2,9 +2,12 @@
 
 Some models insist on a cache class that their modeling file defines, and which keeps further lists
 by layer beside keys and values (linear attention's states). Others have cache layers of their own,
-which keep more than keys and values (entries that stand for many tokens). `OwnCache` finds both.
-Its `standing_for` makes a subclass of our cache whose lists are the recurrent states of a pass
-(`LayerStates`), and whose layers are those of the running sequence (`OwnLayers`).
+which keep more than keys and values: entries that stand for many tokens each, and what the next
+entry is made of. `OwnCache` finds both. Its `standing_for` makes a subclass of our cache whose lists
+are the recurrent states of a pass (`LayerStates`), and whose layers are those of the running
+sequence (`OwnLayers`). A sequence keeps no such layer, but rows and states as of other models;
+`OwnLayer` makes the layer of them, and takes it apart again.
+Legend: n tokens so far, E entries, r tokens that an entry stands for (`OwnLayer.rate`).
 """
 
 from __future__ import annotations
@@ -12,17 +15,19 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import signature
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import proxy
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_causal_mask
 
-from moe.network.kv_cache import StateKey
+from moe.network.kv_cache import LayerKey, StateKey, States
 
 CACHE_ARGUMENT = (
     "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
@@ -40,7 +45,7 @@ class OwnCache:
 
     Attributes:
         base: the cache class that the model's modeling file defines; None unless it is just one.
-        layers: by index, the layers of transformers' cache whose class is defined there, empty.
+        layers: by index, the layers of transformers' cache whose class is defined there.
         adds_masks: attention with such layers changes masks, which are added to scores.
         device: of the model.
         position_dims: the model keeps as many positions of each token in a layer of its cache, and
@@ -62,7 +67,7 @@ class OwnCache:
             if isinstance(each, type) and issubclass(each, Cache) and each.__module__ == source
         ]
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        own = {at: OwnLayer(x) for at, x in enumerate(layers) if type(x).__module__ == source}
+        own = {at: OwnLayer(x, at) for at, x in enumerate(layers) if type(x).__module__ == source}
         adds = bool(own) and not getattr(model, "_supports_sdpa", False)
         return cls(found[0] if len(found) == 1 else None, own, adds, model.device)
 
@@ -97,7 +102,7 @@ class _Pass(Protocol):
 
     def _keep(self, key: StateKey, states: Tensor) -> None: ...
 
-    def kept_object(self, key: StateKey, empty: OwnLayer) -> OwnLayer: ...
+    def own_layer(self, own: OwnLayer) -> Any: ...
 
     def running_keys(self, layer: int) -> Tensor: ...
 
@@ -120,24 +125,111 @@ class LayerStates:
         self._cache._keep((layer, self._name, 0), states)
 
 
+class Member(NamedTuple):
+    """What a cache layer keeps in an attribute, or under a key of a dictionary there."""
+
+    attribute: str
+    key: str | None = None
+
+    def get(self, layer: Any) -> Any:
+        value = getattr(layer, self.attribute)
+        return value if self.key is None else value[self.key]
+
+    def set(self, layer: Any, value: Any) -> None:
+        if self.key is None:
+            setattr(layer, self.attribute, value)
+        else:
+            getattr(layer, self.attribute)[self.key] = value
+
+    def __str__(self) -> str:
+        return self.attribute if self.key is None else f"{self.attribute}.{self.key}"
+
+
+@dataclass(frozen=True)
 class OwnLayer:
-    """A cache layer of an architecture's own class, as a recurrent state. Such a layer replaces its
-    tensors and never writes to them, so a copy shares them."""
+    """A cache layer of an architecture's own class, which keeps an entry of every ``rate`` tokens.
 
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
+    `moe.describe.own_layers` finds by trying which of its members are what. Such a layer replaces
+    its tensors and never writes to them, so a layer that is made shares those of the sequence.
 
-    def clone(self) -> OwnLayer:
-        layer = copy.copy(self.layer)
+    Attributes:
+        empty: the layer before the first token.
+        index: of the layer.
+        rate: r; 0: not known.
+        entries: ``(1, E, D)``, E = n // r; a sequence keeps them as rows.
+        windows: ``(1, n % r, W)`` rows of the tokens behind the last entry. A sequence keeps them
+            as a state ``(1, r, W)``, zeros behind these rows.
+        lasts: tensors that change only where an entry is made, and are None before; states too.
+        counts: integers, E.
+    """
+
+    empty: Any
+    index: int
+    rate: int = 0
+    entries: Mapping[Member, Tensor] = field(default_factory=dict)  # none of them: (1, 0, D)
+    windows: tuple[Member, ...] = ()
+    lasts: tuple[Member, ...] = ()
+    counts: tuple[Member, ...] = ()
+
+    def copy(self) -> Any:
+        """An empty layer."""
+        layer = copy.copy(self.empty)
         for name, value in vars(layer).items():
             if isinstance(value, dict | list):
                 setattr(layer, name, copy.copy(value))
-        return OwnLayer(layer)
+        return layer
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(tensor.nbytes for tensor in tensors_in(vars(self.layer)))
+    def rows_key(self, member: Member) -> LayerKey:
+        """By which a sequence keeps entries."""
+        return str(member), self.index
+
+    def state_key(self, member: Member) -> StateKey:
+        return self.index, str(member), 0
+
+    def made(self, states: States, entries: Mapping[LayerKey, Tensor], length: int) -> Any:
+        """The layer of a sequence.
+
+        Args:
+            states: of the sequence.
+            entries: ``(1, E, D)`` by `rows_key`.
+            length: n.
+        """
+        if not self.rate:
+            raise ValueError(f"what a {type(self.empty).__name__} keeps is not understood")
+        layer = self.copy()
+        if not length:
+            return layer
+        for member in self.entries:
+            member.set(layer, entries[self.rows_key(member)])
+        for member in self.windows:
+            member.set(layer, states[self.state_key(member)][:, : length % self.rate])
+        for member in self.lasts:
+            member.set(layer, states.get(self.state_key(member)))
+        for member in self.counts:
+            member.set(layer, length // self.rate)
+        return layer
+
+    def states_of(self, layer: Any) -> dict[StateKey, Tensor]:
+        """What a sequence keeps as states of the layer that it has made."""
+        states = dict[StateKey, Tensor]()
+        for member in self.windows:
+            rows = member.get(layer)
+            states[self.state_key(member)] = pad(rows, (0, 0, 0, self.rate - rows.shape[1]))
+        for member in self.lasts:
+            if (value := member.get(layer)) is not None:
+                states[self.state_key(member)] = value
+        return states
+
+
+def members_of(layer: Any) -> list[Member]:
+    """What a cache layer keeps beside what transformers' own layers keep."""
+    known = vars(DynamicLayer()) | vars(DynamicSlidingWindowLayer(sliding_window=1))
+    found = list[Member]()
+    for name, value in vars(layer).items():
+        if name not in known:
+            keys = value if isinstance(value, dict) else [None]
+            found += [Member(name, key) for key in keys]
+    return found
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -164,7 +256,7 @@ class OwnLayers:
     def __getitem__(self, layer: int) -> Any:
         if layer not in self._own.layers:
             return _PlainLayer(self._cache, layer, self._own)
-        return self._cache.kept_object((layer, "layer", 0), self._own.layers[layer]).layer
+        return self._cache.own_layer(self._own.layers[layer])
 
 
 @dataclass

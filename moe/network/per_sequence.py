@@ -12,7 +12,7 @@ Rotary tables are computed as if no other sequence had been read before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from moe.network.attention import MaskRule, current_pass
 from moe.network.kv_cache import PackedCache
+from moe.network.own_cache import OwnLayer
 
 # Names that transformers' `dynamic_rope_update` gives what a rotary module keeps.
 _ORIGINAL, _FREQUENCIES, _LENGTH = "original_inv_freq", "inv_freq", "max_seq_len_cached"
@@ -36,7 +37,7 @@ class StatefulModules:
         recurrent: keep states of a fixed size; tokens of several sequences may run as a batch.
         attention: attend by an indexer's choice, or by positions that they compute themselves.
         rotary: their tables depend on the length of the sequence.
-        own_layers: some of `attention` keep more than keys in cache layers of their own.
+        own_layers: in which some of `attention` keep more than keys.
         position_dims: see `moe.network.own_cache.OwnCache`.
         distances: arguments by which `attention` is given the distance of each query from each key,
             where the model computes them for all layers; each sequence gets its own.
@@ -45,7 +46,7 @@ class StatefulModules:
     recurrent: list[nn.Module] = field(default_factory=list)
     attention: list[nn.Module] = field(default_factory=list)
     rotary: list[nn.Module] = field(default_factory=list)
-    own_layers: bool = False
+    own_layers: Mapping[int, OwnLayer] = field(default_factory=dict)
     position_dims: int = 0
     distances: frozenset[str] = frozenset()
 
