@@ -1,4 +1,4 @@
-# make demo | test | check | lint | types | format | soak | soak-offload | venv | wheel | lock
+# make demo | test | check | lint | types | format | soak | soak-offload | venv | wheel | lock | gpu
 #
 # Each target makes .venv where there is none and installs what it needs; a second run does not
 # install again until pyproject.toml changes. Needed: Python >= 3.10, make, a C++ compiler.
@@ -24,7 +24,7 @@ TOOLS_BIN := build/wheel-tools/bin
 TOOLS := build/wheel-tools/.installed
 EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600))
 
-.PHONY: demo test check lint types format soak soak-offload venv wheel lock
+.PHONY: demo test check lint types format soak soak-offload venv wheel lock gpu
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
@@ -52,6 +52,11 @@ soak: $(DEV)
 
 soak-offload: $(DEV)
 	$(BIN)/python -m benchmarks.offload_soak $(ARGS)
+
+# What works on an NVIDIA GPU, and how fast: three runs of ten minutes; benchmarks/gpu.py. Needs a
+# build of torch for CUDA (TORCH).
+gpu: $(DEV)
+	for part in 1 2 3; do $(BIN)/python -m benchmarks.gpu --part $$part $(ARGS) || exit; done
 
 venv: $(DEV)
 

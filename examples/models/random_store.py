@@ -25,6 +25,7 @@ from examples.models.random_models import bench_dir, tokenizer
 from experts.linear import QuantizedLinear
 from experts.manifest import (
     TRUNK_NAME,
+    Bits,
     Manifest,
     MoELayerRecord,
     StoreError,
@@ -35,6 +36,7 @@ from experts.safetensors_io import Entry, FileRecord, write_file
 from experts.store import layer_record, write_layer
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
+from kernels.reference import AnyExperts
 from moe.loading.meta_model import build_meta_model
 from moe.loading.takeover import chosen_linears, prefixes_of, quantize_linear
 from moe.network.seam import experts_modules, take_weights
@@ -91,8 +93,11 @@ def is_readable(store: Path) -> bool:
     return True
 
 
-def write_random_store(config: Qwen3MoeConfig, folder: Path) -> Path:
-    """A store of random weights at `BITS` bits, layer by layer; the directory gets its name last.
+def write_random_store(config: Qwen3MoeConfig, folder: Path, bits: Bits = BITS) -> Path:
+    """A store of random weights, layer by layer; the directory gets its name last.
+
+    Args:
+        bits: of experts and trunk; 16: whole weights, in the configuration's dtype.
 
     Raises:
         OSError: the disk is full or fails.
@@ -101,15 +106,15 @@ def write_random_store(config: Qwen3MoeConfig, folder: Path) -> Path:
     unfinished.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(30)
     network = build_meta_model(config)
-    layers = list(_write_layers(network, unfinished))
-    for name, bits in chosen_linears(network, BITS, BITS).items():
-        quantize_linear(network, name, GROUP_SIZE, bits)
+    layers = list(_write_layers(network, unfinished, bits))
+    for name, own in chosen_linears(network, bits, bits).items():
+        quantize_linear(network, name, GROUP_SIZE, own)
     trunk = _write_trunk(network, unfinished)
     config.save_pretrained(unfinished)
     tokenizer(config.vocab_size).save_pretrained(unfinished)
     manifest = Manifest(
         source=folder.name,
-        bits=BITS,
+        bits=bits,
         group_size=GROUP_SIZE,
         linears=prefixes_of(network),
         layers=tuple(layer for layer, _ in layers),
@@ -120,33 +125,40 @@ def write_random_store(config: Qwen3MoeConfig, folder: Path) -> Path:
 
 
 def _write_layers(
-    network: PreTrainedModel, folder: Path
+    network: PreTrainedModel, folder: Path, bits: Bits
 ) -> Iterator[tuple[MoELayerRecord, FileRecord]]:
     pool: _Pool | None = None
     for index, (name, module) in enumerate(experts_modules(network)):
         like = take_weights(module)
-        pool = pool or _Pool.draw(like)
-        record = layer_record(index, name, like, pool.experts.interleaved)
+        pool = pool or _Pool.draw(like, bits)
+        interleaved = isinstance(pool.experts, QuantizedExperts) and pool.experts.interleaved
+        record = layer_record(index, name, like, interleaved)
         yield record, write_layer(folder, index, record, pool.layer(like.num_experts))
 
 
 @dataclass(frozen=True)
 class _Pool:
-    """A few quantized experts, from which all others are made."""
+    """A few experts, from which all others are made."""
 
-    experts: QuantizedExperts
+    experts: AnyExperts
 
     @classmethod
-    def draw(cls, like: ExpertWeights) -> _Pool:
+    def draw(cls, like: ExpertWeights, bits: Bits) -> _Pool:
         rows, hidden = like.gate_up_EGH.shape[1:]
         first = torch.randn(POOL, rows, hidden) * STD
         second = torch.randn(POOL, hidden, like.intermediate_size) * STD
         whole = replace(like, gate_up_EGH=first, down_EHF=second)
-        return cls(quantize_experts(whole, GROUP_SIZE, BITS))
+        if bits == 16:
+            dtype = like.gate_up_EGH.dtype
+            return cls(replace(whole, gate_up_EGH=first.to(dtype), down_EHF=second.to(dtype)))
+        return cls(quantize_experts(whole, GROUP_SIZE, bits))
 
-    def layer(self, count: int) -> QuantizedExperts:
+    def layer(self, count: int) -> AnyExperts:
         """``count`` experts, each one of the pool with its vectors in another order."""
         own = self.experts
+        if isinstance(own, ExpertWeights):
+            rows = torch.arange(count) % POOL
+            return replace(own, gate_up_EGH=own.gate_up_EGH[rows], down_EHF=own.down_EHF[rows])
         planes, scales = [], []
         for _ in range(count):
             one, by = (int(torch.randint(high, (1,))) for high in (POOL, 1 << 20))
@@ -178,6 +190,7 @@ def _trunk_tensors(network: PreTrainedModel, state: dict[str, Tensor]) -> Iterat
             yield torch.ones(tensor.shape, dtype=tensor.dtype)
         else:
             std = 1.0 if isinstance(module, nn.Embedding) else STD
+            std *= SMALL if "o_proj" in parent else 1
             yield torch.randn(tensor.shape, dtype=tensor.dtype) * std
 
 

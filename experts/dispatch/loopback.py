@@ -76,14 +76,16 @@ class ThreadExchange:
             raise ExchangeError(f"rank {self.rank} is alone") from error
 
 
-def on_ranks(size: int, run: Callable[[ThreadExchange], Any]) -> list[Any]:
+def on_ranks(
+    size: int, run: Callable[[ThreadExchange], Any], device: torch.device | str = "cpu"
+) -> list[Any]:
     """What `run` returns on each rank, or raises."""
     board = Switchboard(size)
     results: list[Any] = [None] * size
 
     def one(rank: int) -> None:
         try:
-            results[rank] = run(ThreadExchange(board, rank))
+            results[rank] = run(ThreadExchange(board, rank, device))
         except Exception as error:
             results[rank] = error
             if isinstance(error, ExchangeError):

@@ -1,0 +1,80 @@
+"""`make gpu` says what a machine lacks, and goes on where a run was cut off."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu, gpu_steps
+
+
+def test_the_first_line_says_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    wheels = tmp_path / "wheels.txt"
+    wheels.write_text("# a comment\nnumpy>=1\nnumpy<1  # too new\nno-such-package-at-all>=2\n")
+    monkeypatch.setattr(gpu, "WHEELS", wheels)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--part", "1", "--out", str(tmp_path)])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main() == gpu.LACKING
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("missing: numpy<1 (there is ")
+    assert first.endswith("no-such-package-at-all>=2, a CUDA device that torch finds")
+    assert len(json.loads(last)["missing"]) == 3
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_the_wheels_are_those_that_this_version_needs() -> None:
+    """Whatever `moe` needs but torch, which an image has; at no lower version."""
+    import tomllib
+
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
+    lines = [line for line in gpu.WHEELS.read_text().splitlines() if not line.startswith("#")]
+    assert {one for one in project["dependencies"] if not one.startswith("torch>")} <= {*lines}
+    assert not gpu.missing(lines, stand_in=True)
+
+
+def test_a_run_goes_on_where_it_was_cut_off(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+
+    def fake(name: str, limit: float, *, stand_in: bool) -> dict[str, Any]:
+        ran.append(name)
+        if name == fails:
+            return {"error": "it broke", "seconds": 1.0}
+        return {"rate": {"a": 1.5}, "seconds": 2.0}
+
+    monkeypatch.setattr(gpu, "_in_a_process", fake)
+    monkeypatch.setattr(gpu, "STEPS", {1: {"one": 10, "two": 10}, 2: {"three": 1000}})
+    fails = "two"
+    assert gpu.run_part(1, tmp_path, 60, stand_in=True) == gpu.FAILED
+    (file,) = tmp_path.glob("*-gpu.json")
+    page = file.with_suffix(".md").read_text()
+    assert "- **one** (2.0 s)\n  - rate: a 1.5" in page
+    assert "- **two**: failed after 1.0 s: it broke" in page
+    assert "- **three**: not run" in page
+    fails = ""
+    assert gpu.run_part(1, tmp_path, 60, stand_in=True) == 0
+    assert ran == ["one", "two", "two"]
+    assert gpu.run_part(2, tmp_path, 60, stand_in=True) == gpu.FAILED  # too little time is left
+    assert ran == ["one", "two", "two"]
+
+
+def test_every_step_has_code_and_logical_ranks_give_the_rows_of_one() -> None:
+    assert {name for part in gpu.STEPS.values() for name in part} == set(gpu_steps._STEPS)
+    assert all(sum(part.values()) <= 1.5 * 600 for part in gpu.STEPS.values())
+    found = gpu_steps.run_step("ranks", stand_in=True)
+    assert found["4 ranks, 4 tokens"]["error"] <= 0.05 * found["4 ranks, 4 tokens"]["largest"]
+
+
+def test_a_step_that_hangs_or_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu.sys, "executable", "/bin/sh")
+    failed = gpu._in_a_process("none", 5, stand_in=True)
+    assert failed["error"]
+    assert "not run" not in failed["error"]
