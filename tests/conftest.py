@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from moe import MoE
-    from moe.memory.footprint import Footprint
     from tests.fake_hub import FakeHub
 
 # Before any test imports transformers or huggingface_hub, which read these once.
@@ -87,19 +88,31 @@ def pytest_runtest_call() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def footprints() -> Iterator[None]:
-    """Measured once for each configuration: of loading a tiny model it is more than half."""
+def footprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured once for each configuration, by whichever process of this run needs it first: of
+    loading a tiny model it is more than half."""
     from kernels import backend_status
     from moe.memory import planning
+    from moe.memory.footprint import Footprint
 
     known: dict[Any, Footprint] = {}
     measure = planning.measure_footprint
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "footprints"
+    folder.mkdir(exist_ok=True)
 
     def measure_once(network: PreTrainedModel, *sizes: int, **how: Any) -> Footprint:
         config = network.config.to_json_string(use_diff=False)
         key = type(network), config, backend_status()["name"], *sizes, *how.values()
         if key not in known:
-            known[key] = measure(network, *sizes, **how)
+            file = folder / hashlib.sha256(repr(key).encode()).hexdigest()
+            if file.exists():
+                known[key] = Footprint(**json.loads(file.read_text()))
+            else:
+                known[key] = measure(network, *sizes, **how)
+                fresh = file.with_suffix(f".{os.getpid()}")
+                fresh.write_text(json.dumps(asdict(known[key])))
+                fresh.replace(file)  # whole, or not there
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -16,6 +16,7 @@ from kernels.cpu import choose_kernel
 from moe import MoE, SamplingParams
 from moe.network.kv_cache import KVCache, Work
 from moe.network.lanes import run_lanes
+from tests.moe.greedy import likeliest
 
 PROVEN = [
     "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe", "gpt_oss",
@@ -55,9 +56,9 @@ def generated(model: MoE, params: SamplingParams) -> list[list[int]]:
 
 @pytest.mark.parametrize("architecture", [*PROVEN, *TRACED])
 def test_greedy_tokens_are_those_of_transformers(
-    architecture: str, tiny_moe: Callable[[str], MoE], plain_moe: Callable[[str], MoE]
+    architecture: str, tiny_moe: Callable[[str], MoE]
 ) -> None:
-    fused, plain = tiny_moe(architecture), plain_moe(architecture)
+    fused = tiny_moe(architecture)
     status = fused.status()["fused"]
     assert status["enabled"], status["why"]
     assert "equal to transformers' forward" in status["why"]
@@ -65,7 +66,8 @@ def test_greedy_tokens_are_those_of_transformers(
     assert status["why"].startswith("traced") == (architecture in TRACED)
     # Longer than the sliding windows of the tiny models.
     params = SamplingParams(max_new_tokens=20, temperature=0.0, ignore_eos=True)
-    assert generated(fused, params) == generated(plain, params)
+    said = generated(fused, params)
+    assert likeliest(architecture, PROMPTS, said) == said
 
 
 @pytest.mark.parametrize(
