@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from benchmarks.dispatch_cost import dispatch_seconds
 from benchmarks.published import deep_ep, drawn
-from benchmarks.simulate import scale
+from benchmarks.simulate import apart, scale
 from benchmarks.simulated_routing import Routed
 from benchmarks.simulated_runs import against
 from benchmarks.simulator import lanes_of, simulate
@@ -109,6 +109,9 @@ def test_copies_shorten_steps_at_many_ranks() -> None:
     in_order, copied = (next(p for p in points if p["placement"] == n) for n in PLACED)
     assert copied["imbalance"] < 1.1 < in_order["imbalance"]
     assert copied["step_ms"] < in_order["step_ms"]
+    together, split = apart(routed, [64], Network(8, 160e9, 50e9, 37e-6), fixed=0.3)
+    assert split["tbt_p99"] < 0.5 * together["tbt_p99"]
+    assert (together["prefill"], split["prefill"]) == (0, 1)
 
 
 PLACED = ("in order", "25 % copies")

@@ -16,10 +16,20 @@ from experts.placement import Placement, first_placement
 from moe.commands.console import stdout_console
 from moe.commands.plan.command import disk_of, model_sizes
 from moe.commands.plan.decode_speed import BATCHES, Bandwidths, DecodeSizes, Locality
+from moe.commands.plan.prefill_apart import (
+    ANSWER,
+    PROMPT,
+    EngineCosts,
+    Served,
+    compare,
+    typical_load,
+)
+from moe.commands.plan.prefill_apart import recommend as recommend_prefill
 from moe.commands.plan.ranks import (
     LAYERS,
     Machine,
     ModelNeeds,
+    PromptNeeds,
     RankForecast,
     RankPlan,
     Traffic,
@@ -28,13 +38,20 @@ from moe.commands.plan.ranks import (
     traffic,
     uniform_steps,
 )
-from moe.commands.plan.speeds import Link, given_link, measure_link, memory_speed
+from moe.commands.plan.speeds import (
+    Link,
+    given_link,
+    measure_link,
+    memory_speed,
+    product_speed,
+)
 from moe.commands.plan.traced_routing import TracedRouting, known_routing
 from moe.errors import ProfileError
 from moe.loading.hub import reach_model
 from moe.loading.memory_plan import GIB
 from moe.memory.budget import LEAST_POOL
 from moe.memory.planning import PlannedModel, planning
+from moe.network.seam import experts_modules
 from moe.settings import Profile
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile
@@ -50,6 +67,8 @@ class RanksPlan:
     plans: list[RankPlan]
     machine: Machine
     advice: str
+    prefill_advice: str
+    prefill: list[Served]
     assumptions: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,6 +77,10 @@ class RanksPlan:
             "plans": [plan.as_dict() for plan in self.plans],
             "machine": asdict(self.machine),
             "advice": self.advice,
+            "prefill_apart": {
+                "advice": self.prefill_advice,
+                "simulated": [served.as_dict() for served in self.prefill],
+            },
             "assumptions": self.assumptions,
         }
 
@@ -113,6 +136,12 @@ def plan_many(
         planning(files.path, settings, device, lambda _: None) as planned,
     ):
         needs = model_needs(planned, settings)
+        prompts = PromptNeeds(
+            flops_a_token=flops_a_token(planned, needs.sizes),
+            flops_per_s=product_speed(device),
+            kv_bytes_a_token=planned.memory.kv_bytes_per_token,
+            chunk_tokens=settings.prefill.chunk_tokens,
+        )
         available, why_resident = planned.memory.available_bytes, planned.why_resident
     locality = known_routing(files.path, planned, needs.sizes, settings.offload.policy)
     disk = None if why_resident else disk_of(files, needs.sizes, settings.offload.reader)
@@ -132,7 +161,28 @@ def plan_many(
     advice = f"none of these, the experts do not fit: {why_resident}"
     if (chosen := recommend(plans, BATCHES[-1])) is not None:
         advice = f"{chosen[0].name}: {chosen[1]}"
-    return RanksPlan(plans, machine, advice, _assumptions(machine, locality))
+    prefill_advice, prefill = prefill_apart(forecast.engine_costs(ranks, prompts), ranks)
+    assumptions = _assumptions(machine, locality, prompts)
+    return RanksPlan(plans, machine, advice, prefill_advice, prefill, assumptions)
+
+
+def prefill_apart(costs: EngineCosts | None, ranks: int) -> tuple[str, list[Served]]:
+    """Whether some of so many independent ranks should only read prompts, and the figures."""
+    if costs is None:
+        return "Prefill apart (parallel.role): no, a model must fit into each rank for it.", []
+    served = compare(costs, ranks, typical_load(costs, ranks))
+    split, why = recommend_prefill(served)
+    return f"Prefill apart (parallel.role): {'yes' if split else 'no'}, {why}.", served
+
+
+def flops_a_token(planned: PlannedModel, sizes: DecodeSizes) -> float:
+    """Two for each weight that a token meets outside attention, the embedding and the head."""
+    network = planned.network
+    experts = sum(p.numel() for _, m in experts_modules(network) for p in m.parameters())
+    others = sum(p.numel() for p in network.parameters()) - experts
+    ends = (network.get_input_embeddings(), network.get_output_embeddings())
+    tables = {id(module.weight): module.weight.numel() for module in ends}
+    return 2.0 * (others - sum(tables.values()) + experts * sizes.top_k / sizes.experts)
 
 
 def model_needs(planned: PlannedModel, settings: Profile) -> ModelNeeds:
@@ -174,7 +224,7 @@ def expected_traffic(
     return traffic(placements, steps_SLBK[len(steps_SLBK) // 2 :])
 
 
-def _assumptions(machine: Machine, locality: Locality) -> list[str]:
+def _assumptions(machine: Machine, locality: Locality, prompts: PromptNeeds) -> list[str]:
     disk = "" if machine.speeds.disk is None else f", disk {machine.speeds.disk / 1e9:.2f} GB/s"
     return [
         f"Routing: {locality.how}.",
@@ -184,6 +234,9 @@ def _assumptions(machine: Machine, locality: Locality) -> list[str]:
         f"Nodes exchange: {machine.network}.",
         "Steps are decode steps: bytes over bandwidths, one path after the other. Arithmetic is "
         "not counted.",
+        f"Prefill apart: simulated on as many independent ranks, prompts of {PROMPT:,} new tokens "
+        f"in chunks of {prompts.chunk_tokens} and answers of {ANSWER} that keep 60 % of them busy; "
+        f"{prompts.flops_per_s / 1e9:,.0f} GFLOP/s a node (measured here).",
     ]
 
 
@@ -206,5 +259,5 @@ def show(made: RanksPlan, console: Console) -> None:
         )
     console.print(table)
     console.print()
-    for line in (f"Take {made.advice}.", *made.assumptions):
+    for line in (f"Take {made.advice}.", made.prefill_advice, *made.assumptions):
         console.print(line, soft_wrap=True)

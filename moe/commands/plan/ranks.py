@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,14 @@ from numpy.typing import NDArray
 from experts.dispatch import should_inline_rows
 from experts.dispatch.assignment import serving_ranks
 from experts.placement import Placement, slots_for
-from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, Locality
+from moe.commands.plan.decode_speed import (
+    BATCHES,
+    Bandwidths,
+    DecodeSizes,
+    Locality,
+    UniformRouting,
+)
+from moe.commands.plan.prefill_apart import PROMPT, EngineCosts
 from moe.commands.plan.speeds import Link
 
 WORTHWHILE = 1.05
@@ -95,9 +103,7 @@ class RankForecast:
         for batch in batches:
             own = -(-batch // ranks)
             on_node = min(-(-batch // own), self.ranks_a_node)
-            distinct = self.locality.distinct(own)
-            hits = 1.0 if slots == total else self.locality.hit_ratio(own, slots)
-            seconds[batch] = self._reading(on_node, distinct, on_node * distinct, hits)
+            seconds[batch] = self._alone(self.locality, on_node, slots, own)
         return RankPlan(
             name=f"{ranks} replicas",
             ranks=ranks,
@@ -109,6 +115,35 @@ class RankForecast:
             imbalance=1.0,
             seconds=seconds,
         )
+
+    def engine_costs(self, engines: int, prompts: PromptNeeds) -> EngineCosts | None:
+        """What each of so many independent ranks takes to read and to decode; None if a rank does
+        not fit. A chunk of a prompt is taken to visit every expert equally."""
+        total, on_node = self.needs.sizes.total, min(engines, self.ranks_a_node)
+        slots, _ = self._memory(total, on_node)
+        uniform = UniformRouting(self.needs.sizes)
+        network = self.machine.link if engines <= self.ranks_a_node else self.machine.network
+
+        def chunk_s(tokens: int) -> float:
+            paths = self._alone(uniform, on_node, slots, tokens)
+            computing = on_node * tokens * prompts.flops_a_token / prompts.flops_per_s
+            return max(paths.pop("memory"), computing) + sum(paths.values())
+
+        @cache
+        def step_s(batch: int) -> float:
+            return sum(self._alone(self.locality, on_node, slots, min(batch, BATCHES[-1])).values())
+
+        if not chunk_s(1) < float("inf"):
+            return None
+        handed = prompts.kv_bytes_a_token * PROMPT / network.bytes_per_s + network.seconds
+        return EngineCosts(step_s, cache(chunk_s), prompts.chunk_tokens, handed)
+
+    def _alone(self, locality: Locality, on_node: int, slots: int, tokens: int) -> dict[str, float]:
+        """Seconds, by path, in which an independent rank reads the weights for so many tokens,
+        beside others on its node that do the same."""
+        hits = 1.0 if slots == self.needs.sizes.total else locality.hit_ratio(tokens, slots)
+        distinct = locality.distinct(tokens)
+        return self._reading(on_node, distinct, on_node * distinct, hits)
 
     def _memory(self, wanted: int, on_node: int) -> tuple[int, int]:
         """How many of the wanted experts fit in a rank's memory, and all bytes of the rank."""
@@ -183,6 +218,23 @@ class ModelNeeds:
     fixed_bytes: int
     row_bytes: int
     replicas: float
+
+
+@dataclass(frozen=True)
+class PromptNeeds:
+    """What reading prompts takes.
+
+    Attributes:
+        flops_a_token: outside attention.
+        flops_per_s: of a node.
+        kv_bytes_a_token: of keys and values.
+        chunk_tokens: most prompt tokens of a step.
+    """
+
+    flops_a_token: float
+    flops_per_s: float
+    kv_bytes_a_token: int
+    chunk_tokens: int
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,14 @@ def memory_speed(device: torch.device) -> float:
     return SAMPLE_BYTES / _best_of(5, lambda: array.sum().item())
 
 
+def product_speed(device: torch.device) -> float:
+    """FLOP per second of a large product of matrices: float32 on a CPU, bf16 on a GPU."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    rows = 512 if device.type == "cpu" else 8192
+    left, right = torch.ones(2, rows, rows, dtype=dtype, device=device)
+    return 2 * rows**3 / _best_of(5, lambda: (left @ right)[0, 0].item())
+
+
 def to_device_speed(device: torch.device) -> float:
     """Bytes per second from pinned host memory to a CUDA device."""
     source = torch.ones(SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True)

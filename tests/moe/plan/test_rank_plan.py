@@ -23,6 +23,7 @@ from moe.commands.plan.rank_command import expected_traffic, first_placements
 from moe.commands.plan.ranks import (
     Machine,
     ModelNeeds,
+    PromptNeeds,
     RankForecast,
     RankPlan,
     Traffic,
@@ -174,6 +175,21 @@ def test_a_little_faster_is_not_worth_more_ranks() -> None:
     assert why == "2 ranks would be only 3% faster at 16 sequences"
 
 
+def test_prompts_take_arithmetic_and_every_expert_once() -> None:
+    prompts = PromptNeeds(1e9, 1e12, kv_bytes_a_token=1000, chunk_tokens=512)
+    slow = replace(FAST, bytes_per_s=2.048e6, seconds=0.5)
+    made = forecast(NEEDS, Machine(Bandwidths(10e9), None, slow, FAST), 4)
+    costs = made.engine_costs(2, prompts)
+    assert costs is not None
+    assert costs.chunk_s(512) == pytest.approx(2 * 512 * 1e9 / 1e12)  # two share the node
+    few = 2 * (100e6 + 10 * UniformRouting(SIZES).distinct(8) * 1e6) / 10e9
+    assert costs.chunk_s(8) == pytest.approx(few)
+    assert costs.step_s(8) == pytest.approx(few)
+    assert costs.handover_s == pytest.approx(1.5)
+    small = forecast(NEEDS, Machine(Bandwidths(10e9), 600_000_000, FAST, FAST), 1)
+    assert small.engine_costs(4, prompts) is None
+
+
 def test_links_are_given_in_gigabytes_and_microseconds() -> None:
     assert given_link("1.5,2e6", "--link") == Link(1.5e9, 2.0, "given")
     for text in ("1.5", "fast,1", "0,1", "1,-1", "inf,1"):
@@ -208,6 +224,7 @@ def test_the_command_compares_and_names_what_it_assumes(
     assert made["plans"][0]["exchanged_bytes"] == 0 < made["plans"][1]["exchanged_bytes"]
     assert made["plans"][2]["rank_bytes"] < made["plans"][3]["rank_bytes"]
     assert made["machine"]["link"]["how"] == "given"
+    assert [one["prefill"] for one in made["prefill_apart"]["simulated"]] == [0, 1, 2, 3]
     assert main(["plan", str(store), "--ranks", "4", "--link", "1,10"]) == 0
     out = capsys.readouterr().out
     assert "tokens/s: 1" in out  # whole, in 80 columns
@@ -216,6 +233,8 @@ def test_the_command_compares_and_names_what_it_assumes(
     assert "Take 1 rank: " in out
     assert "Ranks of a node exchange: 1.00 GB/s a rank, 10 µs (given)." in out
     assert "Arithmetic is not counted." in out
+    assert "Prefill apart (parallel.role): " in out
+    assert "the longest gaps between tokens (p99) are" in out
 
 
 def test_ranks_must_be_dealt_evenly_to_nodes(
