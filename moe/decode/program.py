@@ -370,8 +370,9 @@ class Program:
         self._kept.append(bias)
         record = native.IndexerRecord(
             self._cache(indexer.cache), heads, unit.query.meta.numel() // heads, indexer.top_k,
-            indexer.rate, indexer.pool, unit.key.meta.numel(), None if bias is None else bias.data_ptr(),
-            self._records.norm(indexer.norm), self._records.rotation(indexer.rotation),
+            indexer.rate, indexer.pool, unit.key.meta.numel(),
+            None if bias is None else bias.data_ptr(), self._records.norm(indexer.norm),
+            self._records.rotation(indexer.rotation),
         )  # fmt: skip
         places = map(self._place, (unit.query, unit.weights, unit.key, unit.out))
         return native.IndexedRecord(record, *places, unit.out.meta.numel())
@@ -394,7 +395,7 @@ class Program:
 
 
 def _with_intervals(units: Sequence[Unit], spaces: Mapping[int, Space]) -> list[Unit]:
-    """The units, where instructions that only make entries are left to the tokens that need them."""
+    """The units, where instructions that only make entries run for tokens that add one."""
     wanted = dict[int, int]()  # of each buffer, by which of how many tokens it is read
     made: list[Unit] = []
     for unit in reversed(units):
