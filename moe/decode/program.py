@@ -48,7 +48,7 @@ from moe.decode.units import (
     writes_of,
 )
 from moe.describe.description import NotDescribed
-from moe.network.kv_cache import KVCache, LayerKey, SequenceCache, StateKey
+from moe.network.kv_cache import LayerKey, StateKey
 
 _ALIGNED = 64
 _STATES = (Space.BEFORE, Space.AFTER)
@@ -69,12 +69,6 @@ class StateLayout:
         sizes = [-(-meta.numel() * meta.itemsize // _ALIGNED) * 16 for meta in self._metas.values()]
         self.offsets = dict(zip(states, accumulate(sizes, initial=0), strict=False))
         self.size = sum(sizes)
-
-    def covers(self, cache: SequenceCache) -> bool:
-        """Whether a sequence has all of these states."""
-        return not self.size or (
-            isinstance(cache, KVCache) and self.offsets.keys() <= cache.states.keys()
-        )
 
     def state(self, memory: Tensor, key: StateKey) -> Tensor:
         """One state in such a tensor."""
