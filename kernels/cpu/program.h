@@ -9,6 +9,7 @@
 namespace program {
 
 constexpr int DIMS = 6;
+constexpr long SQUARE = 256;  // most elements of a matrix for SINKHORN
 
 // Where an operand lies. ROW: in the step's memory, of which a buffer takes `pitch` bytes a row.
 // CONSTANT: at an address. BEFORE, AFTER: in the recurrent states that a row reads and writes. The
@@ -47,6 +48,8 @@ enum Code : int32_t {
   SORT_CHOICE,  // of `count` experts, by id
   // out = f(a, b), of integers
   XOR, REMAINDER,  // the latter has the divisor's sign
+  // the last two dimensions, `count` times divided by the sums + `number` of the last, of the other, ...
+  SINKHORN,
 };
 
 struct Instruction {

@@ -14,6 +14,8 @@ from kernels.cpu.post_norm import NormRecord
 from kernels.cpu.recurrence import ConvolutionCallRecord, GatedCallRecord, ScanCallRecord
 
 DIMS = 6
+SQUARE = 256
+"""Most elements of a matrix that `Code.SINKHORN` balances."""
 
 
 class Space(IntEnum):
@@ -96,6 +98,7 @@ class Code(IntEnum):
     SORT_CHOICE = 45
     XOR = 46
     REMAINDER = 47
+    SINKHORN = 48
 
 
 class Kind(IntEnum):

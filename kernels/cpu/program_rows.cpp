@@ -236,6 +236,30 @@ void fold(const Row& row, const Instruction& i, float start, const F& f) {
   });
 }
 
+void sinkhorn(const Row& row, const Instruction& i) {
+  const Operand* const operands[] = {&i.out, &i.a};
+  float *out = row.at(i.out.place), *a = row.at(i.a.place);
+  const int last = i.dims - 1;
+  const long n = i.sizes[last - 1], m = i.sizes[last];
+  each_outer(i, i.dims - 2, operands, [&](const long* at) {
+    float x[SQUARE], sum[SQUARE];
+    for (long r = 0; r < n; ++r)
+      for (long c = 0; c < m; ++c)
+        x[r * m + c] = a[at[1] + r * i.a.strides[last - 1] + c * i.a.strides[last]];
+    for (long k = 0; k < i.count; ++k) {
+      const bool rows = k % 2 == 0;
+      std::fill(sum, sum + (rows ? n : m), 0.0f);
+      for (long r = 0; r < n; ++r)
+        for (long c = 0; c < m; ++c) sum[rows ? r : c] += x[r * m + c];
+      for (long r = 0; r < n; ++r)
+        for (long c = 0; c < m; ++c) x[r * m + c] /= sum[rows ? r : c] + i.number;
+    }
+    for (long r = 0; r < n; ++r)
+      for (long c = 0; c < m; ++c)
+        out[at[0] + r * i.out.strides[last - 1] + c * i.out.strides[last]] = x[r * m + c];
+  });
+}
+
 void cumulate(const Row& row, const Instruction& i) {
   const int last = i.dims - 1;
   const Operand* operands[2] = {&i.out, &i.a};
@@ -451,6 +475,7 @@ void Row::run(const Instruction& i) const {
         quantize_row(from + n * width, width, group, codes.from(n));
       return;
     }
+    case SINKHORN: return sinkhorn(row, i);
     case SORT_CHOICE:
       return decode::sort_choice(i.count, at<int64_t>(i.a.place), at(i.b.place));
   }

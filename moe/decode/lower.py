@@ -20,6 +20,7 @@ from kernels import PlaneMatrix
 from kernels.cpu.program import Code, Space
 from kernels.recurrence import Recurrence, convolution_call, gated_call, scan_call
 from moe.decode.recorder import DecodeTrace, Operation, Value
+from moe.decode.sinkhorn import with_balancing
 from moe.decode.units import (
     AttentionOf,
     ExpertsOf,
@@ -99,7 +100,7 @@ class Lowering:
             space: self._buffer(space)
             for space in (Space.HIDDEN, Space.IDS, Space.WEIGHTS, Space.ROUTED)
         }
-        for operation in trace.operations:
+        for operation in with_balancing(trace.operations):
             self._lower(operation)
 
     def _buffer(self, space: Space) -> int:
@@ -464,6 +465,16 @@ class Lowering:
         if bias is not None:
             self.emit(Code.ADD, out, out, bias)
 
+    def _lower_sinkhorn(self, op: Operation) -> None:
+        x, dim, count, eps = op.args
+
+        def last(meta: Tensor) -> Tensor:
+            return meta if dim == -1 else meta.mT
+
+        self.emit(
+            Code.SINKHORN, op.outputs[0].viewed(last), viewed(x, last), count=count, number=eps
+        )
+
     def _lower_cumsum(self, op: Operation) -> None:
         dim = _dim(op, 1, op.outputs[0])
         out = op.outputs[0].viewed(lambda meta: meta.movedim(dim, -1))
@@ -676,7 +687,18 @@ class Lowering:
         self.emit(Code.MATMUL, target, left, right, shape=sizes)
         return None
 
-    _lower_bmm = _lower_mm = _lower_matmul
+    _lower_mm = _lower_matmul
+
+    def _lower_bmm(self, op: Operation) -> None:
+        """One row of each batch with a matrix of its own is a product of rows with matrices."""
+        (a, b), out = op.args, op.outputs[0]
+        own = isinstance(b, Tensor) and b.dtype == torch.float32 and b.mT.is_contiguous()
+        if not own or shape_of(a)[1] != 1:
+            return self._lower_matmul(op)
+        every = self._integers(torch.arange(len(b)))
+        with self._dense_output(out) as target:
+            self.units.append(Selection(b.mT, self.dense(viewed(a, _only_row)), every, target))
+        return None
 
     def _lower_scaled_dot_product_attention(self, op: Operation) -> None:
         """Without a cache: over rows of the token itself."""
@@ -796,6 +818,10 @@ def operation_names() -> set[str]:
     methods = {name.removeprefix(_PREFIX) for name in dir(Lowering) if name.startswith(_PREFIX)}
     tables = (_UNARY, _BINARY, _TURNED, _LOGICAL, _FOLDS, _FILLED, _RECURRENT, _COPIES, _EMPTY)
     return methods.union(*tables)
+
+
+def _only_row(meta: Tensor) -> Tensor:
+    return meta[:, 0]
 
 
 def _at(op: Operation, place: int, name: str) -> Any:

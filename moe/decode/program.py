@@ -48,7 +48,7 @@ from moe.decode.units import (
     writes_of,
 )
 from moe.describe.description import NotDescribed
-from moe.network.kv_cache import KVCache, LayerKey, SequenceCache, StateKey
+from moe.network.kv_cache import LayerKey, StateKey
 
 _ALIGNED = 64
 _STATES = (Space.BEFORE, Space.AFTER)
@@ -69,12 +69,6 @@ class StateLayout:
         sizes = [-(-meta.numel() * meta.itemsize // _ALIGNED) * 16 for meta in self._metas.values()]
         self.offsets = dict(zip(states, accumulate(sizes, initial=0), strict=False))
         self.size = sum(sizes)
-
-    def covers(self, cache: SequenceCache) -> bool:
-        """Whether a sequence has all of these states."""
-        return not self.size or (
-            isinstance(cache, KVCache) and self.offsets.keys() <= cache.states.keys()
-        )
 
     def state(self, memory: Tensor, key: StateKey) -> Tensor:
         """One state in such a tensor."""
@@ -370,8 +364,9 @@ class Program:
         self._kept.append(bias)
         record = native.IndexerRecord(
             self._cache(indexer.cache), heads, unit.query.meta.numel() // heads, indexer.top_k,
-            indexer.rate, indexer.pool, unit.key.meta.numel(), None if bias is None else bias.data_ptr(),
-            self._records.norm(indexer.norm), self._records.rotation(indexer.rotation),
+            indexer.rate, indexer.pool, unit.key.meta.numel(),
+            None if bias is None else bias.data_ptr(), self._records.norm(indexer.norm),
+            self._records.rotation(indexer.rotation),
         )  # fmt: skip
         places = map(self._place, (unit.query, unit.weights, unit.key, unit.out))
         return native.IndexedRecord(record, *places, unit.out.meta.numel())
@@ -394,7 +389,7 @@ class Program:
 
 
 def _with_intervals(units: Sequence[Unit], spaces: Mapping[int, Space]) -> list[Unit]:
-    """The units, where instructions that only make entries are left to the tokens that need them."""
+    """The units, where instructions that only make entries run for tokens that add one."""
     wanted = dict[int, int]()  # of each buffer, by which of how many tokens it is read
     made: list[Unit] = []
     for unit in reversed(units):

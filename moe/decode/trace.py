@@ -241,10 +241,10 @@ class _TracedCache(PackedCache):
 
     def _row_behind(self, window: Tensor) -> Tensor:
         """The row ``(1, 1, W)`` that has been joined to a window's rows."""
-        for parts in self._recorder.joined:
-            if len(parts) == 2 and parts[0].data_ptr() == window.data_ptr():
-                if parts[1].shape[:2] == (1, 1) and parts[1].shape[2:] == window.shape[2:]:
-                    return parts[1]
+        shape = 1, 1, window.shape[2]
+        for rows, *behind in self._recorder.joined:
+            if rows.data_ptr() == window.data_ptr() and [x.shape for x in behind] == [shape]:
+                return behind[0]
         raise NotDescribed("a cache layer of the architecture's own gets no row of the token")
 
     def update(

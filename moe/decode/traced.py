@@ -27,7 +27,7 @@ from moe.decode.compiled import (
 from moe.decode.program import Program, StateLayout
 from moe.decode.records import CompiledPass
 from moe.decode.step import CompiledExperts, split_logits
-from moe.network.kv_cache import KVCache, StateKey, States, Work
+from moe.network.kv_cache import KVCache, SequenceCache, StateKey, States, Work
 
 
 class TracedStep(CompiledStep):
@@ -47,7 +47,14 @@ class TracedStep(CompiledStep):
 
     def takes(self, work: Sequence[Work]) -> bool:
         """Not sequences that lack a state: of entries, some begin with the first of them."""
-        return all(self._program.states.covers(item.cache) for item in work)
+        return all(self._has_states(item.cache) for item in work)
+
+    def _has_states(self, cache: SequenceCache) -> bool:
+        assert isinstance(cache, KVCache)
+        states = cache.states
+        if isinstance(states, FlatStates):
+            return True
+        return all(key in states for key in self._program.states.offsets)
 
     def _model(self, experts: Array[native.ExpertsRecord]) -> native.ModelRecord:
         return native.ModelRecord(

@@ -142,7 +142,7 @@ def collapsed(
         return list(unit.sizes), [[0] * len(unit.sizes) for _ in operands]
     strides = [list((x.meta if isinstance(x, Value) else x).stride()) for x in operands]
     sizes = list(unit.sizes)
-    fixed = {Code.MATMUL: 2, Code.TOP: 1, Code.CUMULATE: 1}.get(unit.code, 0)
+    fixed = {Code.MATMUL: 2, Code.SINKHORN: 2, Code.TOP: 1, Code.CUMULATE: 1}.get(unit.code, 0)
     if unit.code in (Code.SUM, Code.LARGEST, Code.SMALLEST):
         fixed = 1
     d = len(sizes) - 1 - fixed

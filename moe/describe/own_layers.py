@@ -49,11 +49,11 @@ def find_own_layers(model: PreTrainedModel, own: OwnCache) -> Mapping[int, OwnLa
         alike.setdefault(_kind(layer), []).append(layer)
     found = dict(own.layers)
     for length in _LENGTHS:
-        unknown = {kind: layers for kind, layers in alike.items() if not found[layers[0].index].rate}
+        unknown = [layers for layers in alike.values() if not found[layers[0].index].rate]
         if not unknown:
             break
-        seen = _looks(model, [layers[0] for layers in unknown.values()], length)
-        for layers, looks in zip(unknown.values(), seen, strict=True):
+        seen = _looks(model, [layers[0] for layers in unknown], length)
+        for layers, looks in zip(unknown, seen, strict=True):
             known = _understood(layers[0], looks, length)
             found |= {each.index: replace(known, empty=each.empty, index=each.index)
                       for each in layers}  # fmt: skip
@@ -71,7 +71,7 @@ def _looks(
 ) -> list[list[dict[Member, Any]]]:
     """What layers keep after a prompt of ``length`` tokens, and after each further token."""
     generator = torch.Generator().manual_seed(0)
-    count = model.get_input_embeddings().num_embeddings
+    count: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     ids = torch.randint(count, (1, length + _STEPS - 1), generator=generator).to(model.device)
     config = model.config.get_text_config(decoder=True)
     cache = _ShortPass(config, max(layer.index for layer in layers))

@@ -3,8 +3,8 @@
 Some models insist on a cache class that their modeling file defines, and which keeps further lists
 by layer beside keys and values (linear attention's states). Others have cache layers of their own,
 which keep more than keys and values: entries that stand for many tokens each, and what the next
-entry is made of. `OwnCache` finds both. Its `standing_for` makes a subclass of our cache whose lists
-are the recurrent states of a pass (`LayerStates`), and whose layers are those of the running
+entry is made of. `OwnCache` finds both. Its `standing_for` makes a subclass of our cache whose
+lists are the recurrent states of a pass (`LayerStates`), and whose layers are those of the running
 sequence (`OwnLayers`). A sequence keeps no such layer, but rows and states as of other models;
 `OwnLayer` makes the layer of them, and takes it apart again.
 Legend: n tokens so far, E entries, r tokens that an entry stands for (`OwnLayer.rate`).

@@ -118,7 +118,9 @@ def test_logits_do_not_depend_on_company(drafting: Load, kind: str) -> None:
         assert (model.batch_logits([prompt])[0] - logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "jamba", "deepseek_v32", "deepseek_v4", "qwen4_exp_text"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "jamba", "deepseek_v32", "deepseek_v4", "qwen4_exp_text"]
+)
 def test_a_second_turn_reads_only_what_is_new(
     tiny_checkpoint: Callable[[str], Path], drafting: Load, kind: str
 ) -> None:

@@ -96,6 +96,20 @@ def hashed(x: Tensor) -> Tensor:
     return torch.cat([rest.flatten(), moved.flatten(), both.flatten()])
 
 
+def balanced(x: Tensor, divisions: int, dim: int) -> Tensor:
+    """Matrices divided by the sums of their rows and columns by turns."""
+    for turn in range(divisions):
+        x = x / (x.sum(dim if turn % 2 == 0 else -3 - dim, keepdim=True) + 1e-3)
+    return x
+
+
+def balanced_and_read(x: Tensor) -> Tensor:
+    """The third of five divisions is read, too, and the last one is by the same sums again."""
+    between = balanced(heads(x).exp(), 3, -1)
+    last = balanced(between, 2, -2)
+    return between + last / (last.sum(-1, keepdim=True) + 1e-3)
+
+
 W = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
 FUNCTIONS: dict[str, Function] = {
     "unary": lambda x: torch.cat([f(x) for f in (torch.neg, torch.exp, torch.sigmoid, F.silu,
@@ -111,7 +125,12 @@ FUNCTIONS: dict[str, Function] = {
     "where": lambda x: torch.where(x > 0, x, -2.0) + x.masked_fill(x < 0.3, float("-inf")).exp(),
     "clamp": lambda x: x.clamp(-1, 1) + x.clamp(min=0.1) * x.clamp_max(0.7) + x.clamp_min(0),
     "maximum": lambda x: torch.maximum(x, x * x) - torch.minimum(x, x.exp()),
-    "floor division": lambda x: torch.div(x * 10, 3, rounding_mode="floor"),
+    "floor division": lambda x: torch.div(x * 10, 3, rounding_mode="floor") + (x * 99).long() // 7,
+    "balanced": lambda x: torch.cat([balanced(heads(x).exp(), 7, dim) for dim in (-1, -2)]),
+    "balanced views": lambda x: balanced(heads(x)[:, ::2, 1:6].mT.exp(), 20, -2),
+    "balanced and read": balanced_and_read,
+    "rows by matrices of their own": lambda x: torch.bmm(
+        x.view(4, 1, -1), W.view(4, 16, -1)[..., :12].contiguous().mT),
     "truncated division": lambda x: torch.div((x * 10).long(), 3, rounding_mode="trunc"),
     "broadcast": lambda x: heads(x) * heads(x)[:, :, :1] + heads(x)[:, 1:2],
     "transposed": lambda x: (heads(x).transpose(1, 2) * 2 + heads(x).mT).contiguous(),

@@ -377,6 +377,7 @@ def test_heads_find_the_keys_that_they_read(
 
 LIMITS = {
     "deepseek_v32": {"index_topk": 90},
+    "deepseek_v4": {"index_topk": 20},
     "inkling_text": {"rel_extent": 90},
     "glm5_next": {"index_topk": 90, "index_kpool": 3},
     "qwen4_exp_text": {"indexer_budget": 90, "indexer_compress_ratio": 3},
