@@ -13,14 +13,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kernels.triton import triton_status
 from routing.routing import UNUSED, Routing, select_top_k
 
 Score = Literal["softmax", "sigmoid", "mixer"]
 GroupScore = Literal["max", "top2"]
 
 _NEVER = -float("inf")
-_MOST_EXPERTS = 512  # whose scores fit into registers
 
 
 @dataclass(frozen=True)
@@ -96,29 +94,6 @@ class RouterRule:
         if self.expert_scale is not None:
             weights = weights * self.expert_scale[ids]
         return Routing(ids.masked_fill(unused, UNUSED), weights * self.scale).ascending()
-
-    def decide(self, logits: Tensor) -> Routing:
-        """The decision for each row of logits ``(T, E)``: `select` of their `scores`; on a GPU by
-        one kernel."""
-        if (
-            logits.is_cuda
-            and logits.shape[-1] <= _MOST_EXPERTS
-            and triton_status()["name"] == "triton"
-        ):
-            return self.by_kernel(logits)
-        return self.select(self.scores(logits))
-
-    def by_kernel(self, logits: Tensor) -> Routing:
-        """`decide` by Triton's kernel."""
-        from kernels.triton.router import decide
-
-        ids, weights = decide(
-            logits, min(self.top_k, logits.shape[-1]), score=self.score,
-            correction_E=self.correction, groups=self.groups, groups_kept=self.groups_kept,
-            by_two=self.group_score == "top2", renormalise=self.renormalise, scale=self.scale,
-            threshold=self.mixer_threshold, expert_scale_E=self.expert_scale,
-        )  # fmt: skip
-        return Routing(ids, weights)
 
     def _mix(self, logits: Tensor, allowed: Tensor | None, count: int) -> Routing:
         """SparseMixer (arXiv 2409.12136): take the largest logit left, ``count`` times; its weight

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.triton import triton_status
 from moe.describe.description import NotDescribed, OwnRouter, Projection, Router
 from moe.describe.observe import Observation, ObservedCall, observe_random
 from moe.describe.parts import project, same
@@ -36,6 +37,7 @@ _ROWS = 256
 _TOLERANCE = 1e-4
 _SAME_SCALE = 1e-5
 _SAME_WEIGHTS = 1e-4
+_MOST_EXPERTS = 512  # whose scores fit into the registers of the kernel
 _ROUNDINGS = 8  # of half precision, by which scores may differ
 
 
@@ -264,7 +266,28 @@ def describe_router(
 
 def route(router: Router, rows: Tensor) -> Routing:
     """The decision for float32 rows ``(T, H)``."""
-    return router.rule.decide(project(router.weight, rows))
+    return decide(router.rule, project(router.weight, rows))
+
+
+def decide(rule: RouterRule, logits: Tensor) -> Routing:
+    """The rule's decision for each row of logits ``(T, E)``; on a GPU by one kernel."""
+    fits = logits.is_cuda and logits.shape[-1] <= _MOST_EXPERTS
+    if fits and triton_status()["name"] == "triton":
+        return by_kernel(rule, logits)
+    return rule.select(rule.scores(logits))
+
+
+def by_kernel(rule: RouterRule, logits: Tensor) -> Routing:
+    """`decide` by Triton's kernel."""
+    from kernels.triton import router
+
+    ids, weights = router.decide(
+        logits, min(rule.top_k, logits.shape[-1]), score=rule.score,
+        correction_E=rule.correction, groups=rule.groups, groups_kept=rule.groups_kept,
+        by_two=rule.group_score == "top2", renormalise=rule.renormalise, scale=rule.scale,
+        threshold=rule.mixer_threshold, expert_scale_E=rule.expert_scale,
+    )  # fmt: skip
+    return Routing(ids, weights)
 
 
 def _scale(router: Router, rows: Tensor, expected: Routing) -> float | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kernels.triton.language import INTERPRETED
 from kernels.triton.routing import align, route
+from moe.describe.routers import by_kernel, decide
 from routing.routers import RouterRule, Score
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
@@ -46,7 +47,7 @@ def decisions(draw: st.DrawFn) -> tuple[RouterRule, Tensor]:
 @given(decisions())
 def test_the_kernel_decides_as_the_rule(case: tuple[RouterRule, Tensor]) -> None:
     rule, logits = case
-    found, expected = rule.by_kernel(logits), rule.decide(logits)
+    found, expected = by_kernel(rule, logits), decide(rule, logits)
     assert torch.equal(found.expert_ids, expected.expert_ids)
     torch.testing.assert_close(found.weights, expected.weights, equal_nan=True)
     assert found.weights.dtype == torch.float32
