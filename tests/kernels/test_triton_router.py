@@ -49,7 +49,9 @@ def test_the_kernel_decides_as_the_rule(case: tuple[RouterRule, Tensor]) -> None
     rule, logits = case
     found, expected = by_kernel(rule, logits), decide(rule, logits)
     assert torch.equal(found.expert_ids, expected.expert_ids)
-    torch.testing.assert_close(found.weights, expected.weights, equal_nan=True)
+    # A total of NaN makes the weights of the rule's unused slots NaN, too.
+    weights = expected.weights.masked_fill(expected.expert_ids < 0, 0.0)
+    torch.testing.assert_close(found.weights, weights, equal_nan=True)
     assert found.weights.dtype == torch.float32
 
 
