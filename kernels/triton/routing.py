@@ -11,7 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
+
+MOST_SLOTS, MOST_EXPERTS = 512, 512
+"""That one program aligns: those of a decode step. Sorting pays for more."""
+ALIGN_TILE = 16
+ALIGN_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,8 @@ def most_blocks(slots: int, experts: int, rows: int) -> int:
 
 
 def route(expert_ids_TK: Tensor, experts: int, rows: int, distinct: int | None = None) -> Blocks:
-    """Sort slots and cut them into blocks of one expert each; all int32.
+    """Sort slots and cut them into blocks of one expert each; all int32. Operations of torch for
+    many slots, and anywhere but on a GPU; else one kernel.
 
     Args:
         expert_ids_TK: (T, K) integers, at least one slot; outside [0, experts) a slot is unused.
@@ -53,6 +61,8 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int, distinct: int | None =
         distinct: experts that the slots can ask for at most; None: all.
     """
     ids_S = expert_ids_TK.reshape(-1)
+    if ids_S.is_cuda and len(ids_S) <= MOST_SLOTS and experts < MOST_EXPERTS:
+        return align(ids_S, experts, rows, distinct)
     ids_S = ids_S.masked_fill((ids_S < 0) | (ids_S >= experts), experts)
     sorted_S, order_S = ids_S.sort(stable=True)
     bounds_E1 = torch.arange(experts + 1, device=ids_S.device, dtype=ids_S.dtype)
@@ -75,6 +85,59 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int, distinct: int | None =
         offsets_E1[known_B] + within_B * rows,
         rows,
     )
+
+
+@triton.jit
+def align_kernel(
+    ids, order, offsets, block_expert, block_first, slots, experts, blocks, per_block,
+    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One program: places are counted by comparing every slot with every other one."""
+    slot = tl.arange(0, SLOTS)
+    own = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
+    own = tl.where((own < 0) | (own >= experts), experts, own)
+    place = tl.zeros((SLOTS,), tl.int32)
+    expert = tl.arange(0, EXPERTS)
+    begin = tl.zeros((EXPERTS,), tl.int32)
+    end = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, slots, TILE):
+        other = start + tl.arange(0, TILE)
+        known = other < slots
+        theirs = tl.load(ids + other, mask=known, other=-1).to(tl.int32)
+        theirs = tl.where((theirs < 0) | (theirs >= experts), experts, theirs)
+        theirs = tl.where(known, theirs, EXPERTS)  # behind all
+        same = theirs[None, :] == own[:, None]
+        before = (theirs[None, :] < own[:, None]) | (same & (other[None, :] < slot[:, None]))
+        place += tl.sum(before.to(tl.int32), 1)
+        begin += tl.sum((theirs[None, :] < expert[:, None]).to(tl.int32), 1)
+        end += tl.sum((theirs[None, :] <= expert[:, None]).to(tl.int32), 1)
+    tl.store(order + place, slot, mask=slot < slots)
+    tl.store(offsets + expert, begin, mask=expert <= experts)
+    count = tl.where(expert < experts, (end - begin + per_block - 1) // per_block, 0)
+    last = tl.cumsum(count, 0)
+    for index in range(0, tl.max(count)):
+        mask = index < count
+        tl.store(block_expert + last - count + index, expert, mask=mask)
+        tl.store(block_first + last - count + index, begin + index * per_block, mask=mask)
+    block = tl.arange(0, BLOCKS)
+    idle = (block >= tl.sum(count)) & (block < blocks)
+    tl.store(block_expert + block, tl.full((BLOCKS,), -1, tl.int32), mask=idle)
+    tl.store(block_first + block, tl.zeros((BLOCKS,), tl.int32), mask=idle)
+
+
+def align(ids_S: Tensor, experts: int, rows: int, distinct: int | None = None) -> Blocks:
+    """As `route`, by one kernel, for at most `MOST_SLOTS` and fewer than `MOST_EXPERTS`."""
+    slots = len(ids_S)
+    count = most_blocks(slots, distinct or experts, rows)
+    sizes = [slots, experts + 1, count, count]
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=ids_S.device)
+    order, offsets, expert_B, first_B = memory.split(sizes)
+    align_kernel[(1,)](
+        ids_S, order, offsets, expert_B, first_B, slots, experts, count, rows,
+        SLOTS=triton.next_power_of_2(slots), EXPERTS=triton.next_power_of_2(experts + 1),
+        BLOCKS=triton.next_power_of_2(count), TILE=ALIGN_TILE, **ALIGN_OPTIONS,
+    )  # fmt: skip
+    return Blocks(order, offsets, expert_B, first_B, rows)
 
 
 def used_experts(blocks: Blocks, distinct: int) -> tuple[Tensor, Tensor]:

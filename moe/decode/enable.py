@@ -5,6 +5,7 @@ Every step is proven beside transformers' forward first (`moe.decode.proof`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -54,6 +55,8 @@ class Fused:
     keeps_hidden: bool = True
 
 
+_REST_STEPS = 256
+"""Steps until a recording that found no memory is tried again."""
 _UNKNOWN_ROUTER = "not every router follows a rule that is known here"
 
 FUSED_OFF = Fused(False, "engine.fused is off")
@@ -73,18 +76,42 @@ def enable_fused(backbone: Backbone, experts: MoELayers) -> Fused:
         # What an unknown architecture does to a probe cannot be foreseen, and must not stop it.
         return Fused(False, f"probing raised {type(error).__name__}: {error}")
     fused = Fused(True, reason, forward.keeps_hidden)
-
-    def forward_or_transformers(work: Sequence[Work]) -> list[Tensor]:
-        try:
-            if forward.takes(work):
-                return forward(work)
-        except NotDescribed as error:  # a recording of a new size failed
-            backbone.decode_by(None)
-            fused.enabled, fused.reason = False, str(error)
-        return backbone.forward_packed(work, decoding=True)
-
-    backbone.decode_by(forward_or_transformers)
+    backbone.decode_by(_FusedForward(forward, backbone, fused))
     return fused
+
+
+class _FusedForward:
+    """Fused decode steps; transformers' own forward where a step cannot be recorded.
+
+    Memory may only be short for a while: then steps of as many rows are recorded again later, and
+    smaller ones stay fused. Any other failure turns fused steps off.
+    """
+
+    def __init__(self, forward: DecodeForward, backbone: Backbone, fused: Fused) -> None:
+        self._forward, self._backbone, self._fused = forward, backbone, fused
+        self._reason = fused.reason
+        self._most, self._resting = math.inf, 0  # rows that found no memory, and steps until then
+
+    def __call__(self, work: Sequence[Work]) -> list[Tensor]:
+        rows = sum(len(item.token_ids) for item in work)
+        if rows >= self._most and self._resting:
+            self._resting -= 1
+            return self._backbone.forward_packed(work, decoding=True)
+        if not self._forward.takes(work):
+            return self._backbone.forward_packed(work, decoding=True)
+        try:
+            logits = self._forward(work)
+        except NotDescribed as error:  # a recording of a new size failed
+            if isinstance(error.__cause__, torch.OutOfMemoryError):
+                self._most, self._resting = rows, _REST_STEPS
+                self._fused.reason = f"{self._reason}; but {error}: tried again later"
+            else:
+                self._backbone.decode_by(None)
+                self._fused.enabled, self._fused.reason = False, str(error)
+            return self._backbone.forward_packed(work, decoding=True)
+        if rows >= self._most:
+            self._most, self._fused.reason = math.inf, self._reason
+        return logits
 
 
 def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[DecodeForward, str]:

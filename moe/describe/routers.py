@@ -10,6 +10,7 @@ Legend: T rows, H hidden, E experts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kernels.triton import triton_status
 from moe.describe.description import NotDescribed, OwnRouter, Projection, Router
 from moe.describe.observe import Observation, ObservedCall, observe_random
 from moe.describe.parts import project, same
@@ -29,11 +31,14 @@ from moe.network.moe_layer import FoundSelector, MoELayers, Selector, WatchedSel
 from moe.network.seam import experts_modules, layer_of, parents_of, watch_router
 from routing import PolicyChain, Routing, RoutingError
 from routing.routers import GroupScore, RouterRule, Score
+from routing.routing import UNUSED
 
 _ROWS = 256
 _TOLERANCE = 1e-4
 _SAME_SCALE = 1e-5
 _SAME_WEIGHTS = 1e-4
+_MOST_EXPERTS = 512  # whose scores fit into the registers of the kernel
+_ROUNDINGS = 8  # of half precision, by which scores may differ
 
 
 def find_selectors(backbone: Backbone, seen: Observation | None = None) -> list[FoundSelector]:
@@ -153,6 +158,22 @@ def _selectors(
     return selectors
 
 
+def _is_exact(module: nn.Module) -> bool:
+    """Whether a module computes with float32 in main memory."""
+    return all(p.dtype == torch.float32 and p.is_cpu for p in module.parameters())
+
+
+def _exact_copy(module: nn.Module) -> nn.Module:
+    """The same module in float32 in main memory: half precision hides small differences of rules,
+    and its ties are decided in no fixed order."""
+    tensors: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach().float().cpu(), requires_grad=False)
+        for p in module.parameters()
+    }
+    tensors |= {id(buffer): buffer.detach().cpu() for buffer in module.buffers()}
+    return deepcopy(module, tensors)
+
+
 def layers_with_experts(model: nn.Module) -> list[nn.Module]:
     """The decoder layer of each MoE layer; the model itself if it has no list of layers."""
     parents = parents_of(model)
@@ -195,10 +216,27 @@ def _agrees(selector: Selector, rows: Tensor, made: Routing) -> bool:
     rows = rows.reshape(-1, rows.shape[-1])
     if rows.shape[1] != selector.weight.shape[1]:
         return False
-    ours = selector.select(selector.scores(rows))
-    return torch.equal(ours.expert_ids, made.expert_ids) and torch.allclose(
-        ours.weights, made.weights, rtol=_SAME_WEIGHTS
-    )
+    scores = selector.scores(rows)
+    ours = selector.select(scores)
+    if rows.dtype == torch.float32:
+        return torch.equal(ours.expert_ids, made.expert_ids) and torch.allclose(
+            ours.weights, made.weights, rtol=_SAME_WEIGHTS
+        )
+    return _agrees_roughly(ours, made, selector.rule.ranking(scores), torch.finfo(rows.dtype).eps)
+
+
+def _agrees_roughly(ours: Routing, made: Routing, ranking: Tensor, eps: float) -> bool:
+    """The same of a router that rounds to half precision: the experts that only it chooses are
+    hardly worse than those that we choose, and weights are about equal in most rows."""
+    if ours.expert_ids.shape != made.expert_ids.shape or bool((made.expert_ids == UNUSED).any()):
+        return False
+    near = _ROUNDINGS * eps * ranking.where(ranking.isfinite(), 0.0).abs().amax(-1, keepdim=True)
+    worst = ranking.gather(1, ours.expert_ids).amin(-1, keepdim=True)
+    if bool((ranking.gather(1, made.expert_ids) < worst - near).any()):
+        return False
+    equal = (ours.expert_ids == made.expert_ids).all(1)
+    gap = (ours.weights - made.weights).abs()[equal]
+    return 2 * len(gap) > len(equal) and bool((gap <= _ROUNDINGS * eps * made.weights.max()).all())
 
 
 def describe_router(
@@ -211,7 +249,8 @@ def describe_router(
     if own is not None:
         rows = torch.randn(_ROWS, size, generator=torch.Generator().manual_seed(3))
         with torch.inference_mode():
-            ids, weights = own(rows)
+            ids, weights = (out.to(whole.hidden.device) for out in own(rows))
+        rows = rows.to(whole.hidden.device)
     else:
         rows = whole.hidden.reshape(-1, size)
     seat: Any = experts.expert_seat
@@ -227,8 +266,28 @@ def describe_router(
 
 def route(router: Router, rows: Tensor) -> Routing:
     """The decision for float32 rows ``(T, H)``."""
-    rule = router.rule
-    return rule.select(rule.scores(project(router.weight, rows)))
+    return decide(router.rule, project(router.weight, rows))
+
+
+def decide(rule: RouterRule, logits: Tensor) -> Routing:
+    """The rule's decision for each row of logits ``(T, E)``; on a GPU by one kernel."""
+    fits = logits.is_cuda and logits.shape[-1] <= _MOST_EXPERTS
+    if fits and triton_status()["name"] == "triton":
+        return by_kernel(rule, logits)
+    return rule.select(rule.scores(logits))
+
+
+def by_kernel(rule: RouterRule, logits: Tensor) -> Routing:
+    """`decide` by Triton's kernel."""
+    from kernels.triton import router
+
+    ids, weights = router.decide(
+        logits, min(rule.top_k, logits.shape[-1]), score=rule.score,
+        correction_E=rule.correction, groups=rule.groups, groups_kept=rule.groups_kept,
+        by_two=rule.group_score == "top2", renormalise=rule.renormalise, scale=rule.scale,
+        threshold=rule.mixer_threshold, expert_scale_E=rule.expert_scale,
+    )  # fmt: skip
+    return Routing(ids, weights)
 
 
 def _scale(router: Router, rows: Tensor, expected: Routing) -> float | None:
@@ -319,8 +378,10 @@ def _own_module(
         if id_at is None or weight_at is None or len(call.inputs) != 1 or call.kwargs:
             continue
 
+        exact = module if _is_exact(module) else _exact_copy(module)
+
         def forward(
-            rows: Tensor, module: nn.Module = module, i: int = id_at, w: int = weight_at
+            rows: Tensor, module: nn.Module = exact, i: int = id_at, w: int = weight_at
         ) -> tuple[Tensor, Tensor]:
             given = module(rows)
             return given[i], given[w]

@@ -55,6 +55,8 @@ from kernels.triton.attention import OPTIONS
 from kernels.triton.attention import attend_kernel, join_kernel, store_kernel
 from kernels.triton.experts import combine_kernel
 from kernels.triton.grouped import whole_kernel
+from kernels.triton.router import decide_kernel, options
+from kernels.triton.routing import ALIGN_OPTIONS, ALIGN_TILE, align_kernel
 from kernels.triton.planes import arrange_kernel, dequantize_kernel, finish_kernel, planes_kernel
 from kernels.triton.tiles import DECODE, PLANES, PREFILL
 
@@ -87,6 +89,12 @@ for bits in (1, 2, 4):
 POINTERS["experts"] = "*i32"
 show(90, dequantize_kernel, UNFUSED, COMPUTE=tl.bfloat16, COLUMNS=64, GROUP=64, PARTS=2)
 del POINTERS["experts"]
+POINTERS |= {"logits": "*fp32", "correction": "*fp32", "expert_scale": "*fp32"}
+FLOATS["threshold"] = "fp32"
+for groups, score, size in ((8, 1, 256), (1, 0, 512)):
+    show(90, decide_kernel, options(size), SCORE=score, K=8, GROUPS=groups, KEPT=1, BY_TWO=True,
+         RENORMALISE=True, HAS_CORRECTION=score == 1, HAS_SCALE=False, EXPERTS=size)
+show(90, align_kernel, ALIGN_OPTIONS, SLOTS=512, EXPERTS=512, BLOCKS=512, TILE=ALIGN_TILE)
 # Heads of 80, and latents of 512 beside keys of 64.
 ATTEND = {"COMPUTE": tl.bfloat16, "HEADS": 16}
 for architecture in (80, 90):
@@ -219,7 +227,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 25
+    assert len(lines) == 28
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         assert int(shared) <= _LEAST_SHARED, name

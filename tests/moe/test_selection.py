@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -60,6 +62,21 @@ def test_with_nothing_restricted_it_is_the_models_own_routing(
         everybody = torch.ones_like(scores, dtype=torch.bool)
         again = selector.select(scores, everybody, routing.top_k)
         assert torch.equal(again.weights, routing.weights)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_the_rule_of_a_router_in_half_precision_is_that_of_float32(
+    tiny_moe: Callable[[str], MoE], tiny_checkpoint: Callable[[str], Path], model_type: str
+) -> None:
+    """What a GPU has: the router rounds, and its rule is found on a float32 copy of it."""
+    half = MoE.from_pretrained(tiny_checkpoint(model_type), model={"dtype": "bfloat16"})
+    pairs = zip(
+        find_selectors(half.backbone), find_selectors(tiny_moe(model_type).backbone), strict=True
+    )
+    for found, expected in [(selector_of(one), selector_of(other)) for one, other in pairs]:
+        assert found.weight.dtype == torch.bfloat16
+        assert replace(found.rule, correction=None) == replace(expected.rule, correction=None)
+        assert (found.rule.correction is None) == (expected.rule.correction is None)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "deepseek_v3", "phimoe"])

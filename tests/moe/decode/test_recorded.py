@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -179,6 +179,46 @@ def test_without_a_recording_transformers_goes_on(
     assert tokens[0] == tokens[1]
     why = "recording 1 rows raised RuntimeError: out of graphs"
     assert model.status()["fused"] == {"enabled": False, "why": why}
+
+
+def test_a_recording_without_memory_is_made_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of as many rows go on by transformers meanwhile, and smaller ones stay fused."""
+    monkeypatch.setattr(enable, "_REST_STEPS", 2)
+    short = [True]
+
+    class Model:
+        fused: Any = "on"
+
+        def forward_packed(self, work: Any, decoding: bool) -> list[str]:
+            assert decoding
+            return ["transformers"]
+
+        def decode_by(self, forward: Any) -> None:
+            self.fused = forward
+
+    def forward(work: Any) -> list[str]:
+        if short[0] and len(work[0].token_ids) >= 2:
+            raise NotDescribed("recording 2 rows") from torch.OutOfMemoryError("no memory")
+        return ["fused"]
+
+    backbone: Any = Model()
+    state = enable.Fused(True, "as near")
+    decode: Any = enable._FusedForward(cast(Any, forward), backbone, state)
+
+    def ran(rows: int) -> str:
+        (logits,) = decode([Work([1] * rows, cast(Any, None))])
+        return str(logits)
+
+    assert ran(2) == "transformers"
+    assert (state.enabled, state.reason) == (
+        True,
+        "as near; but recording 2 rows: tried again later",
+    )
+    assert [ran(1), ran(2), ran(3)] == ["fused", "transformers", "transformers"]
+    assert ran(2) == "transformers"  # tried again, in vain
+    short[0] = False
+    assert [ran(rows) for rows in (2, 3, 2, 1)] == ["transformers"] * 2 + ["fused"] * 2
+    assert (state.enabled, state.reason, backbone.fused) == (True, "as near", "on")
 
 
 def test_nothing_is_recorded_where_probing_fails(monkeypatch: pytest.MonkeyPatch) -> None:

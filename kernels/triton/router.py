@@ -1,0 +1,132 @@
+"""A router's rule in one kernel: from logits to chosen experts and their weights.
+
+A program decides for one token, with all its scores in registers. Legend: T tokens, E experts, K
+slots a token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SCORES = {"softmax": 0, "sigmoid": 1, "mixer": 2}
+
+
+def options(experts: int) -> dict[str, int | bool]:
+    """What every launch passes to Triton's compiler: one warp, as long as its registers hold the
+    scores."""
+    return {"num_warps": 1 if experts <= 256 else 2, "enable_fp_fusion": False}
+
+
+@triton.jit
+def decide_kernel(
+    logits, correction, expert_scale, ids, weights, experts, per_group, scale, threshold,
+    SCORE: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    BY_TWO: tl.constexpr, RENORMALISE: tl.constexpr, HAS_CORRECTION: tl.constexpr,
+    HAS_SCALE: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    inside = expert < experts
+    never = float("-inf")
+    row = tl.load(logits + token * experts + expert, mask=inside, other=never).to(tl.float32)
+    chosen = expert < 0
+    if SCORE == 2:  # SparseMixer: `RouterRule._mix`
+        own = tl.zeros((EXPERTS,), tl.float32)
+        left = row
+        for _ in tl.static_range(K):
+            best = tl.max(left)
+            at = tl.argmax(left, 0)
+            far = (best - row) / tl.maximum(tl.abs(row), best) > threshold
+            share = tl.sum(tl.where(inside & (left > never) & (far == 0), tl.exp(left - best), 0.0))
+            taken = (expert == at) & (left > never)
+            own = tl.where(taken, 1.0 / share, own)
+            chosen = chosen | taken
+            left = tl.where(taken, never, left)
+    else:
+        if SCORE == 0:
+            spread = tl.exp(row - tl.max(row))
+            own = spread / tl.sum(spread)
+        else:
+            own = 1.0 / (1.0 + tl.exp(-row))
+        rank = own
+        if HAS_CORRECTION:
+            rank += tl.load(correction + expert, mask=inside, other=0.0)
+        rank = tl.where(rank != rank, float("inf"), rank)  # NaN is the largest, as in a sort
+        rank = tl.where(inside, rank, never)
+        if GROUPS > 1:
+            group = expert // per_group
+            kept = expert < 0
+            values = tl.zeros((EXPERTS,), tl.float32) + never  # of each group, at its number
+            for number in tl.static_range(GROUPS):
+                members = tl.where(group == number, rank, never)
+                value = tl.max(members)
+                if BY_TWO:
+                    second = tl.max(tl.where(expert == tl.argmax(members, 0), never, members))
+                    value += tl.where(second > never, second, 0.0)
+                values = tl.where(expert == number, value, values)
+            for _ in tl.static_range(KEPT):
+                best = tl.argmax(values, 0)
+                kept = kept | (group == best)
+                values = tl.where(expert == best, never, values)
+            rank = tl.where(kept, rank, never)
+        for _ in tl.static_range(K):
+            taken = (expert == tl.argmax(rank, 0)) & (rank > never)
+            chosen = chosen | taken
+            rank = tl.where(taken, never, rank)
+        if RENORMALISE:
+            total = tl.sum(tl.where(chosen, own, 0.0))
+            own = own / tl.where(total != 0, total, 1.0)
+    if HAS_SCALE:
+        own *= tl.load(expert_scale + expert, mask=inside, other=0.0)
+    # The chosen ones in ascending order, then unused slots.
+    count = tl.cumsum(chosen.to(tl.int32), 0)
+    to = token * K + count - 1
+    tl.store(ids + to, expert.to(tl.int64), mask=chosen)
+    tl.store(weights + to, own * scale, mask=chosen)
+    unused = (expert >= tl.max(count)) & (expert < K)
+    tl.store(ids + token * K + expert, tl.full((EXPERTS,), -1, tl.int64), mask=unused)
+    tl.store(weights + token * K + expert, tl.zeros((EXPERTS,), tl.float32), mask=unused)
+
+
+def decide(
+    logits_TE: Tensor,
+    top_k: int,
+    *,
+    score: str,
+    correction_E: Tensor | None = None,
+    groups: int = 1,
+    groups_kept: int = 1,
+    by_two: bool = False,
+    renormalise: bool = False,
+    scale: float = 1.0,
+    threshold: float = 0.0,
+    expert_scale_E: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(T, K) int64 ids in ascending order, -1 in unused slots, and float32 weights.
+
+    `routing.routers.RouterRule` is the reference, and says what the settings mean; weights may
+    differ from its in their last bits.
+
+    Args:
+        logits_TE: any float dtype; 512 experts at most fit into registers.
+        top_k: at most E.
+        score: a key of `SCORES`.
+        correction_E, expert_scale_E: float32.
+        by_two: groups are ranked by their two largest scores.
+    """
+    tokens, experts = logits_TE.shape
+    ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
+    if tokens:
+        decide_kernel[(tokens,)](
+            logits_TE.contiguous(), correction_E, expert_scale_E, ids, weights,
+            experts, experts // groups, scale, threshold,
+            SCORE=SCORES[score], K=top_k, GROUPS=groups, KEPT=groups_kept, BY_TWO=by_two,
+            RENORMALISE=renormalise, HAS_CORRECTION=correction_E is not None,
+            HAS_SCALE=expert_scale_E is not None,
+            EXPERTS=triton.next_power_of_2(experts), **options(experts),
+        )  # fmt: skip
+    return ids, weights

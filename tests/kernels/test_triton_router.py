@@ -1,0 +1,72 @@
+"""A router's rule and the alignment of slots, each in one kernel: as torch's operations have it."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from kernels.triton.language import INTERPRETED
+from kernels.triton.routing import align, route
+from moe.describe.routers import by_kernel, decide
+from routing.routers import RouterRule, Score
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
+
+VALUES = st.sampled_from([-3.0, -0.5, -0.0, 0.0, 0.25, 0.5, 2.0, float("nan")])
+
+
+@st.composite
+def decisions(draw: st.DrawFn) -> tuple[RouterRule, Tensor]:
+    """Any rule, on logits with many ties, and now and then no numbers."""
+    groups, per_group = draw(st.integers(1, 4)), draw(st.integers(2, 5))
+    experts, tokens = groups * per_group, draw(st.integers(1, 3))
+    score = draw(st.sampled_from(get_args(Score)))
+    kept = draw(st.integers(1, groups))
+    vector = st.lists(st.sampled_from([0.0, 0.5, -1.0]), min_size=experts, max_size=experts)
+    correction = draw(st.none() | vector.map(torch.tensor))
+    rule = RouterRule(
+        draw(st.integers(1, 6)), score, correction, groups, kept,
+        draw(st.sampled_from(["max", "top2"])), draw(st.booleans()),
+        draw(st.sampled_from([1, 2.5])), draw(st.sampled_from([0.02, 0.4])),
+        draw(st.none() | vector.map(torch.tensor)),
+    )  # fmt: skip
+    rows = st.lists(VALUES, min_size=tokens * experts, max_size=tokens * experts)
+    logits = torch.tensor(draw(rows)).view(tokens, experts)
+    if score == "mixer":
+        logits = logits.nan_to_num(1.0)
+        rule = RouterRule(rule.top_k, score, scale=rule.scale, mixer_threshold=rule.mixer_threshold)
+    return rule, logits
+
+
+@settings(max_examples=30)
+@given(decisions())
+def test_the_kernel_decides_as_the_rule(case: tuple[RouterRule, Tensor]) -> None:
+    rule, logits = case
+    found, expected = by_kernel(rule, logits), decide(rule, logits)
+    assert torch.equal(found.expert_ids, expected.expert_ids)
+    # A total of NaN makes the weights of the rule's unused slots NaN, too.
+    weights = expected.weights.masked_fill(expected.expert_ids < 0, 0.0)
+    torch.testing.assert_close(found.weights, weights, equal_nan=True)
+    assert found.weights.dtype == torch.float32
+
+
+@settings(max_examples=25)
+@given(st.data(), st.integers(1, 40), st.integers(1, 3), st.integers(1, 9))
+def test_the_kernel_aligns_as_torch_does(
+    data: st.DataObject, tokens: int, slots: int, experts: int
+) -> None:
+    """Ids that do not exist, too: no block has them."""
+    given = st.lists(st.integers(-2, experts), min_size=tokens * slots, max_size=tokens * slots)
+    ids = torch.tensor(data.draw(given)).view(tokens, slots)
+    rows = data.draw(st.sampled_from([1, 3, 16]))
+    found, expected = align(ids.flatten(), experts, rows), route(ids, experts, rows)
+    assert torch.equal(found.order_S, expected.order_S)
+    assert torch.equal(found.offsets_E1, expected.offsets_E1)
+    assert torch.equal(found.expert_B, expected.expert_B)
+    used = expected.expert_B >= 0
+    assert torch.equal(found.first_B[used], expected.first_B[used])
