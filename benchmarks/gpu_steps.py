@@ -395,15 +395,16 @@ def offload(scale: Scale) -> dict[str, Any]:
 def sampler(scale: Scale) -> dict[str, Any]:
     """What drawing costs beside taking the likeliest, a step."""
     found: dict[str, Any] = {}
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "drawn": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
+    }
     with TemporaryDirectory() as folder:
         model = MoE.from_pretrained(_store(scale, Path(folder), 4), scale.settings())
     for batch in (scale.batches[0], scale.batches[-1]):
         each = {
             name: 1e3 * _step_seconds(scale, _decoding(model, batch, scale.steps, **how))
-            for name, how in {
-                "greedy": {},
-                "drawn": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
-            }.items()
+            for name, how in ways.items()
         }
         share = (each["drawn"] - each["greedy"]) / each["drawn"]
         found[f"batch {batch}"] = {"ms": each, "share_of_step": share}

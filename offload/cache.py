@@ -110,6 +110,10 @@ class ExpertCache:
         that the unused slots of a routing (id -1) translate to -1."""
         return self._table.slot_ids(layer)
 
+    def changes(self, layer: int) -> int:
+        """How often `slot_ids` of a layer have changed."""
+        return self._table.changes[layer]
+
     def resident(self, layer: int) -> Tensor:
         """``(E,)`` bool on the CPU: which experts of a layer are there."""
         self._manager.poll()

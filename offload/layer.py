@@ -21,11 +21,14 @@ the CPU          `CpuShare.compute` for the others     experts that are computed
 ===============  ====================================  =============================================
 
 `OffloadedExperts.forward` gives some experts to the CPU, or none; `OffloadedExperts._run` chooses
-between the middle two. Legend as in kernels/reference.py; to a kernel, a slot is an expert.
+between the middle two. Where a GPU holds all experts that a layer may be asked for, `SlotsOnGpu`
+looks their slots up there, and the host never waits for the router's choice. Legend as in
+kernels/reference.py; to a kernel, a slot is an expert.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 
@@ -45,6 +48,7 @@ from offload.host_tier import HostSource
 from offload.pins import PinnedExperts
 from offload.prefetch import Prefetcher
 from offload.readers.native import INTERRUPT_POLL_S, NativeTransfer
+from offload.streams import Later, Streams
 from routing import Routing
 from routing.routing import UNUSED
 
@@ -85,12 +89,18 @@ class OffloadedExperts:
             bias[0].nbytes for bias in biases if bias is not None
         )
         self._copies, self._reads_ahead = copies, reads_ahead
+        self._on_gpu = None if copies is None else SlotsOnGpu(layer, cache, copies.streams)
         self._whole_share: float | None = None
         self._layer_call: LayerCall | None = None
 
     def serve_prefixes(self, whole_share: float) -> None:
         """From now on, let `prefix_experts` be there by a prefix of their bits."""
         self._whole_share = whole_share
+
+    def serve_only(self, experts: Sequence[int] | None) -> None:
+        """From now on, be asked for no other experts than these; None: for any."""
+        if self._on_gpu is not None:
+            self._on_gpu.serve_only(experts)
 
     @property
     def only_kernels(self) -> bool:
@@ -126,6 +136,12 @@ class OffloadedExperts:
             OffloadError: an expert cannot be read; the cache goes on.
         """
         copies, ids_TK, total_TH = self._copies, expert_ids_TK, add_to_TH
+        if self._on_gpu is not None and self._whole_share is None:
+            looks_on = prefetcher is not None and prefetcher.awake
+            if not looks_on and (slots_TK := self._on_gpu.look_up(expert_ids_TK)) is not None:
+                if self._reads_ahead and ids_TK.numel() > self.num_experts:  # a prompt
+                    read_ahead(self.cache, self.layer, self.num_experts)
+                return forward(hidden_TH, slots_TK, weights_TK, self.slots, add_to_TH)
         if copies is not None:
             ids_TK = ids_TK.cpu()  # waits for the GPU, so stalls until here can be counted
             copies.count_stalls(self.cache.statistics)
@@ -154,7 +170,8 @@ class OffloadedExperts:
             read_ahead(self.cache, self.layer, len(asked))
         assert out_TH is not None
         if share is not None:
-            out_TH += share.compute().to(out_TH.device)
+            assert copies is not None
+            out_TH += copies.streams.to_gpu(share.compute())
         return out_TH.to(hidden_TH.dtype) if add_to_TH is None else add_to_TH
 
     def run_stopped(
@@ -238,6 +255,48 @@ class OffloadedExperts:
             except OffloadError as error:
                 lost[expert] = error
         return lost
+
+
+class SlotsOnGpu:
+    """The slots of one layer as a table on a GPU, while it holds all experts it is asked for.
+
+    What calls ask for is copied to main memory behind them, and counted at a later call: the
+    eviction policy learns of it then.
+
+    Args:
+        layer: index of the MoE layer in the cache.
+        cache: of the GPU.
+        streams: of the GPU.
+    """
+
+    def __init__(self, layer: int, cache: ExpertCache, streams: Streams) -> None:
+        self._layer, self._cache, self._streams = layer, cache, streams
+        self._asked: deque[Later] = deque()
+        self.serve_only(None)
+
+    def serve_only(self, experts: Sequence[int] | None) -> None:
+        """See `OffloadedExperts.serve_only`."""
+        self._only, self._changes = experts, -1
+        self._table: Tensor | None = None
+
+    def look_up(self, expert_ids_TK: Tensor) -> Tensor | None:
+        """The slots of a call's experts, on the GPU; None if one that it may ask for is absent."""
+        self._count()
+        changes = self._cache.changes(self._layer)
+        if changes != self._changes:
+            self._changes = changes
+            table = self._cache.slot_ids(self._layer)
+            asked = table[:-1] if self._only is None else table[torch.tensor(self._only).long()]
+            self._table = None if bool((asked < 0).any()) else self._streams.to_gpu(table)
+        if self._table is None:
+            return None
+        self._asked.append(self._streams.to_host(expert_ids_TK))
+        return self._table[expert_ids_TK]
+
+    def _count(self) -> None:
+        while self._asked and (ids_TK := self._asked[0]()) is not None:
+            self._asked.popleft()
+            self._cache.found(self._layer, sorted({*ids_TK.flatten().tolist()} - {UNUSED}))
 
 
 LayerExperts = AnyExperts | OffloadedExperts

@@ -83,6 +83,7 @@ class SlotTable:
         present: ``(units,)`` bool array, the units whose bytes are there.
         there: the same for looking at one unit, which takes a fraction of the time.
         slot: slot of each unit, -1 without one; a unit has its slot before its bytes.
+        changes: how often the experts that are there have changed, of each layer.
         owner: ``(grains,)`` int64 array, the unit that has each grain, -1 if it is free.
     """
 
@@ -93,6 +94,7 @@ class SlotTable:
         self.present = np.zeros(units, dtype=bool)
         self.there = memoryview(self.present.data)
         self.slot, self.grains = [-1] * units, [0] * units
+        self.changes = [0] * len(self.experts)
         self.owner = np.zeros(0, dtype=np.int64)
         self.mixed, self._kinds = len(sizes.kinds) > 1, list(sizes.kinds)
         self._firsts = list(accumulate((capacity // kind for kind in sizes.kinds), initial=0))
@@ -138,6 +140,7 @@ class SlotTable:
     def publish(self, unit: int) -> None:
         """The unit's bytes are there: show its slot to kernels."""
         self.present[unit] = True
+        self.changes[unit // self.width] += 1
         self._array[unit + unit // self.width] = self.slot[unit]
 
     def drop(self, unit: int) -> None:
@@ -145,6 +148,7 @@ class SlotTable:
         kind, slot = self.grains[unit], self.slot[unit]
         self.slot[unit], self.grains[unit] = -1, 0
         self.present[unit] = False
+        self.changes[unit // self.width] += 1
         self._array[unit + unit // self.width] = -1
         self._free[kind][slot] = None
         if not self.mixed:

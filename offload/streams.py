@@ -27,6 +27,8 @@ class Event(Protocol):
         ...
 
 
+Later = Callable[[], Tensor | None]
+"""Gives what `Streams.to_host` copies; None until it has come."""
 Delay = Callable[[], float | None]
 """Gives the seconds for which a stream waited for an event; None until it has gone on."""
 
@@ -59,6 +61,11 @@ class Streams(Protocol):
 
     def to_gpu(self, small: Tensor) -> Tensor:
         """A tensor of main memory on the GPU, for kernels launched from now on."""
+        ...
+
+    def to_host(self, small: Tensor) -> Later:
+        """A tensor of the GPU in main memory, as kernels launched so far leave it; the host does
+        not wait."""
         ...
 
     def pin(self, memory: Tensor) -> bool:
@@ -108,6 +115,12 @@ class CudaStreams:
     def to_gpu(self, small: Tensor) -> Tensor:
         # From pageable memory the host would wait for all that the compute stream waits for.
         return small.pin_memory().to(self._device, non_blocking=True)
+
+    def to_host(self, small: Tensor) -> Later:
+        copy = torch.empty(small.shape, dtype=small.dtype, pin_memory=True)
+        copy.copy_(small, non_blocking=True)
+        event = self.record_event()
+        return lambda: copy if event.query() else None
 
     def pin(self, memory: Tensor) -> bool:
         # torch's own pinned memory comes in powers of two, which may be twice of what is planned.

@@ -1,4 +1,4 @@
-"""Process groups: DeepSpeed's communication over NCCL on CUDA, gloo on a CPU.
+"""Process groups: DeepSpeed's communication over NCCL between GPUs, over gloo between hosts.
 
 If a group loses a rank, the others leave it and form a new one over the same store.
 """

@@ -120,6 +120,9 @@ class RankWorker:
         self._mirrors.clear()
         self._leave()
         self.placements, self._exchanges = list(placements), exchanges
+        for layer in self._experts.layers:
+            if isinstance(layer, OffloadedExperts):
+                layer.serve_only(None)
         if exchanges is not None:
             self._load_share(exchanges.host.rank, dict(enumerate(placements)))
             self.dispatcher = new_dispatcher(exchanges, placements, self._settings)
@@ -185,6 +188,7 @@ class RankWorker:
             layer = self._experts.layers[index]
             if isinstance(layer, OffloadedExperts):
                 mine_E = placement.copies_ER[:, rank] > 0
+                layer.serve_only(np.flatnonzero(mine_E).tolist())
                 layer.cache.drop((index, int(expert)) for expert in np.flatnonzero(~mine_E))
                 layer.cache.warm((index, int(expert)) for expert in np.flatnonzero(mine_E))
 

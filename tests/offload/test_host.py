@@ -33,6 +33,7 @@ from tests.offload.test_experts import (
     sizes_of,
 )
 from tests.offload.two_queues import TwoQueues
+from tests.readbacks import waits
 
 
 class LateRoom:
@@ -198,6 +199,34 @@ def test_misses_of_a_layer_are_one_batch_and_one_round() -> None:
     stalls = [layer.stall_seconds for layer in made.cache.statistics.layers]
     # The device waited once, for its second; what the host waits is real time, and far less.
     assert [int(seconds) for seconds in stalls[:2]] == [1, 0]
+
+
+def test_the_host_does_not_wait_for_ids_where_the_device_has_all_experts() -> None:
+    """Nor if it has those that this rank serves; it counts what was asked for at a later call."""
+    made = tiers(slots=LAYERS * EXPERTS, host_slots=LAYERS * EXPERTS)
+    made.cache.warm((layer, expert) for layer in range(LAYERS) for expert in range(EXPERTS))
+    made.queues.finish()
+    layer, counters = made.layers[1], made.cache.statistics.layers[1]
+    ids, weights, hidden = torch.tensor([[1, 3], [3, -1]]), torch.ones(2, 2), torch.ones(2, HIDDEN)
+
+    def call() -> Tensor:
+        return layer.forward(hidden, ids, weights, experts_forward)
+
+    whole = experts_forward(hidden, ids, weights, made.disk.resident[1])
+    assert torch.equal(call(), whole)
+    made.queues.drift = lambda: None  # type: ignore[method-assign]
+    assert not waits(call)
+    assert counters.hits == 0
+    made.queues.finish()
+    assert torch.equal(call(), whole)
+    assert counters.hits == 2 * 2
+    made.cache.drop([(1, 5)])
+    assert waits(call)
+    layer.serve_only([1, 3])
+    call()
+    assert not waits(call)
+    layer.serve_only(None)
+    assert waits(call)
 
 
 def test_what_host_memory_has_is_not_read_again() -> None:

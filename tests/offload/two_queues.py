@@ -15,7 +15,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from offload.streams import Delay, Event
+from offload.streams import Delay, Event, Later
 
 
 class QueueEvent:
@@ -97,6 +97,12 @@ class TwoQueues:
     def to_gpu(self, small: Tensor) -> Tensor:
         return small.clone()
 
+    def to_host(self, small: Tensor) -> Later:
+        copy = torch.empty_like(small)
+        self._kernels.append(("run", partial(copy.copy_, small)))
+        event = self.record_event()
+        return lambda: copy if event.passed else None
+
     def pin(self, memory: Tensor) -> bool:
         if self.pins <= 0:
             return False
@@ -145,6 +151,10 @@ class LateCopies(TwoQueues):
         event = QueueEvent(self)
         event.passed = True
         return event
+
+    def to_host(self, small: Tensor) -> Later:
+        copy = small.clone()
+        return lambda: copy
 
     def wait_event(self, event: Event) -> Delay:
         event.synchronize()
