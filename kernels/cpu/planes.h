@@ -111,8 +111,8 @@ struct Nested {
     const uint8_t* last;
   };
   struct Half {
-    vu even, odd;    // first planes' bits of steps 0 and 2, of steps 1 and 3
-    vu low[2];       // the last plane's, of steps 0 and 1, of steps 2 and 3
+    vu even, odd;  // first planes' bits of steps 0 and 2, of steps 1 and 3
+    vu low[2];     // the last plane's, of steps 0 and 1, of steps 2 and 3
   };
   const uint8_t *plane[PLANES], *next[PLANES];
   const uint16_t *scales, *next_scales;
