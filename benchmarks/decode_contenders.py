@@ -19,6 +19,7 @@ from examples.models.random_store import random_30b
 from experts.manifest import is_store
 from moe import MoE, SamplingParams
 from moe.sampling.batch import Row, Token
+from moe.sampling.sampler import Sampler
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,10 +37,11 @@ def model_folder(name: str | None) -> Path | None:
     return ROOT / "examples/demo-model" if name == "demo" else Path(str(name))
 
 
-class _Given:
-    """In a sampler's place: takes the likeliest token's time, gives a token from a list."""
+class _Given(Sampler):
+    """Takes the likeliest token's time, gives a token from a list."""
 
-    def __init__(self, token_ids: list[int]) -> None:
+    def __init__(self, params: SamplingParams, token_ids: list[int]) -> None:
+        super().__init__(params, [], 0)
         self._token_ids = iter(token_ids)
 
     def row(self) -> Row:
@@ -76,7 +78,7 @@ class Ours:
         params = SamplingParams(max_new_tokens=len(following[0]) + 1, ignore_eos=True)
         for prompt, tokens in zip(prompts, following, strict=True):
             group = self.model.request(prompt, params)
-            group.sequences[0].sampler = _Given([*tokens, 0])  # type: ignore[assignment]
+            group.sequences[0].sampler = _Given(params, [*tokens, 0])
             engine.submit(group)
         while len(engine.scheduler.running) < len(prompts):
             engine.step()

@@ -27,40 +27,76 @@ struct QuantizedRows {
   QuantizedRows from(long row) const { return {memory + row * stride, stride, groups, group_size}; }
 };
 
+// Keeps an array in memory, where the registers are for something else.
+template <bool KEPT, class T>
+static inline T* in_memory(T* array) {
+  if constexpr (KEPT) __asm__("" : "+r"(array) : : "memory");
+  return array;
+}
+
 // out[i * stride + n] = x[i] . w[n] for ROWS activation rows and the rows n of BLOCKS blocks, which
 // begin at group `first` of the source. The order of all sums depends on the columns alone: a row
 // gets the same bits in any tile.
 template <int ROWS, int BLOCKS, class Source>
 static inline void plane_tile(const QuantizedRows& x, const Source& source, long first, float* out,
                               long stride) {
-  constexpr int WIDE = BLOCKS * SLICES;
-  constexpr int CHAINS = Source::LOW || (ROWS * WIDE == 1 && !Source::HALVES) ? 2 : 1;
+  constexpr int WIDE = BLOCKS * SLICES, HALVES = Source::HALVES;
+  constexpr int CHAINS = Source::LOW || (ROWS * WIDE == 1 && !HALVES) ? 2 : 1;
+  constexpr int PARTS = HALVES ? HALVES : 1;
+  // Slices at a time: an activation serves them all, if a chunk's sums fit the registers.
+  constexpr int SOME = LANES < 16 && PARTS == 2 ? 1 : WIDE;
+  constexpr bool KEPT = LANES < 16 && ROWS > 1;
   const long row = x.stride, chunks = x.group_size / CHUNK;
   const int8_t* p = x.memory;
-  vf total[ROWS][WIDE] = {};
+  vf totals[ROWS][WIDE] = {};
+  vi sums[CHAINS][ROWS][WIDE];
+  auto* total = in_memory<KEPT>(totals);
+  auto* sum = in_memory<KEPT>(sums);
   for (long group = first; group < first + x.groups; ++group) {
-    vi sum[CHAINS][ROWS][WIDE] = {};
+    UNROLL for (int c = 0; c < CHAINS; ++c)
+      UNROLL for (int i = 0; i < ROWS; ++i)
+        UNROLL for (int s = 0; s < WIDE; ++s) sum[c][i][s] = vi{};
     // Not unrolled: bursts of prefetches delay the reads between them.
     _Pragma("GCC unroll 1") for (long chunk = 0; chunk < chunks; ++chunk, p += CHUNK) {
-      vs pairs[ROWS][WIDE] = {};
-      UNROLL for (int half = 0; half < 2; ++half) {
-        vu code[WIDE][STEPS];
-        UNROLL for (int s = 0; s < WIDE; ++s)
-          source.load_steps(s, group * chunks + chunk, half, code[s]);
-        UNROLL for (int j = 0; j < STEPS; ++j)
-          UNROLL for (int i = 0; i < ROWS; ++i) {
-            int32_t v;
-            memcpy(&v, p + i * row + (half * STEPS + j) * 4, sizeof v);
-            UNROLL for (int s = 0; s < WIDE; ++s) {
-              vi& to = sum[j * CHAINS / STEPS][i][s];
-              if constexpr (Source::HALVES) pairs[i][s] = add_pairs(pairs[i][s], code[s][j], v);
-              else to = dot(to, code[s][j], v);
+      UNROLL for (int first_slice = 0; first_slice < WIDE; first_slice += SOME) {
+        vs pairs[PARTS][ROWS][SOME] = {};
+        vi own[CHAINS][ROWS][SOME];
+        typename Source::Chunk codes[SOME];
+        UNROLL for (int s = 0; s < SOME; ++s)
+          codes[s] = source.load_chunk(first_slice + s, group * chunks + chunk);
+        if constexpr (!HALVES)
+          UNROLL for (int c = 0; c < CHAINS; ++c)
+            UNROLL for (int i = 0; i < ROWS; ++i)
+              UNROLL for (int s = 0; s < SOME; ++s) own[c][i][s] = sum[c][i][first_slice + s];
+        UNROLL for (int half = 0; half < 2; ++half) {
+          typename Source::Half steps[SOME];
+          UNROLL for (int s = 0; s < SOME; ++s) steps[s] = source.load_half(codes[s], half);
+          UNROLL for (int j = 0; j < STEPS; ++j) {
+            vu code[PARTS][SOME];
+            UNROLL for (int part = 0; part < PARTS; ++part)
+              UNROLL for (int s = 0; s < SOME; ++s) code[part][s] = source.code(steps[s], j, part);
+            UNROLL for (int i = 0; i < ROWS; ++i) {
+              int32_t v;
+              memcpy(&v, p + i * row + (half * STEPS + j) * 4, sizeof v);
+              UNROLL for (int part = 0; part < PARTS; ++part)
+                UNROLL for (int s = 0; s < SOME; ++s) {
+                  vi& to = own[j * CHAINS / STEPS][i][s];
+                  vs& pair = pairs[part][i][s];
+                  if constexpr (HALVES) pair = add_pairs(pair, code[part][s], v);
+                  else to = dot(to, code[part][s], v);
+                }
             }
           }
-      }
-      if constexpr (Source::HALVES)
+        }
         UNROLL for (int i = 0; i < ROWS; ++i)
-          UNROLL for (int s = 0; s < WIDE; ++s) sum[0][i][s] += widen_pairs(pairs[i][s]);
+          UNROLL for (int s = 0; s < SOME; ++s) {
+            vi& to = sum[0][i][first_slice + s];
+            if constexpr (HALVES) to += widen_pairs(pairs[0][i][s], 16);
+            if constexpr (HALVES == 2) to += widen_pairs(pairs[1][i][s], 1);
+            if constexpr (!HALVES)
+              UNROLL for (int c = 0; c < CHAINS; ++c) sum[c][i][first_slice + s] = own[c][i][s];
+          }
+      }
     }
     UNROLL for (int s = 0; s < WIDE; ++s) {
       const vf w = source.load_scales(s, group);

@@ -31,7 +31,9 @@ static inline vi dot(vi sum, vu codes, int32_t x) {
   const __m256i w = (__m256i)(codes ^ 0x80808080u);
   const __m256i signed_x = _mm256_sign_epi8(_mm256_set1_epi32(x), w);
   const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), signed_x);
-  return sum + (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  sum += (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  IN_REGISTER(sum);  // or GCC computes all products of a chunk first, and has no place for them
+  return sum;
 #else
   const vs w = bits<vs>(codes ^ 0x80808080u), v = bits<vs>(vi{} + x);
   const vi pairs = bits<vi>(((w << 8) >> 8) * ((v << 8) >> 8) + (w >> 8) * (v >> 8));
@@ -39,8 +41,8 @@ static inline vi dot(vi sum, vu codes, int32_t x) {
 #endif
 }
 
-// Codes of up to 4 bits, of half a byte each, are multiplied in pairs where there is no instruction for
-// four: the sums of a chunk's products, at most 16 * 15 * 127, fit 16 bits and are widened once.
+// Half bytes are multiplied in pairs where there is no instruction for four codes: the sums of a chunk's
+// products, at most 16 * 15 * 127, fit 16 bits and are widened once. Codes of 8 bits are two half bytes.
 #if !defined(__AVX512VNNI__) && (defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)))
 constexpr bool PAIRS = true;
 
@@ -48,22 +50,24 @@ static inline vs add_pairs(vs sum, vu codes, int32_t x) {
 #if defined(__AVX512BW__)
   return sum + (vs)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(x));
 #else
-  return sum + (vs)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(x));
+  sum += (vs)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(x));
+  IN_REGISTER(sum);  // as in `dot`
+  return sum;
 #endif
 }
 
-// The sums of codes whose half byte is the high one.
-static inline vi widen_pairs(vs sum) {
+// The sums of codes of which these half bytes are the `place`s: 16 for the high ones, or 1.
+static inline vi widen_pairs(vs sum, int16_t place) {
 #if defined(__AVX512BW__)
-  return (vi)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(16));
+  return (vi)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(place));
 #else
-  return (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(16));
+  return (vi)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(place));
 #endif
 }
 #else
 constexpr bool PAIRS = false;
 static inline vs add_pairs(vs sum, vu, int32_t) { return sum; }
-static inline vi widen_pairs(vs) { return vi{}; }
+static inline vi widen_pairs(vs, int16_t) { return vi{}; }
 #endif
 
 // Bits of `a` where the mask (one byte, repeated) has ones, and bits of `b` elsewhere.
@@ -76,6 +80,19 @@ static inline vu choose(uint8_t mask, vu a, vu b) {
 #endif
 }
 
+// Exchanges bits of `a` at the mask (one byte, repeated) for those of `b` that lie `by` higher.
+static inline void exchange(vu& a, vu& b, uint8_t mask, int by) {
+#if defined(__AVX512F__)
+  const vu own = a;
+  a = choose(mask, b >> by, own);
+  b = choose(uint8_t(mask << by), own << by, b);
+#else
+  const vu moved = (a ^ b >> by) & mask * 0x01010101u;
+  a ^= moved;
+  b ^= moved << by;
+#endif
+}
+
 // Consecutive blocks of a matrix at the precision of its first PLANES planes; chunks and groups are
 // numbered across blocks. Reading them prefetches the thread's next blocks into L2: an expert's planes
 // are many short streams, and a core that waits for the start of each reads at half of memory's speed.
@@ -83,57 +100,69 @@ template <int PLANES>
 struct Nested {
   static constexpr int BLOCKS = 1;  // at a time: a plane is read as one stream
   static constexpr bool PREFIX = PLANES < ALL_PLANES;
-  static constexpr bool HALVES = PREFIX && PAIRS;  // codes are half bytes
+  static constexpr int HALVES = !PAIRS ? 0 : PREFIX ? 1 : 2;  // half bytes of a code; 0: whole codes
   // A prefix's missing bits are corrected in the sums, not in the codes: by the middle of the range
   // that the bits stand for, and by a shift for steps 2 and 3, whose codes are LOW bits too low.
   static constexpr int CENTRE = PREFIX ? 0x40 >> PLANES : 0, LOW = PREFIX && !BELOW ? 4 : 0;
   static constexpr int zero = ZERO_CODE - CENTRE - (HALVES ? 0 : BELOW);
+  // Of a slice: the first planes' vectors of both halves of a chunk, and the last plane's.
+  struct Chunk {
+    vu first[2], rest[2];
+    const uint8_t* last;
+  };
+  struct Half {
+    vu even, odd;  // first planes' bits of steps 0 and 2, of steps 1 and 3
+    vu low[2];     // the last plane's, of steps 0 and 1, of steps 2 and 3
+  };
   const uint8_t *plane[PLANES], *next[PLANES];
   const uint16_t *scales, *next_scales;
   long chunks;  // of a row
 
-  // Codes of the steps of half a chunk.
-  void load_steps(int slice, long chunk, int half, vu* code) const {
+  Chunk load_chunk(int slice, long chunk) const {
     const int lane = slice % SLICES * LANES * 4;
     const auto at = [&](const uint8_t* const* planes, int p, int vector) {
       return planes[p] + (chunk * PLANE_BITS[p] + vector) * STEP_BYTES;
     };
-    if (lane == 0 && half == 0)
+    if (lane == 0)
       UNROLL for (int p = 0; p < PLANES; ++p)
         UNROLL for (int v = 0; v < PLANE_BITS[p]; ++v) __builtin_prefetch(at(next, p, v), 0, 2);
-    const vu first = load<vu>(at(plane, 0, half) + lane);
-    vu even = first, odd = first << 2;  // bits of steps 0 and 2, of steps 1 and 3
+    Chunk own{};
+    UNROLL for (int half = 0; half < 2; ++half) own.first[half] = load<vu>(at(plane, 0, half) + lane);
     if constexpr (PLANES > 1) {
       // The second half's bits lie below the first half's: bit 7 of step 0, bit 6 of step 4, ...
-      vu rest = load<vu>(at(plane, 1, 0) + lane);
-      if (half) rest <<= 1;
-      if constexpr (PLANES > 2) {
-        const vu fourth = load<vu>(at(plane, 2, 0) + lane);
-        rest = choose(0xAA, rest, half ? fourth : fourth >> 1);
-      }
-      even = choose(0xCC, first, rest >> 2);
-      odd = choose(0xCC, odd, rest);
+      own.rest[0] = load<vu>(at(plane, 1, 0) + lane);
+      own.rest[1] = own.rest[0] << 1;
     }
+    if constexpr (PLANES > 2) {
+      own.rest[1] = load<vu>(at(plane, 2, 0) + lane);
+      exchange(own.rest[0], own.rest[1], 0x55, 1);
+    }
+    if constexpr (PLANES > 3) own.last = at(plane, 3, 0) + lane;
+    return own;
+  }
+  static Half load_half(const Chunk& chunk, int half) {
+    Half own{chunk.first[half], chunk.first[half] << 2, {}};
+    if constexpr (PLANES > 1) {
+      own.odd = chunk.rest[half];
+      exchange(own.even, own.odd, 0x33, 2);
+    }
+    if constexpr (PLANES > 3)
+      UNROLL for (int v = 0; v < 2; ++v)
+        own.low[v] = load<vu>(chunk.last + (2 * half + v) * STEP_BYTES);
+    return own;
+  }
+  // The code of a step, or a half byte of it, the high one first.
+  static vu code(const Half& half, int step, int part = 0) {
     constexpr uint32_t known = 0x01010101u * uint8_t(-2 * CENTRE);
+    const vu first = step % 2 ? half.odd : half.even, low = half.low[step / 2];
     if constexpr (HALVES) {
-      constexpr uint32_t low = known >> 4 & 0x0F0F0F0Fu;
-      code[0] = even >> 4 & low;
-      code[1] = odd >> 4 & low;
-      code[2] = even & low;
-      code[3] = odd & low;
-    } else if constexpr (PREFIX) {
-      code[0] = even & known;
-      code[1] = odd & known;
-      code[2] = LOW ? even & known >> LOW : even << 4 & known;
-      code[3] = LOW ? odd & known >> LOW : odd << 4 & known;
-    } else {
-      const vu low = load<vu>(at(plane, 3, 2 * half) + lane);
-      const vu high = load<vu>(at(plane, 3, 2 * half + 1) + lane);
-      code[0] = choose(0xF0, even, low);
-      code[1] = choose(0xF0, odd, low >> 4);
-      code[2] = choose(0xF0, even << 4, high);
-      code[3] = choose(0xF0, odd << 4, high >> 4);
+      constexpr uint32_t bits = 0x0F0F0F0Fu;
+      if (part) return (step % 2 ? low >> 4 : low) & bits;
+      return (step < 2 ? first >> 4 : first) & (PREFIX ? known >> 4 & bits : bits);
     }
+    if constexpr (PREFIX)
+      return step < 2 ? first & known : LOW ? first & known >> LOW : first << 4 & known;
+    return choose(0xF0, step < 2 ? first : first << 4, step % 2 ? low >> 4 : low);
   }
   vf load_scales(int slice, long group) const {
     if (slice == 0) __builtin_prefetch(next_scales + group * BLOCK_ROWS, 0, 2);
@@ -149,26 +178,34 @@ struct Ahead {
   const uint16_t* scales;
 };
 
-// Consecutive blocks of unpacked codes, one byte each; with HALVES_, of which the low half is in use.
-template <bool HALVES_>
+// Consecutive blocks of unpacked codes, one byte each; with HALF, of which the low half is in use.
+template <bool HALF>
 struct UnpackedCodes {
   static constexpr int BLOCKS = LANES == BLOCK_ROWS ? 2 : 1;  // an activation serves both
-  static constexpr bool HALVES = HALVES_;
-  static constexpr int LOW = 0;
+  static constexpr int HALVES = HALF ? 1 : 0, LOW = 0;
+  struct Chunk {
+    const uint8_t* codes;
+    Ahead ahead;
+    bool fetches;
+  };
+  using Half = const uint8_t*;
   const uint8_t* codes;
   const uint16_t* scales;
   long chunks, groups;  // of a row
   Ahead ahead;
   int zero;
 
-  void load_steps(int slice, long chunk, int half, vu* code) const {
+  Chunk load_chunk(int slice, long chunk) const {
     chunk += slice / SLICES * chunks;
-    if (slice % SLICES == 0)
-      __builtin_prefetch(ahead.vector[half] + chunk * ahead.step[half], 0, 3);
-    const uint8_t* p = codes + (chunk * 2 + half) * STEPS * STEP_BYTES;
-    for (int j = 0; j < STEPS; ++j)
-      code[j] = load<vu>(p + j * STEP_BYTES + slice % SLICES * LANES * 4);
+    const uint8_t* from = codes + chunk * CHUNK * BLOCK_ROWS + slice % SLICES * LANES * 4;
+    return {from, {{ahead.vector[0] + chunk * ahead.step[0], ahead.vector[1] + chunk * ahead.step[1]},
+                   {}, nullptr}, slice % SLICES == 0};
   }
+  static Half load_half(const Chunk& chunk, int half) {
+    if (chunk.fetches) __builtin_prefetch(chunk.ahead.vector[half], 0, 3);
+    return chunk.codes + half * STEPS * STEP_BYTES;
+  }
+  static vu code(Half half, int step, int = 0) { return load<vu>(half + step * STEP_BYTES); }
   vf load_scales(int slice, long group) const {
     const long at = (slice / SLICES * groups + group) * BLOCK_ROWS;
     if (slice % SLICES == 0) __builtin_prefetch(ahead.scales + at, 0, 2);
@@ -180,14 +217,18 @@ using Unpacked = UnpackedCodes<false>;
 
 template <class Source>
 __attribute__((noinline)) static void unpack(const Source& source, long blocks, uint8_t* to) {
-  for (long chunk = 0; chunk < blocks * source.chunks; ++chunk)
-    UNROLL for (int half = 0; half < 2; ++half, to += STEPS * STEP_BYTES)
-      for (int s = 0; s < SLICES; ++s) {
-        vu code[STEPS];
-        source.load_steps(s, chunk, half, code);
-        for (int j = 0; j < STEPS; ++j) {
-          const vu whole = code[j] << (j < 2 ? 0 : Source::LOW) | Source::CENTRE * 0x01010101u;
-          store(to + j * STEP_BYTES + s * LANES * 4, Source::HALVES ? code[j] : whole);
+  for (long chunk = 0; chunk < blocks * source.chunks; ++chunk, to += CHUNK * BLOCK_ROWS)
+    for (int s = 0; s < SLICES; ++s) {
+      const auto own = source.load_chunk(s, chunk);
+      UNROLL for (int half = 0; half < 2; ++half) {
+        const auto steps = source.load_half(own, half);
+        UNROLL for (int j = 0; j < STEPS; ++j) {
+          vu code = source.code(steps, j);
+          if constexpr (Source::HALVES == 2) code = code << 4 | source.code(steps, j, 1);
+          if constexpr (!Source::HALVES)
+            code = code << (j < 2 ? 0 : Source::LOW) | Source::CENTRE * 0x01010101u;
+          store(to + (half * STEPS + j) * STEP_BYTES + s * LANES * 4, code);
         }
       }
+    }
 }
