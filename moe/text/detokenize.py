@@ -15,7 +15,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from moe.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +27,25 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of a text that is continued
 _LONG_WINDOW = 16  # tokens; a character has at most 4 bytes and hence at most 4 tokens
+_T = TypeVar("_T")
+
+
+def without_panics(call: Callable[[], _T], what: str) -> _T:
+    """What a call of the tokenizer returns. A compiled tokenizer can panic, by the rules that a
+    model's files bring, which is no `Exception` and would end the step loop.
+
+    Args:
+        what: the tokenizer cannot do then, for the message.
+
+    Raises:
+        RequestError: it has panicked.
+    """
+    try:
+        return call()
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise RequestError(f"the model's tokenizer cannot {what}: {error!s:.200}") from None
 
 
 class IncrementalDecoder:
@@ -49,7 +70,7 @@ class IncrementalDecoder:
         shown: Collection[int] = (),
         behind: Sequence[int] = (),
     ) -> None:
-        self._tokenizer, self._decode = tokenizer, _decoding(tokenizer)
+        self._tokenizer, self._decode_any = tokenizer, _decoding(tokenizer)
         self._special_ids = special_token_ids(tokenizer)
         self._shown = frozenset(shown)
         # Tokens decoded together: finished ones that give context, then those still open.
@@ -81,6 +102,9 @@ class IncrementalDecoder:
         piece = self._emit(text)
         self._close()
         return piece
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return without_panics(partial(self._decode_any, token_ids), "write these tokens as text")
 
     def finish(self) -> str:
         """The text still held back; bytes that never became a character give U+FFFD."""
@@ -189,7 +213,8 @@ class TokenBytes:
         return self._decode([token_id])
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, clean_up_tokenization_spaces=False))
+        decode = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
+        return str(without_panics(partial(decode, token_ids), "write these tokens as text"))
 
 
 class StopStrings:

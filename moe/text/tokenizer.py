@@ -26,7 +26,7 @@ from moe.text.chat import (
     with_calls,
     with_reasoning,
 )
-from moe.text.detokenize import IncrementalDecoder, special_token_ids
+from moe.text.detokenize import IncrementalDecoder, special_token_ids, without_panics
 from moe.text.generation_config import GENERATION_CONFIG, read_generation_config
 from moe.text.renderer import RENDERERS
 from moe.text.tool_calls.probe import Render, ToolSupport, probe_tools
@@ -184,7 +184,8 @@ class TextCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included. Raises `RequestError` without tokenizer."""
         tokenizer = self.require_tokenizer("texts of token ids")
-        return str(tokenizer.decode(list(token_ids), clean_up_tokenization_spaces=False))
+        decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        return str(without_panics(partial(decode, list(token_ids)), "write these tokens as text"))
 
     @cached_property
     def tools(self) -> ToolSupport:
@@ -252,14 +253,8 @@ class TextCodec:
         """Token ids of text; `special`: with the tokenizer's own special tokens."""
         tokenizer = self.require_tokenizer("text prompts")
         self._check_text(text, max_tokens)
-        try:
-            return list(tokenizer.encode(text, add_special_tokens=special, verbose=False))
-        except BaseException as error:
-            if not is_panic(error):
-                raise
-            raise RequestError(
-                f"the model's tokenizer cannot take this text: {error!s:.200}"
-            ) from None
+        encode = partial(tokenizer.encode, add_special_tokens=special, verbose=False)
+        return list(without_panics(partial(encode, text), "take this text"))
 
     def _chat_text(
         self, messages: Sequence[Any], settings: Mapping[str, object], options: Mapping[str, object]
@@ -378,11 +373,6 @@ def _too_long(tokenizer: PreTrainedTokenizerBase) -> str:
     if longest <= _TOKEN_CHARACTERS:
         return ""
     return f"makes texts of {longest} characters of a token, more than {_TOKEN_CHARACTERS}"
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether it is one of Rust's, of a compiled tokenizer: those are no `Exception`."""
-    return type(error).__name__ == "PanicException"
 
 
 def _rules(part: Any) -> Iterator[dict[str, Any]]:

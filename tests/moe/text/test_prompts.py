@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from tokenizers import (
 )
 from transformers import MixtralConfig, PreTrainedTokenizerFast
 
+from moe import MoE, SamplingParams
 from moe.errors import CheckpointError, ContextError, RequestError
 from moe.text.tokenizer import TextCodec, load_tokenizer
 
@@ -257,3 +260,27 @@ def test_a7_a_panic_of_the_tokenizer_is_the_requests(capfd: pytest.CaptureFixtur
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*rules, normalizers.NFKC()])
     with pytest.raises(RequestError, match="tokenizer cannot take this text: index out of bounds"):
         TextCodec(tokenizer, VOCAB_SIZE).encode("abxxa")
+
+
+def test_a7_a_panic_while_tokens_are_written_ends_their_sequence_and_not_the_loop(
+    tiny_moe: Callable[[str], MoE], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = tiny_moe("qwen3_moe"), make_tokenizer()
+    # It cuts two letters from both ends of a token, also of one that has fewer.
+    tokenizer.backend_tokenizer.decoder = decoders.Strip("!", 2, 2)
+    codec = TextCodec(tokenizer, VOCAB_SIZE)
+    (letter,) = codec.encode("!")[1:]
+    monkeypatch.setattr(model, "_loaded", replace(model._loaded, codec=codec))
+    engine, panics = model.engine(), SamplingParams(max_new_tokens=4, logit_bias={letter: 100.0})
+    fine = SamplingParams(max_new_tokens=4, logit_bias={letter + 1: 100.0})
+    groups = [model.request([5, 6, 7], params) for params in (panics, fine)]
+    for group in groups:
+        engine.submit(group)
+    events = []
+    while not engine.idle:
+        events += engine.step()
+    (told,) = [event for _, event in events if isinstance(event, Exception)]
+    assert "tokenizer cannot write these tokens as text: " in str(told)
+    assert [len(group.sequences[0].token_ids) for group in groups] == [1, 4]
+    with pytest.raises(RequestError, match="cannot write these tokens"):
+        codec.decode([letter])
