@@ -19,6 +19,7 @@ from kernels.cpu import choose_kernel
 from kernels.reference import AnyExperts
 from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
+from moe.describe.attention import seen_windows
 from moe.describe.probe import Packing, enable_packing, stand_in
 from moe.describe.routers import enable_policies
 from moe.describe.row_wise import make_row_wise
@@ -405,7 +406,9 @@ def _keep_in_blocks(backbone: Backbone, kv: KVPrecision, fused: Fused) -> KVPrec
     kernel, _ = choose_kernel()
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
-    backbone.blocks = BlockPool(kernel.kv, kv.form)
+    backbone.blocks = BlockPool(
+        kernel.kv, kv.form, seen_windows(backbone) if backbone.contrast is None else {}
+    )
     return kv
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -28,9 +29,10 @@ from moe.describe.description import (
     Rotation,
     View,
 )
-from moe.describe.observe import AttentionCall, Observation, RotaryModules
+from moe.describe.observe import AttentionCall, Observation, RotaryModules, observe_random
 from moe.describe.parts import child_of, describe_norm, describe_projection, describe_rotation, same
 from moe.network.attention import MaskRule
+from moe.network.backbone import Backbone
 
 _FAR = 1 << 20
 """A position far beyond any window."""
@@ -95,6 +97,22 @@ def describe_view(call: AttentionCall) -> View:
     if all(begin == chunks.first_key(at + 1) for at, begin in spans):
         return chunks
     raise NotDescribed("which keys a query sees follows no window and no chunks")
+
+
+def seen_windows(backbone: Backbone) -> dict[int, int]:
+    """Of each attention layer that sees no more than its last tokens, how many.
+
+    Empty unless each layer's keys and values are read by one module, its own.
+    """
+    seen = observe_random(backbone)
+    kept = [layer for layer in seen.sequences[0].layers if isinstance(layer, int)]
+    views: dict[int, View] = {}
+    for call in seen.attention:
+        with suppress(NotDescribed):
+            views[int(call.module.layer_idx)] = describe_view(call)  # type: ignore[arg-type]
+    if len(seen.attention) != len(kept) or not views.keys() <= set(kept):
+        return {}
+    return {layer: view.window for layer, view in views.items() if view.window is not None}
 
 
 def position_embeddings(seen: Observation, module: nn.Module) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.engine.prefix_cache import BLOCK, PrefixCache, block_hashes
 from moe.errors import RequestError
-from moe.network.kv_cache import SequenceCache
+from moe.network.kv_cache import KVCache, SequenceCache
 from moe.network.prompt_rows import PromptRows
 from moe.sampling.sampler import Token, score
 from moe.sequence import RunningSequence
@@ -129,6 +129,8 @@ class SequenceGroup:
     def begin(self, cache: SequenceCache) -> None:
         """Read the prompt into this state; it may hold a prefix of the prompt already."""
         self.cache, self.num_read = cache, cache.length
+        if isinstance(cache, KVCache):  # its prompt may get into the prefix cache
+            cache.keep_all(True)
 
     def look_up(self, prefixes: PrefixCache) -> bool:
         """Begin with the longest prefix of the prompt that is cached, if there is one; False: one
@@ -156,6 +158,8 @@ class SequenceGroup:
         """Give each sequence its state: the whole prompt has been read."""
         self.cache = None
         for sequence, cache in zip(self.sequences, caches, strict=True):
+            if isinstance(cache, KVCache):
+                cache.keep_all(False)
             sequence.attach(cache)
 
     def cancel(self) -> None:

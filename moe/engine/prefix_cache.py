@@ -171,6 +171,8 @@ class PrefixCache:
         hashes = block_hashes(salt, ids)
         if not hashes or len(ids) > self.max_tokens:
             return
+        if not kv.recurrent and not kv.longest_fork(len(hashes) * BLOCK):
+            return  # none could go on from it
         known = self._index.get(hashes[-1])
         if known is not None and not (kv.recurrent and len(known.token_ids) < len(ids)):
             self._use(known)
@@ -179,8 +181,10 @@ class PrefixCache:
         entry.kv.keep(True)
         self._entries[id(entry)] = entry
         self._use(entry)
-        for digest in hashes:
+        for blocks, digest in enumerate(hashes, 1):
             known = self._index.get(digest)
+            if not kv.recurrent and entry.kv.longest_fork(blocks * BLOCK) < blocks * BLOCK:
+                continue  # it cannot be cut there, and what it continues can
             if known is not None and known.hashes[-1] == digest:  # the new entry covers it
                 self._remove(known)
             self._index[digest] = entry
@@ -324,7 +328,9 @@ class PrefixCache:
             if entry is None or entry.salt != salt or entry.token_ids[:length] != ids[:length]:
                 continue
             if not entry.kv.recurrent:
-                return max(best, (entry, length), key=lambda found: found[1])
+                if entry.kv.longest_fork(length) == length:
+                    return max(best, (entry, length), key=lambda found: found[1])
+                continue
             length = entry.kv.longest_fork(_common(entry.token_ids, ids))
             if length > best[1]:
                 best = entry, length

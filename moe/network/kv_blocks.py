@@ -5,12 +5,17 @@ steps read directly: nothing is expanded, and a growing sequence copies nothing.
 they are written, one by one, so their bits depend on no other row and on no cut of a prompt. A fork
 shares the whole blocks of its source, which neither writes again, and copies the last one if that
 is not full; a block is freed with the last sequence that lists it.
+
+Layers that see a window of W last tokens have blocks of their own: once a sequence's prompt has
+been read, it gives up those behind the window, and its tables show zeros there, which no query
+sees. A sequence whose prompt is being read, and one that the prefix cache keeps, has them all, so
+that prompts which begin alike can part anywhere.
 Legend: N key/value heads, D key size, V value size, T new tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakSet, finalize
@@ -23,6 +28,11 @@ from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, NativeKV
 from moe.network.kv_cache import CODED, KVCache, KVFormat, LayerKey, RowLayout, StoredBlock
 
+ALL = 0
+"""The window of layers that see all tokens."""
+_SLACK = BLOCK
+"""Tokens behind a window that a sequence keeps, so that `KVCache.cut` can take back drafts."""
+
 
 class Shape(NamedTuple):
     """N, D and V of a layer."""
@@ -34,7 +44,8 @@ class Shape(NamedTuple):
 
 @dataclass(eq=False)
 class KVBlock:
-    """Rows of 64 tokens of one or more sequences: of each layer, keys and behind them values.
+    """Rows of 64 tokens of one or more sequences: of each layer that sees as far as the others,
+    keys and behind them values.
 
     Attributes:
         holders: the sequences that list it, the one that it counts for first.
@@ -49,14 +60,26 @@ class BlockHolder:
     """What a sequence has of blocks, beside the sequence so that it outlives it.
 
     Attributes:
-        blocks: in the order of tokens.
+        blocks: in the order of tokens, without those that it has given up.
         shared: how many of them count for another sequence.
         kept: the prefix cache keeps the sequence: what it lists counts for it.
+        dropped: how many it has given up, at the start.
     """
 
     blocks: list[KVBlock] = field(default_factory=list)
     shared: int = 0
     kept: bool = False
+    dropped: int = 0
+
+    @property
+    def count(self) -> int:
+        """Blocks of the sequence, with those that it has given up."""
+        return self.dropped + len(self.blocks)
+
+    @property
+    def unpaid(self) -> int:
+        """Blocks of the sequence whose memory does not count for it."""
+        return self.dropped + self.shared
 
     def add(self, block: KVBlock) -> None:
         self.shared += bool(block.holders)
@@ -76,12 +99,18 @@ class BlockHolder:
     def release(self) -> None:
         """List no blocks any more; each counts for another sequence that lists it."""
         self.kept = False
-        for block in self.blocks:
+        self.drop(len(self.blocks))
+
+    def drop(self, count: int) -> None:
+        """List the first blocks no more; each counts for another sequence that lists it."""
+        for block in self.blocks[:count]:
             if len(block.holders) > 1:
                 others = [holder for holder in block.holders if holder is not self]
                 _count_for(next((holder for holder in others if holder.kept), others[0]), block)
+                self.shared -= 1
             del block.holders[self]
-        self.blocks.clear()
+        del self.blocks[:count]
+        self.dropped += count
 
     def _settle(self, block: KVBlock) -> None:
         if not next(iter(block.holders)).kept:
@@ -105,21 +134,50 @@ class BlockPool:
     Args:
         kernel: writes and reads rows.
         form: how rows are stored.
+        windows: of layers that see no more than so many last tokens.
     """
 
-    def __init__(self, kernel: NativeKV, form: KVFormat) -> None:
+    def __init__(
+        self, kernel: NativeKV, form: KVFormat, windows: Mapping[int, int] | None = None
+    ) -> None:
         self.kernel, self.form = kernel, form
-        self._alive: WeakSet[KVBlock] = WeakSet()
+        self.windows: dict[LayerKey, int] = dict((windows or {}).items())
+        self._alive: dict[int, WeakSet[KVBlock]] = {}
+        self._shares = {ALL: 1.0}
+        self._zeros: dict[int, Tensor] = {}
 
     @property
-    def held_tokens(self) -> int:
-        """Tokens that the blocks in use have room for; a shared block counts once."""
-        return BLOCK * len(self._alive)
+    def groups(self) -> list[int]:
+        """How far layers see: `ALL`, and each window."""
+        return [ALL, *sorted(set(self.windows.values()))]
 
-    def new_block(self) -> KVBlock:
+    @property
+    def held_tokens(self) -> float:
+        """Tokens that the blocks in use have room for; a shared block counts once."""
+        return sum(BLOCK * self.share(group) * len(own) for group, own in self._alive.items())
+
+    def share(self, group: int) -> float:
+        """Of a token's bytes, the share of the layers that see so far."""
+        return self._shares.get(group, 0.0)
+
+    def set_shares(self, shapes: Mapping[LayerKey, Shape]) -> None:
+        """Take a token's bytes from the layers of a sequence."""
+        sizes = dict.fromkeys(self.groups, 0)
+        for layer, shape in shapes.items():
+            sizes[self.windows.get(layer, ALL)] += self.form.token_bytes(*shape)
+        self._shares = {group: size / sum(sizes.values()) for group, size in sizes.items()}
+
+    def new_block(self, group: int) -> KVBlock:
         block = KVBlock({})
-        self._alive.add(block)
+        self._alive.setdefault(group, WeakSet()).add(block)
         return block
+
+    def zeros(self, shape: Shape) -> Tensor:
+        """What stands for a layer's rows of a block that a sequence has given up."""
+        size = BLOCK * self.form.token_bytes(*shape)
+        if size not in self._zeros:
+            self._zeros[size] = torch.zeros(size, dtype=torch.uint8)
+        return self._zeros[size]
 
     def new_rows(self, shape: Shape) -> Tensor:
         """Memory for a layer's rows of one block."""
@@ -139,15 +197,18 @@ class BlockKVCache(KVCache):
         pool: owns the blocks.
 
     Attributes:
-        blocks: in the order of tokens; others may list those at the start too.
+        blocks: of layers that see all tokens, in order; others may list those at the start too.
     """
 
     def __init__(self, capacity: int, pool: BlockPool) -> None:
         super().__init__(capacity)
         self._pool, self.form = pool, pool.form
-        self._holder = BlockHolder()
+        self._holders = {group: BlockHolder() for group in pool.groups}
+        self._keeps_all = False
+        self._holder = self._holders[ALL]
         self.blocks = self._holder.blocks
-        finalize(self, self._holder.release).atexit = False
+        for holder in self._holders.values():
+            finalize(self, holder.release).atexit = False
         self._shared = 0  # blocks at the start that others list too: never written again
         self._shapes: dict[LayerKey, Shape] = {}
         self._tables = np.zeros((0, 2, 0), np.int64)  # of each layer: where keys and values begin
@@ -167,14 +228,30 @@ class BlockKVCache(KVCache):
 
     @property
     def shared_tokens(self) -> int:
-        return BLOCK * self._holder.shared
+        unpaid = ((group, holder.unpaid) for group, holder in self._holders.items())
+        return int(sum(BLOCK * count * self._pool.share(group) for group, count in unpaid))
 
     @property
     def sole_tokens(self) -> int:
         return self._holder.sole_tokens(self.length, BLOCK)
 
     def keep(self, kept: bool) -> None:
-        self._holder.keep(kept)
+        for holder in self._holders.values():
+            holder.keep(kept)
+
+    def keep_all(self, keeps: bool) -> None:
+        self._keeps_all = keeps
+
+    @property
+    def whole(self) -> bool:
+        return not any(holder.dropped for holder in self._holders.values())
+
+    def longest_fork(self, length: int) -> int:
+        found = super().longest_fork(length)
+        for window, holder in self._holders.items():
+            if holder.dropped and found < holder.dropped * BLOCK + window:
+                return 0
+        return found
 
     @property
     def token_bytes(self) -> int:
@@ -190,6 +267,7 @@ class BlockKVCache(KVCache):
         self.reserve(start + keys.shape[2])
         if layer not in self._shapes:
             self._shapes[layer] = Shape(keys.shape[1], keys.shape[3], values.shape[3])
+            self._pool.set_shares(self._shapes)
             self._place()
         for rows, table, form in zip((keys, values), self._table(layer), self.form, strict=True):
             self._pool.kernel.write(rows[0], table, start, form)
@@ -219,9 +297,26 @@ class BlockKVCache(KVCache):
         if self.room > room:
             self._pointers = None
         if end > len(self.blocks) * BLOCK:
-            while end > len(self.blocks) * BLOCK:
-                self._holder.add(self._pool.new_block())
+            if not self._keeps_all:
+                self._drop_unseen()
+            for group, holder in self._holders.items():
+                while end > holder.count * BLOCK:
+                    holder.add(self._pool.new_block(group))
             self._place()
+
+    def _drop_unseen(self) -> None:
+        """Give up blocks that no later query of the sequence sees."""
+        length = self.length if self._marked < 0 else min(self.length, self._marked)
+        for window, holder in self._holders.items():
+            unseen = max(length - window - _SLACK, 0) // BLOCK if window != ALL else 0
+            if unseen <= holder.dropped:
+                continue
+            for index, (layer, shape) in enumerate(self._shapes.items()):
+                if self._pool.windows.get(layer, ALL) == window:
+                    begin = self._pool.zeros(shape).data_ptr()
+                    places = begin, begin + self._key_bytes(shape)
+                    self._tables[index, :, holder.dropped : unseen] = np.array(places)[:, None]
+            holder.drop(unseen - holder.dropped)
 
     def tables(self, layers: Sequence[LayerKey]) -> np.ndarray:
         assert self.length >= self._shared * BLOCK, "shared blocks are never written"
@@ -241,13 +336,17 @@ class BlockKVCache(KVCache):
         copy = self._pool.new_cache(capacity)
         whole = length // BLOCK
         copy._shapes = dict(self._shapes)
-        for block in self.blocks[:whole]:
-            copy._holder.add(block)
+        for group, holder in self._holders.items():
+            own = copy._holders[group]
+            own.dropped = holder.dropped
+            for block in holder.blocks[: whole - holder.dropped]:
+                own.add(block)
+            if length % BLOCK:
+                last = self._pool.new_block(group)
+                source = holder.blocks[whole - holder.dropped]
+                last.rows = {key: rows.clone() for key, rows in source.rows.items()}
+                own.add(last)
         copy._shared, self._shared = whole, max(whole, self._shared)
-        if length % BLOCK:
-            last = self._pool.new_block()
-            last.rows = {key: rows.clone() for key, rows in self.blocks[whole].rows.items()}
-            copy._holder.add(last)
         copy._place()
         self.copy_buffers(copy, length)
         copy.length = length
@@ -256,7 +355,11 @@ class BlockKVCache(KVCache):
 
     def stored_block(self, at: int) -> StoredBlock:
         """As `KVCache.stored_block`: rows of attention as they are kept, without a copy."""
-        found, rows = super().stored_block(at), self.blocks[at].rows
+        assert self.whole, "it has given up blocks"
+        found = super().stored_block(at)
+        rows: dict[LayerKey, Tensor] = {}
+        for holder in self._holders.values():
+            rows |= holder.blocks[at].rows
         own = {layer: RowLayout(CODED, *shape) for layer, shape in self._shapes.items()}
         return StoredBlock(own | found.layout, [*(rows[layer] for layer in own), *found.rows])
 
@@ -278,16 +381,19 @@ class BlockKVCache(KVCache):
             return False
         self._shapes = shapes
         super().reserve(self.length + BLOCK)
-        block = self._pool.new_block()
-        block.rows = coded
-        self._holder.add(block)
+        self._pool.set_shares(shapes)
+        for group, holder in self._holders.items():
+            block = self._pool.new_block(group)
+            windows = ((layer, self._pool.windows.get(layer, ALL)) for layer in coded)
+            block.rows = {layer: coded[layer] for layer, window in windows if window == group}
+            holder.add(block)
         self._place()
         self._write_block(made)
         return True
 
     def _place(self) -> None:
         """Give every block memory for every layer, and list where it is."""
-        layers, count = len(self._shapes), len(self.blocks)
+        layers, count = len(self._shapes), self._holder.count
         if self._tables.shape[0] < layers or self._tables.shape[2] < count:
             room = self._tables.shape[2]
             if room < count:
@@ -297,15 +403,23 @@ class BlockKVCache(KVCache):
             tables[: old[0], :, : old[2]] = self._tables
             self._tables, self._pointers = tables, None
         for index, (layer, shape) in enumerate(self._shapes.items()):
-            table = self._tables[index]
-            keys = BLOCK * shape.heads * self.form.keys.row_bytes(shape.key_size)
+            table, keys = self._tables[index], self._key_bytes(shape)
+            holder = self._holders[self._pool.windows.get(layer, ALL)]
             for at in range(count - 1, -1, -1):
                 if table[0, at]:
                     break
-                rows = self.blocks[at].rows
-                if layer not in rows:
-                    rows[layer] = self._pool.new_rows(shape)
-                table[:, at] = rows[layer].data_ptr(), rows[layer].data_ptr() + keys
+                if at < holder.dropped:
+                    found = self._pool.zeros(shape)
+                else:
+                    rows = holder.blocks[at - holder.dropped].rows
+                    if layer not in rows:
+                        rows[layer] = self._pool.new_rows(shape)
+                    found = rows[layer]
+                table[:, at] = found.data_ptr(), found.data_ptr() + keys
+
+    def _key_bytes(self, shape: Shape) -> int:
+        """Of a block of a layer, the bytes of keys, behind which values lie."""
+        return BLOCK * shape.heads * self.form.keys.row_bytes(shape.key_size)
 
     def _table(self, layer: LayerKey) -> tuple[int, int]:
         """Addresses of the lists of a layer's keys and of its values."""

@@ -132,7 +132,8 @@ class KVCache:
 
     @property
     def shared_tokens(self) -> int:
-        """Of its tokens, those whose memory counts for another sequence that has them too."""
+        """Of its tokens, those whose memory counts for another sequence that has them too, or is
+        given up; bytes count as so many tokens' as they make."""
         return 0
 
     @property
@@ -151,6 +152,15 @@ class KVCache:
     def fork_tokens(self) -> int:
         """Tokens of the blocks that forks share; 0: they copy all."""
         return 0
+
+    def keep_all(self, keeps: bool) -> None:
+        """Keep what no later token of the sequence sees, as others may go on from there; or give it
+        up as soon as it is not seen."""
+
+    @property
+    def whole(self) -> bool:
+        """It has the rows of all its tokens."""
+        return True
 
     def keep(self, kept: bool) -> None:
         """Let what it shares count for it rather than for sequences that run; or no longer."""
@@ -333,8 +343,8 @@ class KVCache:
 
     @property
     def can_be_stored(self) -> bool:
-        """Keys and values are all that it keeps of its tokens."""
-        return not self._states and self.hidden is None
+        """Keys and values are all that it keeps of its tokens, and it has all of them."""
+        return self.whole and not self._states and self.hidden is None
 
     def stored_block(self, at: int) -> StoredBlock:
         """The rows of block ``at``, for `append_block` of another cache of the same model and form.

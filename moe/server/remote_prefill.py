@@ -328,7 +328,7 @@ async def _answer(
             yield _ALIVE
             await asyncio.wait({task}, timeout=_ALIVE_S)
         cache = task.result()
-        if cache is None:  # evicted in the meantime, or memory.prefix_tokens is too small for it
+        if cache is None or not cache.whole:  # evicted meanwhile, or too large for the prefix cache
             return
         yield _ROWS
         for begin in range(0, cache.length, BLOCK):

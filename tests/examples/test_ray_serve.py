@@ -141,10 +141,20 @@ def test_it_grows_by_waiting_tokens_and_shrinks_again(url: str) -> None:
         set={"engine.max_batch_size": 1},
     )
     until(lambda: running() == 1)
+    done = threading.Event()
+
+    def go_on(number: int) -> None:
+        while not done.is_set():
+            ask(url, number, 200)
+
+    # The load lasts until the second replica runs, however long that takes to start.
     with ThreadPoolExecutor(24) as pool:
-        asked = [pool.submit(ask, url, number, 200) for number in range(24)]
-        until(lambda: running() == 2)
-        for each in asked:
+        going = [pool.submit(go_on, number) for number in range(24)]
+        try:
+            until(lambda: running() == 2)
+        finally:
+            done.set()
+        for each in going:
             each.result()
     until(lambda: running() == 1)
 

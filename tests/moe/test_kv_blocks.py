@@ -25,6 +25,7 @@ NATIVE, WHY = choose_kernel()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason=WHY)
 CAPACITY = 5 * BLOCK
 LAYERS: dict[int, Shape] = {0: Shape(2, 8, 4), 3: Shape(1, 16, 16)}
+WINDOW = 20
 INDEXER = ("indexer", 3)
 
 
@@ -38,10 +39,12 @@ class CanaryPool(BlockPool):
 class Sequences(RuleBasedStateMachine):
     """Sequences that grow, fork and end, beside lists of the rows that they should have."""
 
-    @initialize(bits=st.sampled_from([32, 16, 8, 4]))
-    def begin(self, bits: int) -> None:
+    @initialize(bits=st.sampled_from([32, 16, 8, 4]), window=st.booleans())
+    def begin(self, bits: int, window: bool) -> None:
+        """Layer 3 sees a window of few tokens, or all of them."""
         assert NATIVE is not None
-        self.pool = CanaryPool(NATIVE.kv, KVFormat.of_bits(bits))
+        self.windows = {3: WINDOW} if window else {}
+        self.pool = CanaryPool(NATIVE.kv, KVFormat.of_bits(bits), self.windows)
         self.known: list[tuple[BlockKVCache, list[float]]] = []
         self.next = 1.0
 
@@ -74,7 +77,7 @@ class Sequences(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data: st.DataObject) -> None:
         cache, rows = data.draw(st.sampled_from(self.known))
-        length = data.draw(st.integers(0, len(rows)))
+        length = cache.longest_fork(data.draw(st.integers(0, len(rows))))
         before = self.pool.held_tokens
         self.known.append((cache.fork(CAPACITY, length), rows[:length]))
         assert self.pool.held_tokens - before <= BLOCK  # of what is shared, nothing is copied
@@ -84,6 +87,8 @@ class Sequences(RuleBasedStateMachine):
     def move(self, data: st.DataObject) -> None:
         """Whole blocks, as bytes, to a sequence that goes on with them: as from a disk."""
         cache, rows = data.draw(st.sampled_from(self.known))
+        if not cache.whole:
+            return
         moved = self.pool.new_cache(CAPACITY)
         ids = [int(row) for row in rows]
         for begin in range(0, len(rows) // BLOCK * BLOCK, BLOCK):
@@ -102,6 +107,12 @@ class Sequences(RuleBasedStateMachine):
         data.draw(st.sampled_from(self.known))[0].keep(kept)
 
     @precondition(lambda self: self.known)
+    @rule(data=st.data(), keeps=st.booleans())
+    def keep_all(self, data: st.DataObject, keeps: bool) -> None:
+        """As while a prompt is read."""
+        data.draw(st.sampled_from(self.known))[0].keep_all(keeps)
+
+    @precondition(lambda self: self.known)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
         self.known.remove(data.draw(st.sampled_from(self.known)))
@@ -113,25 +124,34 @@ class Sequences(RuleBasedStateMachine):
             if not rows:
                 continue
             for layer, shape in LAYERS.items():
-                for found, size in zip(cache.read(layer, len(rows)), shape[1:], strict=True):
-                    expected = _rows(rows, shape.heads, size)
+                seen = len(rows) - WINDOW - 15 if layer in self.windows else 0  # 15 may be cut
+                for all_rows, size in zip(cache.read(layer, len(rows)), shape[1:], strict=True):
+                    found = all_rows[:, :, max(seen, 0) :]
+                    expected = _rows(rows[max(seen, 0) :], shape.heads, size)
+                    assert all_rows.isfinite().all()
                     assert (found - expected).abs().max() <= 0.15 * expected.abs().max()
             assert cache.read(INDEXER, len(rows))[0].flatten().tolist() == rows
 
     @invariant()
     def blocks_are_those_that_are_listed(self) -> None:
         if hasattr(self, "pool"):
-            listed = {id(block) for cache, _ in self.known for block in cache.blocks}
-            assert self.pool.held_tokens == BLOCK * len(listed)
+            caches = [cache for cache, _ in self.known]
+            held = sum(self.pool.share(g) * len(_listed(caches, g)) for g in self.pool.groups)
+            assert self.pool.held_tokens == pytest.approx(BLOCK * held)
 
     @invariant()
     def every_block_counts_once_and_first_for_what_is_kept(self) -> None:
         caches = [cache for cache, _ in getattr(self, "known", [])]
         kept = [cache for cache in caches if cache._holder.kept]
         for some in (caches, kept):
-            listed = {id(block) for cache in some for block in cache.blocks}
+            listed = {group: len(_listed(some, group)) for group in self.pool.groups}
+            for group, count in listed.items():
+                holders = [cache._holders[group] for cache in some]
+                assert sum(holder.count - holder.unpaid for holder in holders) == count
             counted = sum(BLOCK * len(cache.blocks) - cache.shared_tokens for cache in some)
-            assert counted == BLOCK * len(listed)
+            held = sum(BLOCK * self.pool.share(group) * count for group, count in listed.items())
+            assert held <= counted + 1e-6
+            assert counted <= held + len(some)  # each is rounded up
 
     def _put(self, cache: BlockKVCache, values: list[float]) -> None:
         for layer, shape in LAYERS.items():
@@ -139,6 +159,10 @@ class Sequences(RuleBasedStateMachine):
             cache.write(layer, keys, other)
         keys = torch.tensor(values).view(1, 1, -1, 1)
         cache.write(INDEXER, keys, keys[..., :0])
+
+
+def _listed(caches: list[BlockKVCache], group: int) -> set[int]:
+    return {id(block) for cache in caches for block in cache._holders[group].blocks}
 
 
 def _rows(values: list[float], heads: int, size: int) -> Tensor:
@@ -201,6 +225,45 @@ def test_answers_are_those_of_float32_where_bits_are_enough(
                 assert model.generate([prompt], params)[0].token_ids == ids
                 model.backbone.blocks = blocks
     assert 0 < (found[32] - found[16]).abs().mean() < 0.05 * found[32].abs().mean()
+
+
+def test_a_window_keeps_its_last_tokens_only(tiny_checkpoint: Callable[[str], Path]) -> None:
+    """Tokens are those of a model that keeps all, known prefixes and drafts included."""
+    prompts = [[5, 9, 2] * 30, [7, 1, 3, 3] * 17]
+    params = SamplingParams(max_new_tokens=150, temperature=0.0, ignore_eos=True)
+    found: dict[bool, list[list[int]]] = {}
+    most: dict[bool, float] = {}
+    for windows in (True, False):
+        memory = {"kv_bits": 16, "kv_tokens": 4096}
+        with MoE.from_pretrained(tiny_checkpoint("gpt_oss"), memory=memory) as model:
+            pool, config = model.backbone.blocks, model.config
+            assert pool is not None
+            kinds = enumerate(config.layer_types)
+            sliding = [layer for layer, kind in kinds if kind == "sliding_attention"]
+            assert pool.windows == dict.fromkeys(sliding, config.sliding_window)
+            if not windows:
+                model.backbone.blocks = pool = BlockPool(pool.kernel, pool.form)
+            engine, most[windows] = model.engine(), 0.0
+            assert engine.scheduler.prefixes is not None
+            groups = [model.request(prompt, params) for prompt in prompts]
+            for group in groups:
+                engine.submit(group)
+            while not engine.idle:
+                engine.step()
+                if len(groups[0].sequences[0].token_ids) == 100:  # as if others wanted the room
+                    while engine.scheduler.prefixes.evict():
+                        pass
+                # Each sequence, running or kept, has a block that is not full.
+                assert pool.held_tokens <= engine.scheduler.num_used_tokens() + 4 * BLOCK
+                most[windows] = max(most[windows], pool.held_tokens)
+            again = model.request([*prompts[0], *groups[0].sequences[0].token_ids[:9]], params)
+            engine.submit(again)
+            while not engine.idle:
+                engine.step()
+            assert again.sequences[0].num_cached_tokens >= BLOCK
+            found[windows] = [group.sequences[0].token_ids for group in (*groups, again)]
+    assert found[True] == found[False]
+    assert most[True] < 0.9 * most[False]
 
 
 def test_many_layers_take_no_more_room_in_tables() -> None:

@@ -181,7 +181,7 @@ def flops_a_token(planned: PlannedModel, sizes: DecodeSizes) -> float:
     experts = sum(p.numel() for _, m in experts_modules(network) for p in m.parameters())
     others = sum(p.numel() for p in network.parameters()) - experts
     ends = (network.get_input_embeddings(), network.get_output_embeddings())
-    tables = {id(module.weight): module.weight.numel() for module in ends}
+    tables = {id(p): p.numel() for module in ends for p in module.parameters()}
     return 2.0 * (others - sum(tables.values()) + experts * sizes.top_k / sizes.experts)
 
 
