@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from moe.network.own_cache import CACHE_ARGUMENT, Member, OwnCache, OwnLayer, members_of
+from moe.network.own_cache import CACHE_ARGUMENT, CacheMember, OwnCache, OwnLayer, members_of
 
 _LENGTHS = (67, 517, 2053)  # prompts, the shortest first: an entry may stand for many tokens
 _STEPS = 3  # lengths that are looked at, each a token longer
@@ -68,14 +68,14 @@ def _kind(layer: OwnLayer) -> object:
 
 def _looks(
     model: PreTrainedModel, layers: Sequence[OwnLayer], length: int
-) -> list[list[dict[Member, Any]]]:
+) -> list[list[dict[CacheMember, Any]]]:
     """What layers keep after a prompt of ``length`` tokens, and after each further token."""
     generator = torch.Generator().manual_seed(0)
     count: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     ids = torch.randint(count, (1, length + _STEPS - 1), generator=generator).to(model.device)
     config = model.config.get_text_config(decoder=True)
     cache = _ShortPass(config, max(layer.index for layer in layers))
-    looks: list[list[dict[Member, Any]]] = [[] for _ in layers]
+    looks: list[list[dict[CacheMember, Any]]] = [[] for _ in layers]
     for begin, end in ((0, length), *((at, at + 1) for at in range(length, ids.shape[1]))):
         at = torch.arange(begin, end, device=model.device)[None]
         with suppress(_ReadEnough):
@@ -89,7 +89,9 @@ def _looks(
     return looks
 
 
-def _understood(layer: OwnLayer, looks: Sequence[Mapping[Member, Any]], length: int) -> OwnLayer:
+def _understood(
+    layer: OwnLayer, looks: Sequence[Mapping[CacheMember, Any]], length: int
+) -> OwnLayer:
     """The layer with what its members are; as it was if a member's use cannot be told."""
     lengths = range(length, length + len(looks))
     members = {member: [look[member] for look in looks] for member in looks[0]}
@@ -108,7 +110,7 @@ def _understood(layer: OwnLayer, looks: Sequence[Mapping[Member, Any]], length: 
         return layer
     (rate,) = rates  # of rows that count whole windows, and others that count the rest
     whole, left = [n // rate for n in lengths], [n % rate for n in lengths]
-    entries, windows, lasts, counts = dict[Member, Tensor](), list[Member](), [], []
+    entries, windows, lasts, counts = dict[CacheMember, Tensor](), list[CacheMember](), [], []
     for member, values in members.items():
         if rows.get(member) == whole:
             entries[member] = values[0][:, :0].clone()

@@ -125,7 +125,7 @@ class LayerStates:
         self._cache._keep((layer, self._name, 0), states)
 
 
-class Member(NamedTuple):
+class CacheMember(NamedTuple):
     """What a cache layer keeps in an attribute, or under a key of a dictionary there."""
 
     attribute: str
@@ -166,10 +166,10 @@ class OwnLayer:
     empty: Any
     index: int
     rate: int = 0
-    entries: Mapping[Member, Tensor] = field(default_factory=dict)  # none of them: (1, 0, D)
-    windows: tuple[Member, ...] = ()
-    lasts: tuple[Member, ...] = ()
-    counts: tuple[Member, ...] = ()
+    entries: Mapping[CacheMember, Tensor] = field(default_factory=dict)  # none of them: (1, 0, D)
+    windows: tuple[CacheMember, ...] = ()
+    lasts: tuple[CacheMember, ...] = ()
+    counts: tuple[CacheMember, ...] = ()
 
     def copy(self) -> Any:
         """An empty layer."""
@@ -179,11 +179,11 @@ class OwnLayer:
                 setattr(layer, name, copy.copy(value))
         return layer
 
-    def rows_key(self, member: Member) -> LayerKey:
+    def rows_key(self, member: CacheMember) -> LayerKey:
         """By which a sequence keeps entries."""
         return str(member), self.index
 
-    def state_key(self, member: Member) -> StateKey:
+    def state_key(self, member: CacheMember) -> StateKey:
         return self.index, str(member), 0
 
     def made(self, states: States, entries: Mapping[LayerKey, Tensor], length: int) -> Any:
@@ -221,14 +221,14 @@ class OwnLayer:
         return states
 
 
-def members_of(layer: Any) -> list[Member]:
+def members_of(layer: Any) -> list[CacheMember]:
     """What a cache layer keeps beside what transformers' own layers keep."""
     known = vars(DynamicLayer()) | vars(DynamicSlidingWindowLayer(sliding_window=1))
-    found = list[Member]()
+    found = list[CacheMember]()
     for name, value in vars(layer).items():
         if name not in known:
             keys = value if isinstance(value, dict) else [None]
-            found += [Member(name, key) for key in keys]
+            found += [CacheMember(name, key) for key in keys]
     return found
 
 

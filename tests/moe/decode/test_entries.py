@@ -205,7 +205,8 @@ def test_entries_are_those_of_the_tokens_that_are_left(data: st.DataObject) -> N
     for _ in range(data.draw(st.integers(1, 6))):
         start = len(tokens)
         tokens += [next(fresh) for _ in range(data.draw(st.integers(1, 900)))]
-        cache.write(0, *[torch.tensor(tokens[start:]).view(1, 1, -1, 1)] * 2)
+        rows = torch.tensor(tokens[start:]).view(1, 1, -1, 1)
+        cache.write(0, rows, rows)
         ends = torch.tensor(tokens[rate - 1 :: rate], dtype=torch.int64).view(1, 1, -1, 1)
         cache.write_entries(ENTRIES, ends[:, :, start // rate :], rate, start // rate)
         cache.advance({}, len(tokens) - start)
