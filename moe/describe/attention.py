@@ -108,6 +108,8 @@ def seen_windows(backbone: Backbone) -> dict[int, int]:
     kept = [layer for layer in seen.sequences[0].layers if isinstance(layer, int)]
     views: dict[int, View] = {}
     for call in seen.attention:
+        if not isinstance(call.rule, MaskRule):
+            continue  # a mask of the model's own, as that of an indexer
         with suppress(NotDescribed):
             views[int(call.module.layer_idx)] = describe_view(call)  # type: ignore[arg-type]
     if len(seen.attention) != len(kept) or not views.keys() <= set(kept):

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
+from moe.engine.engine import Engine
 from moe.network.block_codec import BlockError, decode_block, encode_block
 from moe.network.kv_blocks import BlockKVCache, BlockPool, Shape
 from moe.network.kv_cache import KVFormat, Work
@@ -258,12 +259,16 @@ def test_a_window_keeps_its_last_tokens_only(tiny_checkpoint: Callable[[str], Pa
                 most[windows] = max(most[windows], pool.held_tokens)
             again = model.request([*prompts[0], *groups[0].sequences[0].token_ids[:9]], params)
             engine.submit(again)
-            while not engine.idle:
-                engine.step()
+            finish(engine)
             assert again.sequences[0].num_cached_tokens >= BLOCK
             found[windows] = [group.sequences[0].token_ids for group in (*groups, again)]
     assert found[True] == found[False]
     assert most[True] < 0.9 * most[False]
+
+
+def finish(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
 
 
 def test_many_layers_take_no_more_room_in_tables() -> None:
