@@ -111,7 +111,8 @@ def test_templates_get_their_own_variables_and_no_others(
     (choice,) = ask(client).choices
     assert (choice.message.content, choice.message.reasoning_content) == ("", "Yes.")
     assert streamed(client, **off) == ("", "Yes.", [])
-    for name in ("chat_template", "messages", "tools", "add_generation_prompt", "tokenize", "_x"):
+    arguments = ("chat_template", "messages", "tools", "add_generation_prompt", "tokenize", "_x")
+    for name in (*arguments, "bos_token", "raise_exception", "strftime_now"):
         with pytest.raises(openai.BadRequestError, match=f"{name}' is set by the server"):
             ask(client, extra_body={"chat_template_kwargs": {name: "x"}})
     for value in ([1], {"a": 1}, "x" * 1025):
