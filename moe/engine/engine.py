@@ -107,6 +107,7 @@ class Engine:
             prefixes=prefixes,
             expert_order=ExpertAwareOrder(expect, patience) if expect else None,
             block_tokens=backbone.block_tokens if runner is None else 0,
+            whole_blocks=runner is None and backbone.counts_blocks,
         )
 
     @property

@@ -1,10 +1,14 @@
 """Keys and values in blocks of tokens, with a precision of their own (`memory.kv_bits`).
 
-A `BlockKVCache` keeps its rows in blocks of 64 tokens, which compiled attention and compiled decode
+A `BlockKVCache` keeps its rows in blocks of 64 tokens, which attention kernels and fused decode
 steps read directly: nothing is expanded, and a growing sequence copies nothing. Rows are coded when
 they are written, one by one, so their bits depend on no other row and on no cut of a prompt. A fork
 shares the whole blocks of its source, which neither writes again, and copies the last one if that
 is not full; a block is freed with the last sequence that lists it.
+
+Where the rows of blocks lie is the business of a `BlockMemory`: `HostBlocks` allocates them one by
+one and lists their addresses for compiled code; `moe.network.device_blocks.DeviceBlocks` has all of
+them in one piece on a GPU and knows them by number.
 Legend: N key/value heads, D key size, V value size, T new tokens.
 """
 
@@ -12,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakSet, finalize
 
 import numpy as np
@@ -21,7 +25,7 @@ from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, NativeKV
-from moe.network.kv_cache import KVCache, KVFormat, LayerKey
+from moe.network.kv_cache import KVCache, KVFormat, LayerKey, RowsPass
 
 
 class Shape(NamedTuple):
@@ -37,10 +41,13 @@ class KVBlock:
     """Rows of 64 tokens of one or more sequences: of each layer, keys and behind them values.
 
     Attributes:
+        number: among the blocks in use.
+        rows: of each layer the bytes, as far as somebody has asked for them.
         holders: the sequences that list it, the one that it counts for first.
     """
 
-    rows: dict[LayerKey, Tensor]
+    number: int
+    rows: dict[LayerKey, Tensor] = field(default_factory=dict)
     holders: dict[BlockHolder, None] = field(default_factory=dict)
 
 
@@ -94,16 +101,87 @@ def _count_for(holder: BlockHolder, block: KVBlock) -> None:
         block.holders = {holder: None} | block.holders
 
 
+class BlockMemory(Protocol):
+    """Where the rows of blocks lie.
+
+    Attributes:
+        form: how rows are stored.
+        counts_blocks: there are only so many blocks, so that sequences count by blocks.
+    """
+
+    form: KVFormat
+    counts_blocks: bool
+
+    def take(self) -> int:
+        """The number of a new block."""
+
+    def give_back(self, number: int) -> None:
+        """The block is not used any more."""
+
+    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        """The bytes of a layer's rows of a block: of keys (N, 64, D), then of values."""
+
+    def write(
+        self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        """Store ``(1, N, T, D)`` and ``(1, N, T, V)`` from token ``start`` on."""
+
+    def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
+        """Copies ``(1, N, end, D)`` of keys and values."""
+
+    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> RowsPass | None:
+        """See `KVCache.begin_pass`."""
+
+
+class HostBlocks:
+    """Blocks in main memory, allocated one by one; see `BlockMemory`.
+
+    Args:
+        kernel: writes and reads rows.
+    """
+
+    counts_blocks = False
+
+    def __init__(self, kernel: NativeKV, form: KVFormat) -> None:
+        self._kernel, self.form = kernel, form
+
+    def take(self) -> int:
+        return 0  # found by address
+
+    def give_back(self, number: int) -> None:
+        """Its rows end with it."""
+
+    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        return torch.empty(BLOCK * self.form.token_bytes(*shape), dtype=torch.uint8)
+
+    def write(
+        self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        tables = cache.layer_tables(layer)
+        for rows, table, form in zip((keys, values), tables, self.form, strict=True):
+            self._kernel.write(rows[0], table, start, form)
+
+    def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
+        heads, *sizes = cache.shapes[layer]
+        keys, values = (
+            self._kernel.read(table, heads, size, end, form)[None]
+            for table, size, form in zip(cache.layer_tables(layer), sizes, self.form, strict=True)
+        )
+        return keys, values
+
+    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> None:
+        """Compiled code takes one sequence at a time."""
+
+
 class BlockPool:
     """Owns the blocks of all sequences of a model.
 
     Args:
-        kernel: writes and reads rows.
-        form: how rows are stored.
+        memory: where their rows lie.
     """
 
-    def __init__(self, kernel: NativeKV, form: KVFormat) -> None:
-        self.kernel, self.form = kernel, form
+    def __init__(self, memory: BlockMemory) -> None:
+        self.memory, self.form = memory, memory.form
         self._alive: WeakSet[KVBlock] = WeakSet()
 
     @property
@@ -112,13 +190,16 @@ class BlockPool:
         return BLOCK * len(self._alive)
 
     def new_block(self) -> KVBlock:
-        block = KVBlock({})
+        block = KVBlock(self.memory.take())
+        finalize(block, self.memory.give_back, block.number).atexit = False
         self._alive.add(block)
         return block
 
-    def new_rows(self, shape: Shape) -> Tensor:
-        """Memory for a layer's rows of one block."""
-        return torch.empty(BLOCK * self.form.token_bytes(*shape), dtype=torch.uint8)
+    def rows_of(self, block: KVBlock, layer: LayerKey, shape: Shape) -> Tensor:
+        """A layer's rows of a block."""
+        if layer not in block.rows:
+            block.rows[layer] = self.memory.new_rows(block.number, layer, shape)
+        return block.rows[layer]
 
     def new_cache(self, capacity: int) -> BlockKVCache:
         """A new sequence that will hold at most ``capacity`` tokens."""
@@ -145,6 +226,7 @@ class BlockKVCache(KVCache):
         finalize(self, self._holder.release).atexit = False
         self._shared = 0  # blocks at the start that others list too: never written again
         self._shapes: dict[LayerKey, Shape] = {}
+        self._numbers = np.zeros(0, np.int32)
         self._tables = np.zeros((0, 2, 0), np.int64)  # of each layer: where keys and values begin
         self._pointers: tuple[tuple[LayerKey, ...], np.ndarray] | None = None
 
@@ -165,6 +247,27 @@ class BlockKVCache(KVCache):
         return BLOCK * self._holder.shared
 
     @property
+    def held_tokens(self) -> int:
+        empty = BLOCK * len(self.blocks) - self.length if self.counts_blocks else 0
+        return super().held_tokens + max(empty, 0)
+
+    @property
+    def counts_blocks(self) -> bool:
+        return self.memory.counts_blocks
+
+    @property
+    def memory(self) -> BlockMemory:
+        """Where its rows lie."""
+        return self._pool.memory
+
+    @property
+    def block_numbers(self) -> np.ndarray:
+        """``(blocks,)`` int32, in the order of tokens."""
+        if len(self._numbers) != len(self.blocks):
+            self._numbers = np.array([block.number for block in self.blocks], np.int32)
+        return self._numbers
+
+    @property
     def sole_tokens(self) -> int:
         others = sum(len(block.holders) > 1 for block in self.blocks)
         return max(self.length - BLOCK * others, 0)
@@ -182,31 +285,32 @@ class BlockKVCache(KVCache):
             super().write(layer, keys, values, skip)
             return
         start = self.length + skip
-        assert start >= self._shared * BLOCK, "shared blocks are never written"
         self.reserve(start + keys.shape[2])
+        self.give_shape(layer, Shape(keys.shape[1], keys.shape[3], values.shape[3]))
+        self.memory.write(self, layer, keys, values, start)
+
+    def give_shape(self, layer: LayerKey, shape: Shape) -> None:
+        """Rows of a layer are about to be written."""
+        assert self.length >= self._shared * BLOCK, "shared blocks are never written"
         if layer not in self._shapes:
-            self._shapes[layer] = Shape(keys.shape[1], keys.shape[3], values.shape[3])
+            self._shapes[layer] = shape
             self._place()
-        for rows, table, form in zip((keys, values), self._table(layer), self.form, strict=True):
-            self._pool.kernel.write(rows[0], table, start, form)
 
     def read(self, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
-        """Copies ``(1, N, end, D)`` of keys and values, in float32."""
+        """Copies ``(1, N, end, D)`` of keys and values: float32, or the GPU's dtype."""
         if layer not in self._shapes:
             return super().read(layer, end)
-        heads, *sizes = self._shapes[layer]
-        keys, values = (
-            self._pool.kernel.read(table, heads, size, end, form)[None]
-            for table, size, form in zip(self._table(layer), sizes, self.form, strict=True)
-        )
-        return keys, values
+        return self.memory.read(self, layer, end)
+
+    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> RowsPass | None:
+        return self.memory.begin_pass(sequences, sizes)
 
     def in_blocks(self, layer: LayerKey, end: int) -> BlockRows | None:
         """Where the first ``end`` tokens of a layer lie, for compiled attention."""
-        if layer not in self._shapes:
+        if layer not in self._shapes or not isinstance(self.memory, HostBlocks):
             return None
         heads, *sizes = self._shapes[layer]
-        first, second = self._table(layer)
+        first, second = self.layer_tables(layer)
         return BlockRows((first, second), heads, (sizes[0], sizes[1]), end, self.form)
 
     def reserve(self, end: int) -> None:
@@ -227,7 +331,7 @@ class BlockKVCache(KVCache):
             in_buffers = [layer for layer in wanted if layer not in self._shapes]
             others = iter(super().tables(in_buffers) if in_buffers else ())
             for row, layer in zip(found, wanted, strict=True):
-                row[:] = self._table(layer) if layer in self._shapes else next(others)
+                row[:] = self.layer_tables(layer) if layer in self._shapes else next(others)
             self._pointers = wanted, found
         return self._pointers[1]
 
@@ -242,7 +346,9 @@ class BlockKVCache(KVCache):
         copy._shared, self._shared = whole, max(whole, self._shared)
         if length % BLOCK:
             last = self._pool.new_block()
-            last.rows = {key: rows.clone() for key, rows in self.blocks[whole].rows.items()}
+            for layer, shape in self._shapes.items():
+                rows = self._pool.rows_of(self.blocks[whole], layer, shape)
+                self._pool.rows_of(last, layer, shape).copy_(rows)
             copy._holder.add(last)
         copy._place()
         for layer in super().layers:
@@ -257,9 +363,9 @@ class BlockKVCache(KVCache):
         return not super().layers and not self._states and self.hidden is None
 
     @property
-    def shapes(self) -> dict[LayerKey, Shape]:
+    def shapes(self) -> Mapping[LayerKey, Shape]:
         """Of each layer in blocks."""
-        return dict(self._shapes)
+        return self._shapes
 
     def append_block(self, shapes: Mapping[LayerKey, Shape], rows: Tensor) -> bool:
         """Go on with a whole block that another sequence has had.
@@ -280,7 +386,8 @@ class BlockKVCache(KVCache):
         self._shapes = dict(shapes)
         super().reserve(self.length + BLOCK)
         block = self._pool.new_block()
-        block.rows = dict(zip(shapes, rows.split(sizes), strict=True))
+        for (layer, shape), own in zip(shapes.items(), rows.split(sizes), strict=True):
+            self._pool.rows_of(block, layer, shape).copy_(own)
         self._holder.add(block)
         self._place()
         self.length += BLOCK
@@ -293,7 +400,7 @@ class BlockKVCache(KVCache):
         blocks = self.blocks[: length // BLOCK]
         found = {
             ".".join(map(str, ("blocks", layer, *shape))): torch.stack(
-                [block.rows[layer] for block in blocks]
+                [self._pool.rows_of(block, layer, shape) for block in blocks]
             )
             for layer, shape in self._shapes.items()
         }
@@ -313,11 +420,13 @@ class BlockKVCache(KVCache):
         self._place()
         for layer, tensor in taken.items():
             for block, stored in zip(self.blocks, tensor, strict=False):
-                block.rows[layer].copy_(stored)
+                self._pool.rows_of(block, layer, self._shapes[layer]).copy_(stored)
         super().unpack({name: rows[name] for name in rows.keys() - own.keys()}, length)
 
     def _place(self) -> None:
-        """Give every block memory for every layer, and list where it is."""
+        """Give every block memory for every layer, and list where it is, for compiled code."""
+        if not isinstance(self.memory, HostBlocks):
+            return
         layers, count = len(self._shapes), len(self.blocks)
         if self._tables.shape[0] < layers or self._tables.shape[2] < count:
             room = self._tables.shape[2]
@@ -333,12 +442,10 @@ class BlockKVCache(KVCache):
             for at in range(count - 1, -1, -1):
                 if table[0, at]:
                     break
-                rows = self.blocks[at].rows
-                if layer not in rows:
-                    rows[layer] = self._pool.new_rows(shape)
-                table[:, at] = rows[layer].data_ptr(), rows[layer].data_ptr() + keys
+                address = self._pool.rows_of(self.blocks[at], layer, shape).data_ptr()
+                table[:, at] = address, address + keys
 
-    def _table(self, layer: LayerKey) -> tuple[int, int]:
+    def layer_tables(self, layer: LayerKey) -> tuple[int, int]:
         """Addresses of the lists of a layer's keys and of its values."""
         index = list(self._shapes).index(layer)
         first, stride = self._tables[index].ctypes.data, self._tables.strides[1]

@@ -16,8 +16,9 @@ from torch import Tensor
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
-from moe.network.kv_blocks import BlockKVCache, BlockPool, Shape
-from moe.network.kv_cache import KVFormat, Work
+from moe.network.device_blocks import DeviceBlocks
+from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, Shape
+from moe.network.kv_cache import KVFormat, LayerKey, Work
 from moe.network.lanes import run_lanes
 
 NATIVE, WHY = choose_kernel()
@@ -27,20 +28,34 @@ LAYERS: dict[int, Shape] = {0: Shape(2, 8, 4), 3: Shape(1, 16, 16)}
 INDEXER = ("indexer", 3)
 
 
-class CanaryPool(BlockPool):
+class CanaryBlocks(HostBlocks):
     """Memory that nobody has written is NaN, so that it shows when it is read."""
 
-    def new_rows(self, shape: Shape) -> Tensor:
-        return super().new_rows(shape).fill_(0xFF)
+    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        return super().new_rows(number, layer, shape).fill_(0xFF)
+
+
+class CanaryDeviceBlocks(DeviceBlocks):
+    """The same; a block that is given back forgets what it had."""
+
+    def give_back(self, number: int) -> None:
+        for _, rows in self._layers.values():
+            rows[number] = torch.nan
+        super().give_back(number)
 
 
 class Sequences(RuleBasedStateMachine):
     """Sequences that grow, fork and end, beside lists of the rows that they should have."""
 
-    @initialize(bits=st.sampled_from([32, 16, 8, 4]))
-    def begin(self, bits: int) -> None:
+    @initialize(bits=st.sampled_from([32, 16, 8, 4, None]))
+    def begin(self, bits: int | None) -> None:
+        """Without bits: as on a GPU."""
         assert NATIVE is not None
-        self.pool = CanaryPool(NATIVE.kv, KVFormat.of_bits(bits))
+        if bits is None:
+            memory = CanaryDeviceBlocks(torch.device("cpu"), torch.float32, 150)
+            self.pool = BlockPool(memory)
+        else:
+            self.pool = BlockPool(CanaryBlocks(NATIVE.kv, KVFormat.of_bits(bits)))
         self.known: list[tuple[BlockKVCache, list[float]]] = []
         self.next = 1.0
 
@@ -188,9 +203,21 @@ def test_answers_are_those_of_float32_where_bits_are_enough(
 
 def test_many_layers_take_no_more_room_in_tables() -> None:
     assert NATIVE is not None
-    cache = BlockPool(NATIVE.kv, KVFormat.of_bits(16)).new_cache(3 * BLOCK)
+    cache = BlockPool(HostBlocks(NATIVE.kv, KVFormat.of_bits(16))).new_cache(3 * BLOCK)
     rows = torch.randn(1, 1, 2 * BLOCK, 8)
     for layer in range(100):
         cache.write(layer, rows, rows)
     assert cache._tables.shape == (100, 2, 16)
     assert torch.equal(cache.read(99, 2 * BLOCK)[0], cache.read(0, 2 * BLOCK)[0])
+
+
+def test_a_full_pool_says_so_and_goes_on_when_a_sequence_ends() -> None:
+    memory = DeviceBlocks(torch.device("cpu"), torch.float32, 2)
+    pool, rows = BlockPool(memory), torch.randn(1, 1, 2 * BLOCK, 8)
+    first, second = pool.new_cache(3 * BLOCK), pool.new_cache(BLOCK)
+    first.write(0, rows, rows)
+    with pytest.raises(MemoryError, match="all 2 blocks of keys and values on cpu are in use"):
+        second.write(0, rows[:, :, :1], rows[:, :, :1])
+    del first
+    second.write(0, rows[:, :, :1], rows[:, :, :1])
+    assert (second.held_tokens, pool.held_tokens) == (BLOCK, BLOCK)

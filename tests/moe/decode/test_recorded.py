@@ -14,15 +14,17 @@ from torch import nn
 from examples.models import tiny as architectures
 from kernels.triton import experts as triton_experts
 from kernels.triton.language import INTERPRETED
-from moe import MoE, SamplingParams
+from moe import MoE, SamplingParams, loader
 from moe.decode import enable, recorded, step
 from moe.decode import recorded as shadow
 from moe.decode.enable import enable_fused
 from moe.decode.recorded import Shadow, recorded_step
 from moe.describe.description import NotDescribed
 from moe.describe.probe import enable_packing
-from moe.memory import kv_precision
+from moe.memory.planning import PlannedModel
 from moe.network.backbone import Backbone
+from moe.network.device_blocks import DeviceBlocks
+from moe.network.kv_blocks import BlockPool
 from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
 from moe.network.moe_layer import MoELayers
@@ -32,8 +34,13 @@ from tests.moe.decode.tape import Tape
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
 
+CPU = torch.device("cpu")
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [1, 2]]
+
+
+def new_pool(planned: PlannedModel) -> BlockPool:
+    return BlockPool(DeviceBlocks(CPU, planned.network.dtype, 40))
 
 
 def parts_of(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Backbone, MoELayers]:
@@ -42,6 +49,7 @@ def parts_of(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Bac
     experts = MoELayers(take_experts(model))
     attach(model, experts.layers, experts.run)
     backbone = Backbone(model)
+    backbone.blocks = BlockPool(DeviceBlocks(CPU, dtype, 40))
     assert enable_packing(backbone).enabled
     return backbone, experts
 
@@ -69,7 +77,7 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe.loader.experts_forward", triton_experts.experts_forward)
     monkeypatch.setattr(step, "experts_forward", triton_experts.experts_forward)
     monkeypatch.setattr(recorded, "reads_nothing_back", triton_experts.supports)
-    monkeypatch.setattr(kv_precision, "_why_buffers", lambda *_: "recorded steps read buffers")
+    monkeypatch.setattr(loader, "_blocks_on_device", lambda planned, _: new_pool(planned))
 
 
 @pytest.mark.parametrize(
@@ -171,6 +179,7 @@ def test_without_a_recording_transformers_goes_on(
             Breaks.left -= 1
             return super().__call__(function)
 
+    monkeypatch.setattr(loader, "_blocks_on_device", lambda planned, _: new_pool(planned))
     monkeypatch.setattr(enable, "_compiled", partial(recorded_step, capture=Breaks))
     model = MoE.from_pretrained(checkpoint)
     plain = MoE.from_pretrained(checkpoint, engine={"fused": "off"})
