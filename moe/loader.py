@@ -465,6 +465,8 @@ def prefix_notices(backbone: Backbone, profile: Profile, ranks: int) -> list[str
         why = "there is no prefix cache"
     elif not backbone.block_tokens:
         why = "keys and values are not in blocks (keys_and_values in the status says why)"
+    elif backbone.counts_blocks:
+        why = "keys and values on a GPU are not saved"
     elif backbone.recurrent:
         why = "the model has recurrent states, which are not saved"
     elif backbone.keeps_hidden:

@@ -54,7 +54,7 @@ class KeyRows(NamedTuple):
     tables: Tensor | None = None
 
 
-class Tile(NamedTuple):
+class KeyTile(NamedTuple):
     """What a program takes at a time: query rows and keys, and its launch.
 
     Attributes:
@@ -75,20 +75,20 @@ class Tile(NamedTuple):
 JOIN_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
-def decode_tile(size: int, dtype: torch.dtype) -> Tile:
+def decode_tile(size: int, dtype: torch.dtype) -> KeyTile:
     """Of spans of one query; ``size`` is the larger of D and V."""
     numbers = (8 << 10) // (1 if dtype.itemsize == 2 else 4)  # of a tile; more would spill
-    return Tile(DECODE_ROWS, max(16, min(64, numbers // _width(size))), 4, 2)
+    return KeyTile(DECODE_ROWS, max(16, min(64, numbers // _width(size))), 4, 2)
 
 
-def prompt_tile(size: int, dtype: torch.dtype) -> Tile:
+def prompt_tile(size: int, dtype: torch.dtype) -> KeyTile:
     """Of spans of several queries; no tile spills registers on sm_80 to sm_90."""
     if INTERPRETED:
-        return Tile(64, 64, 4, 1)
+        return KeyTile(64, 64, 4, 1)
     width = _width(size)
     if dtype.itemsize > 2:  # no matrix instructions: few rows, so that sums stay in registers
-        return Tile(16, max(16, min(64, 2048 // width)), 4, 1)
-    return Tile(128 if width <= 128 else 64, 64 if width <= 64 else 32, 8, 2)
+        return KeyTile(16, max(16, min(64, 2048 // width)), 4, 1)
+    return KeyTile(128 if width <= 128 else 64, 64 if width <= 64 else 32, 8, 2)
 
 
 def prompt_queries(group: int, size: int, value_size: int, dtype: torch.dtype) -> int:

@@ -128,7 +128,7 @@ class PrefixStore:
         """
         if not isinstance(kv, BlockKVCache) or not kv.only_blocks:
             return
-        now, layout = time.time_ns(), kv.shapes
+        now, layout = time.time_ns(), dict(kv.shapes)
         size = BLOCK * kv.token_bytes
         for at, digest in enumerate(digests[: kv.length // BLOCK]):
             path = self._path(digest)
