@@ -190,7 +190,7 @@ def test_requests_that_arrive_together_read_a_common_prompt_once_and_hold_it_onc
             engine.step()
             running = len(engine.scheduler.running)
             most_running = max(most_running, running)
-            most_blocks = max(most_blocks, pool.held_tokens // KV_BLOCK)
+            most_blocks = max(most_blocks, int(pool.held_tokens) // KV_BLOCK)
             assert engine.scheduler.num_used_tokens() <= engine.kv_tokens
         read = model.stats()["layers"][0]["tokens"]
         assert read == shared + 16 * own + 16 * (new - 1)

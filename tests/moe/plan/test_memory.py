@@ -105,7 +105,8 @@ def test_keys_and_values_of_a_token(tiny_moe: Callable[[str], MoE], model_type: 
 
 def _bytes(cache: SequenceCache) -> int:
     """Bytes of a sequence's state."""
-    blocks = [block.rows for block in cache.blocks] if isinstance(cache, BlockKVCache) else []
+    holders = cache._holders.values() if isinstance(cache, BlockKVCache) else ()
+    blocks = [block.rows for holder in holders for block in holder.blocks]
     return (
         tensor_bytes([vars(cache)["_layers"], vars(cache)["_states"], blocks])
         if isinstance(cache, KVCache)
