@@ -27,7 +27,7 @@ from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from moe import MoE
-from moe.network.kv_blocks import BlockKVCache, BlockPool
+from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
 from moe.network.kv_cache import KVFormat, Work
 from moe.network.lanes import run_lanes
 
@@ -38,7 +38,7 @@ WINDOW = 2048
 def pool_of(bits: int) -> BlockPool:
     kernel, why = choose_kernel()
     assert kernel is not None, why
-    return BlockPool(kernel.kv, KVFormat.of_bits(bits))
+    return BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(bits)))
 
 
 def quality(text_bytes: int) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kernels import Backend, BackendError, choose_backend, experts_forward
 from kernels.cpu import choose_kernel
+from kernels.cpu.kv import BLOCK
 from kernels.reference import AnyExperts
 from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
@@ -40,7 +41,7 @@ from moe.memory.kv_precision import KVPrecision
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import BlockWriter, set_generation, writes_blocks
-from moe.network.kv_blocks import BlockPool
+from moe.network.kv_blocks import BlockPool, HostBlocks
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules
@@ -181,6 +182,7 @@ def _load(
     if blocks is None:
         make_row_wise(backbone)
     mtp = _mtp(head, head_layers, backend, planned, profile)
+    backbone.blocks = _blocks_on_device(planned, device)
     found = _probe(backbone, experts, profile, mtp) if blocks is None else _BLOCKS
     if blocks is not None and not isinstance(vision, str):
         vision = "images are not read by models that write whole blocks"
@@ -273,6 +275,7 @@ class _Found:
     speculation: Speculation
 
 
+_SPARE_BLOCKS = 8  # for copies of a block that the scheduler learns of a step later
 _OWN_CODE = "it writes whole blocks by its own generation code"
 _BLOCKS = _Found(
     Packing(False, _OWN_CODE), [], Fused(False, _OWN_CODE), Speculation(None, _OWN_CODE)
@@ -400,16 +403,26 @@ def _alter(
 
 
 def _keep_in_blocks(backbone: Backbone, kv: KVPrecision, fused: Fused) -> KVPrecision:
-    """Keep keys and values as planned from now on if a compiled decode step reads them."""
-    if not kv.in_blocks:
+    """Keep keys and values as planned from now on if a compiled decode step reads them, or, on a
+    GPU, as probes have read them already."""
+    if not kv.in_blocks or backbone.blocks is not None:
         return kv
     kernel, _ = choose_kernel()
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
-    backbone.blocks = BlockPool(
-        kernel.kv, kv.form, seen_windows(backbone) if backbone.contrast is None else {}
-    )
+    windows = seen_windows(backbone) if backbone.contrast is None else {}
+    backbone.blocks = BlockPool(HostBlocks(kernel.kv, kv.form), windows)
     return kv
+
+
+def _blocks_on_device(planned: PlannedModel, device: torch.device) -> BlockPool | None:
+    """The pool of a GPU's keys and values, as the plan has it; None: there is none."""
+    if device.type == "cpu" or not planned.kv.in_blocks:
+        return None
+    from moe.network.device_blocks import DeviceBlocks  # needs Triton
+
+    count = -(-planned.memory.kv_tokens // BLOCK) + _SPARE_BLOCKS
+    return BlockPool(DeviceBlocks(device, planned.network.dtype, count))
 
 
 def _policies(profile: Profile) -> PolicyChain:
@@ -454,6 +467,8 @@ def prefix_notices(backbone: Backbone, profile: Profile, ranks: int) -> list[str
         why = "there is no prefix cache"
     elif not backbone.block_tokens:
         why = "keys and values are not in blocks (keys_and_values in the status says why)"
+    elif backbone.counts_blocks:
+        why = "keys and values on a GPU are not saved"
     elif backbone.recurrent:
         why = "the model has recurrent states, which are not saved"
     elif backbone.keeps_hidden:

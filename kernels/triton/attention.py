@@ -1,17 +1,27 @@
-"""Decode attention on the GPU: one new token a sequence, each sequence with buffers of its own.
+"""Attention on the GPU over keys and values in blocks: prompts, chunks, decode steps.
 
-A table in device memory (`places`) holds the addresses of each row's keys and values, so that a
-captured CUDA graph follows sequences that come, go and grow. Keys are split between programs by the
-row's own length, and the splits are joined in order: a row's bits do not depend on other rows.
+One kernel serves them all. A *span* is some successive queries of one sequence; a program takes a
+part of a span's queries, with all query heads of one key/value head, and walks over tiles of keys.
+Tiles begin at multiples of their size, so that a query's bits do not depend on which queries share
+its program: a prompt gets the same bits whole and in chunks. Decode steps have spans of one query
+and split the keys between programs by that query's own position; `join_kernel` joins the splits in
+order, so a row's bits do not depend on other rows. Everything that changes from step to step is
+read from device memory, so that CUDA graphs can replay the launches.
 
-Shape legend: B rows (position -1: padding, which writes and reads nothing), Q query heads,
-N key/value heads, D and V sizes of keys and values, R size of second keys, C caches (one a layer).
-`places` is (B, 2 + 2 * C) int64: position, capacity of the buffers, then of each cache where keys
-(N, capacity, D) and values (N, capacity, V) begin. A latent cache holds keys (1, capacity, D) that
-are the values too, and second keys (1, capacity, R).
+The softmax is computed online, as in FlashAttention (arXiv 2205.14135) and, for split keys,
+Flash-Decoding.
+
+Shape legend: T queries of all sequences, S spans, Q query heads, N key/value heads, D and V sizes
+of keys and values, R size of second keys, P blocks of the pool.
+`spans` is (S, 4) int32: the row of the block table (or, of keys without blocks, where the
+sequence's keys begin), the first query, the number of queries (0: padding), and the position of the
+first query in its sequence. `firsts` is (T,) int32: the first key that each query sees; it sees all
+from there to its own position.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,191 +30,292 @@ from torch import Tensor
 
 from kernels.triton.language import INTERPRETED, compute_type
 
-_HEADS = 16
-_PROGRAMS = 4 if INTERPRETED else 128  # of a row, where it sees enough keys
+BLOCK = 64
+"""Tokens of a block."""
+DECODE_ROWS = 16
+"""Queries times heads of a program of a decode step: what matrix instructions take at least."""
+_PROGRAMS = 4 if INTERPRETED else 128  # of a query, where it sees enough keys
 _MOST_SPLITS = 32
-_ALL = 1 << 30
-
-OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
-"""What every launch passes to Triton's compiler."""
 
 
-def store(keys: Tensor, values: Tensor, places: Tensor, cache: int) -> None:
-    """Put rows (B, N, D) and (B, N, V), contiguous and of the buffers' dtype, into a cache."""
-    rows, heads, size = keys.shape
-    store_kernel[rows, heads](
-        keys, values, places, places.stride(0), 2 + 2 * cache, size, values.shape[2],
-        WIDTH_D=_width(size), WIDTH_V=_width(values.shape[2]), **OPTIONS,
-    )  # fmt: skip
+class KeyRows(NamedTuple):
+    """Keys and values of one layer.
+
+    Attributes:
+        keys: (P, N, 64, D) in blocks, or (N, L, D): of all sequences, one behind the other.
+        values: the same with V numbers; None: latent keys, which are the values too.
+        second: the same with R numbers: keys that second queries meet; None: there are none.
+        tables: (rows, columns) int32: of each sequence its blocks in order; None: not in blocks.
+    """
+
+    keys: Tensor
+    values: Tensor | None
+    second: Tensor | None = None
+    tables: Tensor | None = None
+
+
+class KeyTile(NamedTuple):
+    """What a program takes at a time: query rows and keys, and its launch.
+
+    Attributes:
+        rows: queries times query heads of one key/value head.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """What a launch passes to Triton's compiler."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+
+JOIN_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+
+
+def decode_tile(size: int, dtype: torch.dtype) -> KeyTile:
+    """Of spans of one query; ``size`` is the larger of D and V."""
+    numbers = (8 << 10) // (1 if dtype.itemsize == 2 else 4)  # of a tile; more would spill
+    return KeyTile(DECODE_ROWS, max(16, min(64, numbers // _width(size))), 4, 2)
+
+
+def prompt_tile(size: int, dtype: torch.dtype) -> KeyTile:
+    """Of spans of several queries; no tile spills registers on sm_80 to sm_90."""
+    if INTERPRETED:
+        return KeyTile(64, 64, 4, 1)
+    width = _width(size)
+    if dtype.itemsize > 2:  # no matrix instructions: few rows, so that sums stay in registers
+        return KeyTile(16, max(16, min(64, 2048 // width)), 4, 1)
+    return KeyTile(128 if width <= 128 else 64, 64 if width <= 64 else 32, 8, 2)
+
+
+def prompt_queries(group: int, size: int, value_size: int, dtype: torch.dtype) -> int:
+    """Most queries of a span of prompts: a program takes them with one key/value head.
+
+    Args:
+        group: query heads of a key/value head.
+        size, value_size: D and V.
+    """
+    first, _ = _halves(size)
+    return max(2, prompt_tile(max(first, value_size), dtype).rows // group)
 
 
 def attend(
     query: Tensor,
-    places: Tensor,
-    cache: int,
+    rows: KeyRows,
+    spans: Tensor,
+    firsts: Tensor,
     *,
     scale: float,
-    window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    kv_heads: int = 1,
-    value_size: int | None = None,
     second: Tensor | None = None,
+    most_queries: int = 1,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """(B, Q, V) float32: ``softmax(softcap * tanh(scale * q k / softcap)) v`` over the keys up to
-    each row's position. Products are of the buffers' dtype, sums float32.
+    """(T, Q, V) ``softmax(softcap * tanh(scale * q k / softcap)) v``; products are of the query's
+    dtype, sums float32. Queries in no span get nothing written, those of padding get zeros where
+    spans have one query.
 
     Args:
-        query: (B, Q, D), contiguous, of the buffers' dtype.
-        cache: index of the layer's cache in `places`.
-        window: only this many last keys are seen; None: all.
+        query: (T, Q, D) of the keys' dtype; numbers of a head lie side by side.
         softcap: None for plain scores.
         sinks: (Q,) float32 scores that take a share and give nothing.
-        kv_heads: N.
-        value_size: V of a cache of keys and values; None for a latent one.
-        second: (B, Q, R) queries for the second keys of a latent cache.
+        second: (T, Q, R) queries for the second keys.
+        most_queries: of a span. With 1, span i has query i, and keys are split between programs.
+        dtype: of the output; None: float32.
     """
-    rows, heads, size = query.shape
-    latent, values = value_size is None, size if value_size is None else value_size
-    tiles = triton.cdiv(heads // kv_heads, _HEADS)
-    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (kv_heads * tiles)))
-    reach = _ALL if window is None else window
-    shared = {"SPLITS": splits, "KEYS": _keys(size, query.dtype), "WIDTH_V": _width(values)}
-    peaks, totals = query.new_empty(2, rows, heads, splits, dtype=torch.float32).unbind()
-    sums = query.new_empty(rows, heads, splits, values, dtype=torch.float32)
-    second = query if second is None else second
-    attend_kernel[rows, kv_heads * tiles, splits](
-        query, second, places, peaks, totals, sums,
-        places.stride(0), 2 + 2 * cache, heads // kv_heads, size, second.shape[2], values,
-        reach, scale, softcap or 1.0,
-        LATENT=latent, CAPPED=softcap is not None, COMPUTE=compute_type(query.dtype),
-        HEADS=_HEADS, WIDTH_D=_width(size), WIDTH_R=_width(second.shape[2]), **shared,
-        **OPTIONS,
+    (tokens, heads, size), kv_heads = query.shape, rows.keys.shape[-3]
+    group, splitting = heads // kv_heads, most_queries == 1
+    latent = rows.values is None
+    values = rows.keys if rows.values is None else rows.values
+    value_size = values.shape[-1]
+    queries, keys = [query], [rows.keys]
+    if second is not None and rows.second is not None:
+        queries, keys = [query, second], [rows.keys, rows.second]
+    elif not latent and (first := _halves(size)[0]) < size:
+        queries, keys = ([t[..., :first], t[..., first:]] for t in (query, rows.keys))
+    both = len(queries) == 2
+    widest = max(queries[0].shape[-1], value_size)
+    tile = (decode_tile if splitting else prompt_tile)(widest, query.dtype)
+    parts = triton.cdiv(most_queries * group, tile.rows)
+    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (kv_heads * parts))) if splitting else 1
+    output = query.new_empty(tokens, heads, value_size, dtype=dtype or torch.float32)
+    if splits == 1:
+        peaks = totals = sums = output
+    else:
+        peaks, totals = query.new_empty(2, tokens, heads, splits, dtype=torch.float32).unbind()
+        sums = query.new_empty(tokens, heads, splits, value_size, dtype=torch.float32)
+    attend_kernel[spans.shape[0], kv_heads * parts, splits](
+        queries[0], queries[-1], keys[0], keys[-1], values,
+        rows.tables, spans, firsts, sinks, output, peaks, totals, sums,
+        *queries[0].stride()[:2], *queries[-1].stride()[:2],
+        *_strides(keys[0]), *_strides(keys[-1]), *_strides(values),
+        0 if rows.tables is None else rows.tables.stride(0), kv_heads, scale, softcap or 1.0,
+        PAGED=rows.tables is not None, SECOND=both, LATENT=latent, CAPPED=softcap is not None,
+        SUNK=sinks is not None, SPLITS=splits, COMPUTE=compute_type(query.dtype),
+        GROUP=group, D=queries[0].shape[-1], R=queries[-1].shape[-1], V=value_size,
+        ROWS=tile.rows, KEYS=tile.keys, WIDTH_D=_width(queries[0].shape[-1]),
+        WIDTH_R=_width(queries[-1].shape[-1]), WIDTH_V=_width(value_size),
+        **tile.options,
     )  # fmt: skip
-    output = sums.new_empty(rows, heads, values)
-    join_kernel[rows, heads](
-        peaks, totals, sums, sinks, places, output, places.stride(0), values, reach,
-        SUNK=sinks is not None, **shared, **OPTIONS,
-    )  # fmt: skip
+    if splits > 1:
+        join_kernel[tokens, heads](
+            peaks, totals, sums, sinks, spans, firsts, output,
+            SUNK=sinks is not None, SPLITS=splits, KEYS=tile.keys, V=value_size,
+            WIDTH_V=_width(value_size), **JOIN_OPTIONS,
+        )  # fmt: skip
     return output
+
+
+def _strides(rows: Tensor) -> tuple[int, int, int]:
+    """From block to block, from head to head, from token to token."""
+    head, token, _ = rows.stride()[-3:]
+    return (rows.stride(0) if rows.ndim == 4 else 0), head, token
 
 
 def _width(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def _keys(size: int, dtype: torch.dtype) -> int:
-    """Keys of a block: as many as leave registers for the sums (in bf16 none spill on sm_80)."""
-    return max(16, min(64, (8 << 10) // (_width(size) * dtype.itemsize)))
-
-
-# Kernels read every number that changes from step to step from `places`, at ``row * stride``;
-# ``entry`` is the column where a cache's addresses begin.
+def _halves(size: int) -> tuple[int, int]:
+    """Keys of 192 or 80 numbers are products of two widths: 128 and 64, or 64 and 16."""
+    first = 1 << (size.bit_length() - 1)
+    return (first, size - first) if first >= 64 else (size, 0)
 
 
 @triton.jit
-def store_kernel(
-    keys, values, places, stride, entry, D, V, WIDTH_D: tl.constexpr, WIDTH_V: tl.constexpr
-):  # fmt: skip
-    own = places + tl.program_id(0).to(tl.int64) * stride
-    position = tl.load(own)
-    if position < 0:
-        return
-    head = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + head
-    at = head * tl.load(own + 1) + position
-    d, v = tl.arange(0, WIDTH_D), tl.arange(0, WIDTH_V)
-    to_keys = tl.load(own + entry).to(tl.pointer_type(keys.dtype.element_ty))
-    to_values = tl.load(own + entry + 1).to(tl.pointer_type(values.dtype.element_ty))
-    tl.store(to_keys + at * D + d, tl.load(keys + row * D + d, mask=d < D), mask=d < D)
-    tl.store(to_values + at * V + v, tl.load(values + row * V + v, mask=v < V), mask=v < V)
+def split_of(first, end, SPLITS: tl.constexpr, KEYS: tl.constexpr):
+    """Tiles of keys from the first one that a query sees, and how many of them a split has."""
+    tiles = (end + KEYS - 1) // KEYS - first // KEYS
+    return tiles, (tiles + SPLITS - 1) // SPLITS
 
 
 @triton.jit
 def attend_kernel(
-    query, second, places, peaks, totals, sums,
-    stride, entry, group, D, R, V, window, scale, softcap,
-    LATENT: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr, COMPUTE: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr,
+    query, second, keys, seconds, values, tables, spans, firsts, sinks,
+    output, peaks, totals, sums,
+    q_token, q_head, s_token, s_head,
+    k_block, k_head, k_token, r_block, r_head, r_token, v_block, v_head, v_token,
+    columns, kv_heads, scale, softcap,
+    PAGED: tl.constexpr, SECOND: tl.constexpr, LATENT: tl.constexpr, CAPPED: tl.constexpr,
+    SUNK: tl.constexpr, SPLITS: tl.constexpr, COMPUTE: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
     WIDTH_D: tl.constexpr, WIDTH_R: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
-    own = places + tl.program_id(0).to(tl.int64) * stride
-    position = tl.load(own).to(tl.int32)
-    begin = tl.maximum(position - window + 1, 0)
-    size = (position + SPLITS * KEYS - begin) // (SPLITS * KEYS) * KEYS
+    span = spans + tl.program_id(0) * 4
+    place, query_at = tl.load(span), tl.load(span + 1)
+    count, position = tl.load(span + 2), tl.load(span + 3)
+    parts = tl.num_programs(1) // kv_heads
+    kv_head = tl.program_id(1) // parts
+    flat_from = tl.program_id(1) % parts * ROWS
     split = tl.program_id(2)
-    low = begin + split * size
-    high = tl.minimum(low + size, position + 1)
-    if low >= high:
+    padding = count == 0
+    count = tl.maximum(count, 1)  # a span of padding has a query that sees no key: zeros
+    if flat_from >= count * GROUP:
         return
-    tiles = tl.cdiv(group, HEADS)
-    kv_head = tl.program_id(1) // tiles
-    within = tl.program_id(1) % tiles * HEADS + tl.arange(0, HEADS)
-    used = within < group
-    kv_heads = tl.num_programs(1) // tiles
-    head = (tl.program_id(0).to(tl.int64) * kv_heads + kv_head) * group + within
-    before = kv_head * tl.load(own + 1)
-    element = query.dtype.element_ty
-    first = tl.multiple_of(tl.load(own + entry).to(tl.pointer_type(element)), 16)
-    other = tl.multiple_of(tl.load(own + entry + 1).to(tl.pointer_type(element)), 16)
+    flat = flat_from + tl.arange(0, ROWS)
+    used = flat < count * GROUP
+    row = flat // GROUP
+    head = kv_head * GROUP + flat % GROUP
+    token = (query_at + row).to(tl.int64)
+    first = tl.load(firsts + token, mask=used, other=2147483647)
+    last_row = tl.minimum(count - 1, (flat_from + ROWS - 1) // GROUP)
+    end = tl.where(padding, 0, position + last_row + 1)
+    seen = tl.minimum(tl.min(first), end)
+    _, size = split_of(seen, end, SPLITS, KEYS)
+    begin = (seen // KEYS + split * size) * KEYS
+    stop = tl.minimum(begin + size * KEYS, end)
+    if SPLITS > 1:  # noqa: SIM102 - one may not join a constant and a value
+        if begin >= stop:
+            return
     d, r, v = tl.arange(0, WIDTH_D), tl.arange(0, WIDTH_R), tl.arange(0, WIDTH_V)
-    q_mask = used[:, None] & (d < D)[None, :]
-    q = tl.load(query + head[:, None] * D + d[None, :], mask=q_mask, other=0.0).to(COMPUTE)
-    if LATENT:
+    own = query + token[:, None] * q_token + head[:, None] * q_head
+    q = tl.load(own + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0).to(COMPUTE)
+    if SECOND:
+        beside = second + token[:, None] * s_token + head[:, None] * s_head
         r_mask = used[:, None] & (r < R)[None, :]
-        q2 = tl.load(second + head[:, None] * R + r[None, :], mask=r_mask, other=0.0).to(COMPUTE)
-    peak = tl.full((HEADS,), float("-inf"), tl.float32)
-    total = tl.zeros((HEADS,), tl.float32)
-    result = tl.zeros((HEADS, WIDTH_V), tl.float32)
-    for start in range(low, high, KEYS):
-        token = start + tl.arange(0, KEYS)
-        seen = token < high
-        at = before + token
-        k_mask = seen[:, None] & (d < D)[None, :]
-        k = tl.load(first + at[:, None] * D + d[None, :], mask=k_mask, other=0.0).to(COMPUTE)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if LATENT:
-            two_mask = seen[:, None] & (r < R)[None, :]
-            k2 = tl.load(other + at[:, None] * R + r[None, :], mask=two_mask, other=0.0)
-            scores = tl.dot(q2, tl.trans(k2.to(COMPUTE)), scores, input_precision="ieee")
-            values = k
+        q2 = tl.load(beside + r[None, :], mask=r_mask, other=0.0).to(COMPUTE)
+    peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    result = tl.zeros((ROWS, WIDTH_V), tl.float32)
+    for start in range(begin, stop, KEYS):
+        at = start + tl.arange(0, KEYS)
+        here = (at < stop)[:, None]
+        if PAGED:  # a tile lies within a block
+            block = tl.load(tables + place.to(tl.int64) * columns + start // 64).to(tl.int64)
+            within = (start % 64 + tl.arange(0, KEYS))[:, None]
+            k_from, v_from = keys + block * k_block, values + block * v_block
+            r_from = seconds + block * r_block
         else:
-            v_mask = seen[:, None] & (v < V)[None, :]
-            values = tl.load(other + at[:, None] * V + v[None, :], mask=v_mask, other=0.0)
-            values = values.to(COMPUTE)
+            from_token = (place + start).to(tl.int64)
+            within = tl.arange(0, KEYS)[:, None]
+            k_from, v_from = keys + from_token * k_token, values + from_token * v_token
+            r_from = seconds + from_token * r_token
+        k_at = k_from + kv_head * k_head + within * k_token + d[None, :]
+        k = tl.load(k_at, mask=here & (d < D)[None, :], other=0.0).to(COMPUTE)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if SECOND:
+            r_at = r_from + kv_head * r_head + within * r_token + r[None, :]
+            k2 = tl.load(r_at, mask=here & (r < R)[None, :], other=0.0).to(COMPUTE)
+            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
+        if LATENT:
+            values_here = k
+        else:
+            v_at = v_from + kv_head * v_head + within * v_token + v[None, :]
+            values_here = tl.load(v_at, mask=here & (v < V)[None, :], other=0.0).to(COMPUTE)
         scores *= scale
         if CAPPED:  # tanh(x) is 1 - 2 / (exp(2 x) + 1)
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        allowed = (at[None, :] >= first[:, None]) & (at[None, :] <= (position + row)[:, None])
+        scores = tl.where(allowed, scores, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
-        shares = tl.exp(scores - higher[:, None])
-        less = tl.exp(peak - higher)
+        finite = tl.where(higher == float("-inf"), 0.0, higher)  # of rows that see no key so far
+        shares = tl.exp(scores - finite[:, None])
+        less = tl.exp(peak - finite)
         total = total * less + tl.sum(shares, 1)
         result = result * less[:, None]
-        result = tl.dot(shares.to(COMPUTE), values, result, input_precision="ieee")
+        result = tl.dot(shares.to(COMPUTE), values_here, result, input_precision="ieee")
         peak = higher
-    to = head * SPLITS + split
-    tl.store(peaks + to, peak, mask=used)
-    tl.store(totals + to, total, mask=used)
-    tl.store(sums + to[:, None] * V + v[None, :], result, mask=used[:, None] & (v < V)[None, :])
+    to = token * (kv_heads * GROUP) + head
+    v_mask = used[:, None] & (v < V)[None, :]
+    if SPLITS > 1:
+        to = to * SPLITS + split
+        tl.store(peaks + to, peak, mask=used)
+        tl.store(totals + to, total, mask=used)
+        tl.store(sums + to[:, None] * V + v[None, :], result, mask=v_mask)
+    else:
+        if SUNK:
+            sink = tl.load(sinks + head, mask=used, other=0.0)
+            higher = tl.maximum(peak, sink)
+            less = tl.exp(peak - higher)
+            total = total * less + tl.exp(sink - higher)
+            result = result * less[:, None]
+        result = result / tl.where(total > 0.0, total, 1.0)[:, None]
+        made = result.to(output.dtype.element_ty)
+        tl.store(output + to[:, None] * V + v[None, :], made, mask=v_mask)
 
 
 @triton.jit
 def join_kernel(
-    peaks, totals, sums, sinks, places, output, stride, V, window,
-    SUNK: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr, WIDTH_V: tl.constexpr,
+    peaks, totals, sums, sinks, spans, firsts, output,
+    SUNK: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr,
+    V: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    position = tl.load(places + row * stride).to(tl.int32)
-    begin = tl.maximum(position - window + 1, 0)
-    size = (position + SPLITS * KEYS - begin) // (SPLITS * KEYS) * KEYS  # as above
-    at = row * tl.num_programs(1) + head
+    token, head = tl.program_id(0), tl.program_id(1)
+    end = tl.where(tl.load(spans + token * 4 + 2) == 0, 0, tl.load(spans + token * 4 + 3) + 1)
+    first = tl.minimum(tl.load(firsts + token), end)
+    tiles, size = split_of(first, end, SPLITS, KEYS)
+    in_use = (tiles + size - 1) // tl.maximum(size, 1)  # none of padding
+    at = token.to(tl.int64) * tl.num_programs(1) + head
     v = tl.arange(0, WIDTH_V)
     peak = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     result = tl.zeros((WIDTH_V,), tl.float32)
-    # Splits in use, in order; a row of padding has none.
-    for split in range(0, (position - begin + size) // tl.maximum(size, 1)):
+    for split in range(0, in_use):  # in order
         own = tl.load(peaks + at * SPLITS + split)
         higher = tl.maximum(peak, own)
         less, more = tl.exp(peak - higher), tl.exp(own - higher)
@@ -219,4 +330,4 @@ def join_kernel(
         total = total * less + tl.exp(sink - higher)
         result = result * less
     result = result / tl.where(total > 0.0, total, 1.0)
-    tl.store(output + at * V + v, result, mask=v < V)
+    tl.store(output + at * V + v, result.to(output.dtype.element_ty), mask=v < V)

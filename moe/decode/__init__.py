@@ -6,7 +6,8 @@
 - `trace`, `recorder`, `history`: one token of transformers' forward as operations, for models that
   no description covers; `lower` makes `units` of them, and `program.Program` records for
   `traced.TracedStep`.
-- `recorded`, `cuda_graph.GraphStep`: the step as CUDA graphs.
+- `recorded`, `cuda_graph.GraphStep`: the step as CUDA graphs; `device_operations` computes it with
+  fused kernels.
 - `reference`: the step in plain torch, which the others must equal.
 - `proof`: tries a step beside transformers' own forward.
 - `prompts`: prompts through transformers' layers, with norms and rotations compiled.

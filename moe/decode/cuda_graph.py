@@ -6,44 +6,30 @@ segment ends where the host has to act, which is where it runs experts, or with 
 that run inside the graph need no stop, so the step is a single segment. What changes from step to
 step lies in `GraphInputs`, tensors that never move; rows of padding fill a recording up to its
 size.
-Legend: B rows of a recording, H hidden, V vocabulary, C caches (one a layer).
+Legend: B rows of a recording, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from kernels import linear_forward
-from kernels.triton import attention
+from moe.decode.device_operations import DeviceOperations, GraphInputs
 from moe.decode.reference import Halt, Walk, walk
 from moe.decode.step import InsideExperts, RankGroup, RoutedExperts, finish_step
-from moe.describe.description import (
-    Attention,
-    Description,
-    LatentAttention,
-    NotDescribed,
-    Projection,
-    RotaryTable,
-    Rotation,
-    View,
-)
-from moe.describe.parts import rotate
-from moe.network.kv_cache import KVCache, Work
+from moe.describe.description import Description, NotDescribed
+from moe.network.device_blocks import DeviceBlocks
+from moe.network.kv_cache import Work
 from routing import Routing
 from routing.routing import UNUSED
 
 _DOUBLING = 32
 """Rows up to which recordings are made for powers of two, and for multiples of it above."""
-_TOKEN, _POSITION, _PLACES = 0, 1, 3  # columns of `GraphInputs`
-_PADDING = -1
 
 
 class Capture(Protocol):
@@ -84,7 +70,7 @@ class GraphStep:
 
     Args:
         description: its tensors are on the device (`moe.decode.recorded`).
-        dtype: of the backbone, and of keys and values.
+        memory: of the blocks of all sequences; its dtype is that of the backbone.
         routed: runs experts without the host, inside a graph.
         capture: makes the recorder of a recording.
 
@@ -97,15 +83,12 @@ class GraphStep:
     def __init__(
         self,
         description: Description,
-        device: torch.device,
-        dtype: torch.dtype,
+        memory: DeviceBlocks,
         routed: RoutedExperts,
         capture: Callable[[], Capture] = CudaCapture,
     ) -> None:
-        self._description, self._device, self._dtype = description, device, dtype
+        self._description, self._memory = description, memory
         self._routed, self._capture = routed, capture
-        self._tables = rotary_tables(description)
-        self._caches = 1 + max(layer.attention.layer for layer in description.layers)
         self._idle: dict[tuple[int, bool], list[Recording]] = {}
 
     def takes(self, work: Sequence[Work]) -> bool:
@@ -146,8 +129,8 @@ class GraphStep:
     def _record(self, rows: int, inside: bool) -> Recording:
         routed = self._routed if inside else None
         try:
-            inputs = GraphInputs(rows, self._caches, self._tables, self._device)
-            return Recording(self._start, inputs, self._dtype, routed, self._capture())
+            inputs = GraphInputs(rows, self._description, self._memory)
+            return Recording(self._start, inputs, routed, self._capture())
         except Exception as error:
             # Memory, a driver's limits, an operation that cannot be recorded: none can be foreseen.
             raise NotDescribed(
@@ -155,7 +138,7 @@ class GraphStep:
             ) from error
 
     def _start(self, inputs: GraphInputs) -> Walk:
-        return walk(self._description, inputs.tokens, DeviceOperations(inputs, self._dtype))
+        return walk(self._description, inputs.tokens, DeviceOperations(inputs, self._memory))
 
 
 def rows_for(count: int) -> int:
@@ -171,7 +154,6 @@ class Recording:
     Args:
         start: begins the walk.
         inputs: what the walk reads.
-        dtype: of the rows that experts read.
         routed: runs experts inside the recording; None leaves them to the host.
         capture: records segments.
     """
@@ -180,12 +162,11 @@ class Recording:
         self,
         start: Callable[[GraphInputs], Walk],
         inputs: GraphInputs,
-        dtype: torch.dtype,
         routed: RoutedExperts | None,
         capture: Capture,
     ) -> None:
         self.inputs = inputs
-        self._dtype, self._routed = dtype, routed
+        self._routed = routed
         self._record(start, lambda function: (function, function()))  # compiles, measures
         self._record(start, capture)
 
@@ -200,12 +181,11 @@ class Recording:
         try:
             while True:
                 halt = steps.send(answer)  # type: ignore[arg-type]  # None begins
-                halt = replace(halt, rows=halt.rows.to(self._dtype))
                 if self._routed is None:
-                    return _End(halt, torch.zeros_like(halt.rows))
+                    return _End(halt, torch.zeros_like(halt.rows.rounded))
                 routing = _without(halt.routing, self.inputs.padding)
                 routings.append(routing)
-                answer = self._routed(halt.layer, halt.rows, routing)
+                answer = self._routed(halt.layer, halt.rows.rounded, routing)
         except StopIteration as end:
             return _End(None, end.value, Routing.concat(routings) if routings else None)
 
@@ -218,7 +198,7 @@ class Recording:
                 own = end.halt.routing
                 # A copy: statistics keep it longer than the step.
                 routing = Routing(own.expert_ids[:count].clone(), own.weights[:count].clone())
-                end.answer[:count] = routed(end.halt.layer, end.halt.rows[:count], routing)
+                end.answer[:count] = routed(end.halt.layer, end.halt.rows.rounded[:count], routing)
         logits = end.answer[:count].clone()
         if end.routings is None:
             return logits, []
@@ -235,130 +215,3 @@ def _without(routing: Routing, rows: Tensor) -> Routing:
     """The routing with no experts for these rows, ``(B,)`` bool."""
     ids = routing.expert_ids.masked_fill(rows[:, None], UNUSED)
     return Routing(ids, routing.weights.masked_fill(rows[:, None], 0.0))
-
-
-class GraphInputs:
-    """Tokens, places and angles of at most ``rows`` rows; the others are padding.
-
-    Attributes:
-        tokens: ``(B,)`` int64, 0 in padding.
-        places: ``(B, 2 + 2 C)`` int64, as `kernels.triton.attention` reads it; padding has the
-            position -1.
-        angles: of each rotary table ``(B, size / 2)`` cosines and sines.
-    """
-
-    def __init__(
-        self, rows: int, caches: int, tables: Sequence[RotaryTable], device: torch.device
-    ) -> None:
-        self._caches, self._tables = caches, list(tables)
-        sizes = [table.cos.shape[1] for table in tables for _ in range(2)]
-        self._numbers = torch.zeros(rows, _PLACES + 2 * caches, dtype=torch.int64, device=device)
-        self._floats = torch.zeros(rows, sum(sizes), device=device)
-        self.tokens = self._numbers[:, _TOKEN]
-        self.places = self._numbers[:, _POSITION:]
-        parts = iter(self._floats.split(sizes, 1))
-        self.angles = dict(zip(self._tables, zip(parts, parts, strict=True), strict=True))
-        self.fill([])
-
-    @property
-    def padding(self) -> Tensor:
-        """``(B,)`` bool."""
-        return self.places[:, 0] < 0
-
-    def fill(self, work: Sequence[Work]) -> None:
-        """Put new tokens and where their sequences are in place, without waiting for the device."""
-        numbers = np.zeros(tuple(self._numbers.shape), np.int64)
-        numbers[:, _POSITION] = _PADDING
-        begin = 0
-        for item in work:
-            cache, count = item.cache, len(item.token_ids)
-            assert isinstance(cache, KVCache)
-            cache.reserve(cache.length + count)
-            own = numbers[begin : begin + count]
-            own[:, _TOKEN] = item.token_ids
-            own[:, _POSITION] = np.arange(cache.length, cache.length + count)
-            own[:, _POSITION + 1] = cache.room
-            own[:, _PLACES:] = cache.addresses(range(self._caches)).reshape(-1)
-            begin += count
-        _send(self._numbers, torch.from_numpy(numbers))
-        self._turn(torch.from_numpy(numbers[:begin, _POSITION]))
-
-    def _turn(self, positions: Tensor) -> None:
-        if not len(positions) or not self._tables:
-            return
-        floats = torch.zeros(tuple(self._floats.shape))
-        begin = 0
-        for table in self._tables:
-            table.reserve(int(positions.max()) + 1)
-            for values in (table.cos, table.sin):
-                end = begin + values.shape[1]
-                floats[: len(positions), begin:end] = values[positions]
-                begin = end
-        _send(self._floats, floats)
-
-
-def _send(to: Tensor, values: Tensor) -> None:
-    # torch keeps a pinned block from being used again until the device has read it.
-    to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
-
-
-@dataclass(frozen=True)
-class DeviceOperations:
-    """Torch's operations and attention in Triton; see `moe.decode.reference.Means`.
-
-    Nothing here reads from the device or depends on values, so that all of it can be recorded.
-    Rows are float32; they are rounded to the dtype of what they meet: a weight, or a cache.
-
-    Attributes:
-        inputs: of the rows at hand.
-        dtype: of the backbone, and of keys and values.
-    """
-
-    inputs: GraphInputs
-    dtype: torch.dtype
-
-    def project(self, projection: Projection, rows: Tensor) -> Tensor:
-        weight = projection.weight
-        if isinstance(weight, Tensor):
-            output = linear(rows.to(weight.dtype), weight)
-        else:
-            output = linear_forward(rows.to(self.dtype), weight)
-        output = output.float()
-        return output if projection.bias is None else output + projection.bias
-
-    def turn(self, rotation: Rotation, heads: Tensor) -> Tensor:
-        return rotate(rotation, heads, *self.inputs.angles[rotation.table])
-
-    def attend(self, a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self._store(a.layer, k, v)
-        return attention.attend(
-            self._given(q), self.inputs.places, a.layer, **_how(a.view),
-            kv_heads=a.kv_heads, value_size=a.value_dim,
-        )  # fmt: skip
-
-    def attend_latent(
-        self, a: LatentAttention, inward: Tensor, turned: Tensor, latent: Tensor, key: Tensor
-    ) -> Tensor:
-        self._store(a.layer, latent[:, None], key[:, None])
-        second = self._given(turned)
-        return attention.attend(
-            self._given(inward), self.inputs.places, a.layer, **_how(a.view), second=second
-        )
-
-    def _store(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        attention.store(self._given(keys), self._given(values), self.inputs.places, layer)
-
-    def _given(self, states: Tensor) -> Tensor:
-        return states.to(self.dtype).contiguous()
-
-
-def rotary_tables(description: Description) -> list[RotaryTable]:
-    """Each table that a layer turns by, once."""
-    turns = [layer.attention.rotation for layer in description.layers]
-    return list(dict.fromkeys(turn.table for turn in turns if turn is not None))
-
-
-def _how(view: View) -> dict[str, Any]:
-    if view.chunk is not None:
-        raise NotDescribed("attention within chunks has no kernel on a GPU")
-    return {name: getattr(view, name) for name in ("scale", "window", "softcap", "sinks")}

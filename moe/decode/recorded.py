@@ -37,6 +37,7 @@ from moe.describe.probe import (
 )
 from moe.machine import memory_available
 from moe.network.backbone import Backbone
+from moe.network.device_blocks import DeviceBlocks
 from moe.network.kv_cache import Work
 from moe.network.moe_layer import MoELayers
 from moe.network.seam import experts_modules
@@ -57,6 +58,9 @@ def recorded_step(
     Raises:
         NotDescribed: it cannot be proven to be the same.
     """
+    memory = None if backbone.blocks is None else backbone.blocks.memory
+    if not isinstance(memory, DeviceBlocks):
+        raise NotDescribed("keys and values are not in blocks on the device")
     dtype = backbone_dtype(backbone.model)
     shadow = Shadow.of(backbone)
     copied = describe(shadow.backbone.model, observe_random(shadow.backbone))
@@ -69,7 +73,7 @@ def recorded_step(
         assert not isinstance(own, OffloadedExperts)
         return experts.forward(rows, routing.expert_ids, routing.weights, own)
 
-    step = GraphStep(description, backbone.device, dtype, routed, capture)
+    step = GraphStep(description, memory, routed, capture)
     reason = _prove_recorded(shadow, description, step)
     why_not = why_outside(experts, partial(reads_nothing_back, rows))
     if not why_not and any(isinstance(layer, OffloadedExperts) for layer in experts.layers):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from moe.describe.description import (
     FeedForward,
     HeadNorm,
     LatentAttention,
-    Layer,
     Norm,
     OwnRouter,
     Projection,
@@ -39,10 +38,10 @@ from routing import Routing
 
 @dataclass(frozen=True)
 class Halt:
-    """Rows ``(B, H)`` float32 that wait for the routed experts of an MoE layer."""
+    """Rows that wait for the routed experts of an MoE layer."""
 
     layer: int
-    rows: Tensor
+    rows: Normed
     routing: Routing
 
 
@@ -50,21 +49,32 @@ Walk = Generator[Halt, Tensor, Tensor]
 """Takes ``(B, H)`` rows for each `Halt`; returns ``(B, V)`` float32 logits."""
 
 
+class Normed(NamedTuple):
+    """Rows ``(B, H)`` behind a norm: in float32, and as projections read them."""
+
+    exact: Tensor
+    rounded: Tensor
+
+
 class StepOperations(Protocol):
-    """The operations of a walk; all rows in and out are float32."""
+    """The operations of a walk. Rows come and go in any float dtype; the residual stream is
+    float32."""
 
-    def project(self, projection: Projection, rows: Tensor) -> Tensor: ...
+    def project(self, projection: Projection, rows: Normed | Tensor) -> Tensor: ...
 
-    def turn(self, rotation: Rotation, heads: Tensor) -> Tensor:
-        """Rotate ``(B, heads, D)`` to the rows' positions."""
+    def add(
+        self, x: Tensor, rows: Tensor | None, scale: float, post: Norm | None, norm: Norm | None
+    ) -> tuple[Tensor, Normed]:
+        """``x + scale * post(rows)``, which may take the place of x, and the norm of it."""
 
-    def attend(self, a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store the rows' keys and values; ``(B, Q, D_v)`` attention over what each row sees."""
+    def attend(self, a: Attention, rows: Normed) -> Tensor:
+        """Attention, with its projections; keys and values are stored."""
 
-    def attend_latent(
-        self, a: LatentAttention, inward: Tensor, turned: Tensor, latent: Tensor, key: Tensor
-    ) -> Tensor:
-        """The same with queries ``(B, Q, R)`` and rotated ones: ``(B, Q, R)`` sums of latents."""
+    def attend_latent(self, a: LatentAttention, rows: Normed) -> Tensor:
+        """The same of latent attention."""
+
+    def feed(self, feed: FeedForward, rows: Normed) -> Tensor:
+        """A dense feed-forward or a shared expert."""
 
 
 def walk(
@@ -78,88 +88,48 @@ def walk(
     Args:
         watch: called with each layer's index and output.
     """
-    x = description.embedding(tokens).float() * description.embedding_scale
+    x = scaled(description.embedding(tokens).float(), description.embedding_scale)
+    rows, scale, post = None, 1.0, None  # what the layer before leaves to be added
     for index, layer in enumerate(description.layers):
-        x = yield from _layer(layer, x, means)
-        if watch is not None:
-            watch(index, x)
-    rows = means.project(description.head, apply_norm(description.norm, x))
-    logits = rows * description.logit_scale
+        x, normed = means.add(x, rows, scale, post, layer.attention_norm)
+        if watch is not None and index:
+            watch(index - 1, x)
+        a = layer.attention
+        latent = isinstance(a, LatentAttention)
+        rows = means.attend_latent(a, normed) if latent else means.attend(a, normed)  # type: ignore[arg-type]
+        attended = rows, layer.attention_scale, layer.attention_post_norm
+        x, normed = means.add(x, *attended, layer.feed_norm)
+        rows = yield from _feed(layer.feed, normed, means)
+        scale, post = layer.feed_scale, layer.feed_post_norm
+    x, normed = means.add(x, rows, scale, post, description.norm)
+    if watch is not None:
+        watch(len(description.layers) - 1, x)
+    logits = scaled(means.project(description.head, normed).float(), description.logit_scale)
     cap = description.logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _layer(layer: Layer, x: Tensor, means: StepOperations) -> Walk:
-    attend = _latent if isinstance(layer.attention, LatentAttention) else _grouped
-    rows = attend(layer.attention, _normed(layer.attention_norm, x), means)  # type: ignore[arg-type]
-    x = x + layer.attention_scale * _normed(layer.attention_post_norm, rows)
-    rows = yield from _feed(layer.feed, _normed(layer.feed_norm, x), means)
-    return x + layer.feed_scale * _normed(layer.feed_post_norm, rows)
+def scaled(rows: Tensor, scale: float) -> Tensor:
+    """``scale * rows``; nothing runs where that changes nothing."""
+    return rows if scale == 1.0 else rows * scale
 
 
-def _grouped(a: Attention, rows: Tensor, means: StepOperations) -> Tensor:
-    q = _turned(means.project(a.q, rows), a.heads, a.q_norm, a, means)
-    k = _turned(means.project(a.k, rows), a.kv_heads, a.k_norm, a, means)
-    v = means.project(a.v, rows).unflatten(-1, (a.kv_heads, a.value_dim))
-    return means.project(a.o, means.attend(a, q, k, v).flatten(1))
-
-
-def _latent(a: LatentAttention, rows: Tensor, means: StepOperations) -> Tensor:
-    queries = rows
-    if a.q_a is not None and a.q_a_norm is not None:
-        queries = apply_norm(a.q_a_norm, means.project(a.q_a, rows))
-    plain, turned = (
-        means.project(a.q, queries)
-        .unflatten(-1, (a.heads, -1))
-        .split([a.plain_dim, a.rotation.size], -1)
-    )
-    latent, key = means.project(a.kv_a, rows).split([a.kv_b.shape[-1], a.rotation.size], -1)
-    latent = apply_norm(a.kv_norm, latent)
-    turned, key = means.turn(a.rotation, turned), means.turn(a.rotation, key[:, None])[:, 0]
-    inward = torch.einsum("bhp,hpr->bhr", plain.to(a.kv_b.dtype), a.kv_b[:, : a.plain_dim])
-    sums = means.attend_latent(a, inward.float(), turned, latent, key)
-    values = torch.einsum("bhr,hvr->bhv", sums.to(a.kv_b.dtype), a.kv_b[:, a.plain_dim :])
-    return means.project(a.o, values.float().flatten(1))
-
-
-def _turned(
-    rows: Tensor, heads: int, norm: HeadNorm | None, a: Attention, means: StepOperations
-) -> Tensor:
-    """Norm and rotation of ``(B, heads * D)`` in their order: ``(B, heads, D)``."""
-    if norm is not None and not norm.per_head:
-        rows = apply_norm(norm.norm, rows)
-    states = rows.unflatten(-1, (heads, a.head_dim))
-    per_head = norm is not None and norm.per_head
-    if norm is not None and per_head and not norm.after_rotation:
-        states = apply_norm(norm.norm, states)
-    if a.rotation is not None:
-        states = means.turn(a.rotation, states)
-    if norm is not None and per_head and norm.after_rotation:
-        states = apply_norm(norm.norm, states)
-    return states
-
-
-def _feed(feed: FeedForward | Experts, rows: Tensor, means: StepOperations) -> Walk:
+def _feed(feed: FeedForward | Experts, rows: Normed, means: StepOperations) -> Walk:
     if isinstance(feed, FeedForward):
-        return _gated(feed, rows, means)
+        return means.feed(feed, rows)
     router = feed.router
     if isinstance(router, OwnRouter):
-        routing = Routing.from_router(*router.forward(rows), feed.num_experts)
+        routing = Routing.from_router(*router.forward(rows.exact), feed.num_experts)
     else:
-        routing = route(router, rows)
+        routing = route(router, rows.exact)
     routed = yield Halt(feed.layer, rows, routing)
-    output = routed.float() * feed.scale
-    if feed.shared is not None:
-        shared = _gated(feed.shared, rows, means)
-        if feed.shared_gate is not None:
-            shared = shared * torch.sigmoid(means.project(feed.shared_gate, rows))
-        output = output + shared
-    return output
-
-
-def _gated(feed: FeedForward, rows: Tensor, means: StepOperations) -> Tensor:
-    gate, up = means.project(feed.gate, rows), means.project(feed.up, rows)
-    return means.project(feed.down, ACTIVATIONS[feed.activation](gate) * up)
+    if feed.shared is None:
+        return scaled(routed, feed.scale)
+    output = scaled(routed.float(), feed.scale)
+    shared = means.feed(feed.shared, rows)
+    if feed.shared_gate is not None:
+        shared = shared * torch.sigmoid(means.project(feed.shared_gate, rows).float())
+    return output + shared
 
 
 def _normed(norm: Norm | None, rows: Tensor) -> Tensor:
@@ -184,43 +154,83 @@ def reference_step(
             halt = steps.send(answer)  # type: ignore[arg-type]  # None begins
         except StopIteration as end:
             return finish_step(work, end.value)
-        answer = routed(halt.layer, halt.rows, halt.routing)
+        answer = routed(halt.layer, halt.rows.exact, halt.routing)
 
 
 class _Plain:
-    """Row by row and key by key; see `moe.decode.reference.Means`."""
+    """Row by row and key by key in float32; see `StepOperations`."""
 
     def __init__(self, work: Sequence[Work]) -> None:
         self._work = work
         ends = [(item.cache.length, len(item.token_ids)) for item in work]
         self._positions = torch.cat([torch.arange(at, at + count) for at, count in ends])
 
-    def project(self, projection: Projection, rows: Tensor) -> Tensor:
-        return project(projection, rows)
+    def project(self, projection: Projection, rows: Normed | Tensor) -> Tensor:
+        return project(projection, rows.exact if isinstance(rows, Normed) else rows)
 
-    def turn(self, rotation: Rotation, heads: Tensor) -> Tensor:
-        rotation.table.reserve(int(self._positions.max()) + 1)
-        table, at = rotation.table, self._positions
-        return rotate(rotation, heads, table.cos[at], table.sin[at])
+    def add(
+        self, x: Tensor, rows: Tensor | None, scale: float, post: Norm | None, norm: Norm | None
+    ) -> tuple[Tensor, Normed]:
+        x = x if rows is None else x + scale * _normed(post, rows)
+        normed = _normed(norm, x)
+        return x, Normed(normed, normed)
 
-    def attend(self, a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def feed(self, feed: FeedForward, rows: Normed) -> Tensor:
+        gate, up = self.project(feed.gate, rows), self.project(feed.up, rows)
+        return self.project(feed.down, ACTIVATIONS[feed.activation](gate) * up)
+
+    def attend(self, a: Attention, rows: Normed) -> Tensor:
+        q = self._turned(self.project(a.q, rows), a.heads, a.q_norm, a)
+        k = self._turned(self.project(a.k, rows), a.kv_heads, a.k_norm, a)
+        v = self.project(a.v, rows).unflatten(-1, (a.kv_heads, a.value_dim))
         group = a.heads // a.kv_heads
         outputs = []
         for row, (keys, values) in zip(q, self._seen(a.layer, k, v), strict=True):
             keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
             probabilities = _softmax((keys @ row[:, :, None])[..., 0], a.view)
             outputs.append((probabilities[:, None] @ values)[:, 0])
-        return torch.stack(outputs)
+        return self.project(a.o, torch.stack(outputs).flatten(1))
 
-    def attend_latent(
-        self, a: LatentAttention, inward: Tensor, turned: Tensor, latent: Tensor, key: Tensor
-    ) -> Tensor:
-        outputs = []
+    def attend_latent(self, a: LatentAttention, rows: Normed) -> Tensor:
+        queries: Normed | Tensor = rows
+        if a.q_a is not None and a.q_a_norm is not None:
+            queries = apply_norm(a.q_a_norm, self.project(a.q_a, rows))
+        plain, turned = (
+            self.project(a.q, queries)
+            .unflatten(-1, (a.heads, -1))
+            .split([a.plain_dim, a.rotation.size], -1)
+        )
+        latent, key = self.project(a.kv_a, rows).split([a.kv_b.shape[-1], a.rotation.size], -1)
+        latent = apply_norm(a.kv_norm, latent)
+        turned, key = self._turn(a.rotation, turned), self._turn(a.rotation, key[:, None])[:, 0]
+        inward = torch.einsum("bhp,hpr->bhr", plain.to(a.kv_b.dtype), a.kv_b[:, : a.plain_dim])
+        sums = []
         stored = self._seen(a.layer, latent[:, None], key[:, None])
-        for row, beside, ((latents,), (keys,)) in zip(inward, turned, stored, strict=True):
+        for row, beside, ((latents,), (keys,)) in zip(inward.float(), turned, stored, strict=True):
             scores = row @ latents.T + beside @ keys.T
-            outputs.append(_softmax(scores, a.view) @ latents)
-        return torch.stack(outputs)
+            sums.append(_softmax(scores, a.view) @ latents)
+        whole = torch.stack(sums).to(a.kv_b.dtype)
+        values = torch.einsum("bhr,hvr->bhv", whole, a.kv_b[:, a.plain_dim :])
+        return self.project(a.o, values.float().flatten(1))
+
+    def _turned(self, rows: Tensor, heads: int, norm: HeadNorm | None, a: Attention) -> Tensor:
+        """Norm and rotation of ``(B, heads * D)`` in their order: ``(B, heads, D)``."""
+        if norm is not None and not norm.per_head:
+            rows = apply_norm(norm.norm, rows)
+        states = rows.unflatten(-1, (heads, a.head_dim))
+        per_head = norm is not None and norm.per_head
+        if norm is not None and per_head and not norm.after_rotation:
+            states = apply_norm(norm.norm, states)
+        if a.rotation is not None:
+            states = self._turn(a.rotation, states)
+        if norm is not None and per_head and norm.after_rotation:
+            states = apply_norm(norm.norm, states)
+        return states
+
+    def _turn(self, rotation: Rotation, heads: Tensor) -> Tensor:
+        rotation.table.reserve(int(self._positions.max()) + 1)
+        table, at = rotation.table, self._positions
+        return rotate(rotation, heads, table.cos[at], table.sin[at])
 
     def _seen(self, layer: int, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Store rows ``(B, N, D)``; yield the ``(N, L, D)`` keys and values that each row sees."""

@@ -107,6 +107,7 @@ class Engine:
             prefixes=prefixes,
             expert_order=ExpertAwareOrder(expect, patience) if expect else None,
             block_tokens=backbone.block_tokens,
+            whole_blocks=backbone.counts_blocks,
         )
 
     @property

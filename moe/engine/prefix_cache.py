@@ -168,6 +168,8 @@ class PrefixCache:
     def add(self, salt: str, token_ids: Sequence[int], kv: KVCache) -> None:
         """Keep the state of a prompt; ``kv`` begins with it, and stays the caller's."""
         ids = list(token_ids[: kv.longest_fork(len(token_ids))])
+        if kv.counts_blocks and not kv.recurrent:  # the rest would take a block of its own
+            ids = ids[: len(ids) // STORED_TOKENS * STORED_TOKENS]
         hashes = block_hashes(salt, ids)
         if not hashes or len(ids) > self.max_tokens:
             return

@@ -51,6 +51,7 @@ class Scheduler:
         prefixes: prompts that were read before; None to read every prompt from its start.
         expert_order: reorders the queue by shared experts; None to keep its order.
         block_tokens: of the blocks that samples of one prompt share; 0: each has a copy.
+        whole_blocks: memory has only so many blocks, so sequences count by blocks, not by tokens.
 
     Attributes:
         waiting: groups whose prompt is not being read, in queue order.
@@ -70,6 +71,7 @@ class Scheduler:
         prefixes: PrefixCache | None = None,
         expert_order: ExpertAwareOrder | None = None,
         block_tokens: int = 0,
+        whole_blocks: bool = False,
     ) -> None:
         self.prefill = prefill
         self.engine = engine
@@ -80,6 +82,7 @@ class Scheduler:
         self.prefixes = prefixes
         self._expert_order = expert_order
         self._block_tokens = block_tokens
+        self._unit = block_tokens if whole_blocks else 1  # tokens that memory is given out by
         self.waiting: list[SequenceGroup] = []
         self.running: list[RunningSequence] = []
         self.prefilling: PrefillBatch | None = None
@@ -92,7 +95,8 @@ class Scheduler:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group. Raises `RequestError` if it could never run."""
-        group.check_fits(self.kv_tokens, self.engine.max_batch_size, self._block_tokens)
+        most = self.kv_tokens - (self._unit - 1) * (len(group.sequences) - 1)
+        group.check_fits(most, self.engine.max_batch_size, self._block_tokens)
         self._num_arrived += 1
         for sequence in group.sequences:
             step = self._num_steps + sequence.priority * self.engine.priority_steps
@@ -112,6 +116,8 @@ class Scheduler:
             if self.prefilling is None and not self.running and self._has_read():
                 self.prefilling = self._next_batch()
         spare = self.kv_tokens - self.num_used_tokens() - len(self.running)
+        if spare < (self._unit - 1) * len(self.running):  # drafts may need a block of each
+            spare = 0
         return ScheduledStep(list(self.running), self.prefilling, max(0, spare))
 
     def update(self, ended: Collection[RunningSequence]) -> None:
@@ -144,18 +150,25 @@ class Scheduler:
     def num_used_tokens(self) -> float:
         """Tokens of memory held by running sequences, prompts being read and cached prefixes."""
         running = sum(
-            len(s.prompt_token_ids)
-            + len(s.token_ids)
-            - 1
+            self._whole(len(s.prompt_token_ids) + len(s.token_ids) - 1)
             - (0 if s.cache is None else s.cache.shared_tokens)
             for s in self.running
         )
-        half_read = sum(group.num_held for group in self.waiting)
+        half_read = sum(self._whole(group.num_held) for group in self.waiting)
         prefill = sum(
-            chunk.group.num_kv(self._block_tokens) - chunk.group.num_read + chunk.group.num_held
+            self._needed(chunk.group) - chunk.group.num_read + chunk.group.num_held
             for chunk in (self.prefilling.chunks if self.prefilling is not None else ())
         )
         return running + half_read + prefill + (self.prefixes.num_tokens if self.prefixes else 0)
+
+    def _whole(self, tokens: int) -> int:
+        """Tokens that memory gives out for a sequence of so many."""
+        return -(-tokens // self._unit) * self._unit
+
+    def _needed(self, group: SequenceGroup) -> int:
+        """Tokens that the sequences of a group take once their prompt has been read."""
+        ends = (self._unit - 1) * len(group.sequences)  # a part of a block for each
+        return group.num_kv(self._block_tokens) + ends
 
     def is_awaited(self, group: SequenceGroup) -> bool:
         """Whether a waiting prompt begins with most of this one."""
@@ -224,11 +237,11 @@ class Scheduler:
         size = len(self.running) + sum(len(group.sequences) for group in groups)
         if size > self.engine.max_batch_size:
             return False
-        blocks = self._block_tokens
-        needed = size + sum(group.num_kv(blocks) - group.num_read for group in groups)
+        needed = size + sum(self._needed(group) - group.num_read for group in groups)
         while self.num_used_tokens() + needed > self.kv_tokens:
             if not self._free_read(others):
-                return False
+                # Alone it fits (`submit`), whatever the ends of its blocks take.
+                return self._unit > 1 and not self.running and len(groups) == 1
         return True
 
     def _free_read(self, groups: Sequence[SequenceGroup]) -> bool:

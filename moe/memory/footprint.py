@@ -98,7 +98,8 @@ def measure_footprint(
     reason = ""
     for packed in (True, False):
         backbone.set_packed(packed)
-        if packed and _compiled(on_cuda) and network.dtype == torch.float32:
+        keeps_scores = not (form is not None if on_cuda else _compiled(on_cuda))
+        if packed and not keeps_scores and (on_cuda or network.dtype == torch.float32):
             configs: list[Any] = [m.config for m in network.modules() if hasattr(m, "config")]
             for config in configs:
                 config._attn_implementation = _STAND_IN

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import backend_status
+from kernels.triton import triton_status
 from moe.network.kv_cache import KVFormat
 from moe.settings import Profile
 
@@ -18,8 +19,7 @@ class KVPrecision:
     Attributes:
         bits: of a number.
         why: what decided, for people.
-        in_blocks: a compiled decode step reads them in blocks; else they are in buffers of the
-            network's dtype.
+        in_blocks: attention reads them in blocks; else they are in buffers of the network's dtype.
     """
 
     bits: int
@@ -55,6 +55,8 @@ def choose_kv_precision(
     wanted, own = profile.memory.kv_bits, dtype.itemsize * 8
     if reason := _why_buffers(profile, device, dtype):
         return KVPrecision(own, reason, in_blocks=False)
+    if device.type != "cpu":
+        return KVPrecision(own, f"on {device}, keys and values have the network's dtype", True)
     if wanted != "auto":
         return KVPrecision(wanted, "memory.kv_bits", in_blocks=True)
     if quantized:
@@ -63,14 +65,15 @@ def choose_kv_precision(
 
 
 def _why_buffers(profile: Profile, device: torch.device, dtype: torch.dtype) -> str:
+    if profile.speculation.contrast:
+        return "speculation.contrast keeps keys and values of its own"
     if device.type != "cpu":
-        return f"on {device}, keys and values have the network's dtype"
+        status = triton_status()
+        return "" if status["name"] == "triton" else status["reason"]
     if backend_status()["name"] != "native":
         return "the compiled kernels are not in use"
     if dtype != torch.float32:
         return f"the network is {dtype}, not float32"
     if profile.engine.fused == "off":
         return "engine.fused is off"
-    if profile.speculation.contrast:
-        return "speculation.contrast keeps keys and values of its own"
     return ""

@@ -8,6 +8,7 @@
 - `block_diffusion.BlockWriter`: runs the generation code of models that write whole blocks, as
   lanes that rest between passes.
 - `moe_layer.MoELayers`: policies, dispatch, experts and combination for all calls at a layer.
-- `kv_cache.KVCache`: keys and values of one sequence; `attention` reads several of them, packed
+- `kv_cache.KVCache`: keys and values of one sequence, `kv_blocks.BlockKVCache` in blocks of a pool
+  (`device_blocks` on a GPU); `attention` reads several of them, packed
   into one row, for transformers' attention modules.
 """

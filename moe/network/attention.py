@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +29,8 @@ PACKED = "moe_packed"
 """Name of this implementation in transformers' registries."""
 
 _QUERIES = 256
-"""Queries whose attention weights are in memory at a time, if attention is watched."""
+"""Queries whose masks, or attention weights if attention is watched, are in memory at a time."""
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -63,18 +64,25 @@ class MaskRule:
 
 
 @lru_cache(maxsize=8)  # the layers of a pass share rules
-def first_keys(rule: MaskRule, queries: int, keys: int) -> Tensor | None:
+def first_keys(
+    rule: MaskRule, queries: int, keys: int, device: torch.device = _CPU
+) -> Tensor | None:
     """``(queries,)`` int64: the first key that each of the last queries sees.
 
     It sees all keys from there to its own; None if the rule leaves gaps.
     """
     if rule.is_plain(keys):
-        return torch.zeros(queries, dtype=torch.long)
-    mask = rule.evaluate(queries, keys, torch.device("cpu")).expand(queries, keys)
-    first = mask.byte().argmax(1)
-    positions = torch.arange(keys)
-    between = (positions >= first[:, None]) & (positions <= positions[keys - queries :, None])
-    return first if torch.equal(mask, between) else None
+        return torch.zeros(queries, dtype=torch.long, device=device)
+    zero = torch.zeros((), dtype=torch.long, device=device)
+    at = torch.arange(keys, device=device)
+    found, without_gaps = [], torch.ones((), dtype=torch.bool, device=device)
+    for own in at[keys - queries :].split(_QUERIES):  # masks of a long prompt would fill memory
+        mask = rule.allows(zero, zero, own[:, None], at[None, :]).expand(len(own), keys)
+        first = mask.byte().argmax(1)
+        between = (at >= first[:, None]) & (at <= own[:, None])
+        without_gaps &= (mask == between).all()
+        found.append(first)
+    return torch.cat(found) if bool(without_gaps) else None
 
 
 def packed_mask(
@@ -144,6 +152,13 @@ def packed_attention(
         raise TypeError(f"expected the layer's mask rule, got {type(attention_mask).__name__}")
     seen = _per_sequence(cache, layer, key, value)
     how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
+    if cache.rows_pass is not None and not cache.watched:
+        made = None if seen[0].cached is not None else (key, value)
+        rule, scale, sinks, softcap = how
+        firsts = partial(first_keys, rule, device=query.device)
+        found = cache.rows_pass.attend(query, layer, made, firsts, rule, scale, softcap, sinks)
+        if found is not None:
+            return found, None
     queries = query.split(cache.sizes, dim=2)
     # Compiled attention first rearranges the keys, which does not pay for few queries.
     attend = _attend_steps if cache.decoding else _attend_prompt

@@ -183,6 +183,13 @@ class Backbone:
         """Tokens of the blocks that forks of a packed sequence share; 0: they copy."""
         return BLOCK if self.blocks is not None and self.contrast is None else 0
 
+    @property
+    def counts_blocks(self) -> bool:
+        """There are only so many such blocks: sequences take whole ones from a pool."""
+        return (
+            self.block_tokens > 0 and self.blocks is not None and self.blocks.memory.counts_blocks
+        )
+
     def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
         """One lane for all of the work if sequences are packed, else one each; work that cannot
         share a pass (`Work.alone`) has one of its own.

@@ -1,6 +1,6 @@
 """Keys and values in blocks of tokens, with a precision of their own (`memory.kv_bits`).
 
-A `BlockKVCache` keeps its rows in blocks of 64 tokens, which compiled attention and compiled decode
+A `BlockKVCache` keeps its rows in blocks of 64 tokens, which attention kernels and fused decode
 steps read directly: nothing is expanded, and a growing sequence copies nothing. Rows are coded when
 they are written, one by one, so their bits depend on no other row and on no cut of a prompt. A fork
 shares the whole blocks of its source, which neither writes again, and copies the last one if that
@@ -10,6 +10,10 @@ Layers that see a window of W last tokens have blocks of their own: once a seque
 been read, it gives up those behind the window, and its tables show zeros there, which no query
 sees. A sequence whose prompt is being read, and one that the prefix cache keeps, has them all, so
 that prompts which begin alike can part anywhere.
+
+Where the rows of blocks lie is the business of a `BlockMemory`: `HostBlocks` allocates them one by
+one and lists their addresses for compiled code; `moe.network.device_blocks.DeviceBlocks` has all of
+them in one piece on a GPU and knows them by number.
 Legend: N key/value heads, D key size, V value size, T new tokens.
 """
 
@@ -17,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakSet, finalize
 
 import numpy as np
@@ -26,7 +30,15 @@ from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, NativeKV
-from moe.network.kv_cache import CODED, KVCache, KVFormat, LayerKey, RowLayout, StoredBlock
+from moe.network.kv_cache import (
+    CODED,
+    KVCache,
+    KVFormat,
+    LayerKey,
+    RowLayout,
+    RowsPass,
+    StoredBlock,
+)
 
 ALL = 0
 """The window of layers that see all tokens."""
@@ -48,10 +60,13 @@ class KVBlock:
     keys and behind them values.
 
     Attributes:
+        number: among the blocks in use; 0 where blocks are not found by number.
+        rows: of each layer the bytes, as far as somebody has asked for them.
         holders: the sequences that list it, the one that it counts for first.
     """
 
-    rows: dict[LayerKey, Tensor]
+    number: int = 0
+    rows: dict[LayerKey, Tensor] = field(default_factory=dict)
     holders: dict[BlockHolder, None] = field(default_factory=dict)
 
 
@@ -96,6 +111,10 @@ class BlockHolder:
         others = sum(len(block.holders) > 1 for block in self.blocks)
         return max(length - block_tokens * others, 0)
 
+    def empty_tokens(self, length: int, block_tokens: int) -> int:
+        """Tokens that its blocks have room for behind a sequence of this length."""
+        return max(block_tokens * self.count - length, 0)
+
     def release(self) -> None:
         """List no blocks any more; each counts for another sequence that lists it."""
         self.kept = False
@@ -128,23 +147,110 @@ def _count_for(holder: BlockHolder, block: KVBlock) -> None:
         block.holders = {holder: None} | block.holders
 
 
+class BlockMemory(Protocol):
+    """Where the rows of blocks lie.
+
+    Attributes:
+        form: how rows are stored.
+        row_form: the same for a `RowLayout`.
+        counts_blocks: there are only so many blocks, so that sequences count by blocks.
+    """
+
+    form: KVFormat
+    row_form: str
+    counts_blocks: bool
+
+    def take(self) -> int:
+        """The number of a new block."""
+
+    def give_back(self, number: int) -> None:
+        """The block is not used any more."""
+
+    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        """The bytes of a layer's rows of a block: of keys (N, 64, D), then of values."""
+
+    def take_rows(self, number: int, layer: LayerKey, shape: Shape, rows: Tensor) -> Tensor:
+        """As `new_rows`, from such bytes on the CPU, which become the block's or are copied."""
+
+    def write(
+        self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        """Store ``(1, N, T, D)`` and ``(1, N, T, V)`` from token ``start`` on."""
+
+    def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
+        """Copies ``(1, N, end, D)`` of keys and values."""
+
+    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> RowsPass | None:
+        """See `KVCache.begin_pass`."""
+
+
+class HostBlocks:
+    """Blocks in main memory, allocated one by one; see `BlockMemory`.
+
+    Args:
+        kernel: writes and reads rows.
+    """
+
+    row_form = CODED
+    counts_blocks = False
+
+    def __init__(self, kernel: NativeKV, form: KVFormat) -> None:
+        self._kernel, self.form = kernel, form
+        self._zeros: dict[int, Tensor] = {}
+
+    def take(self) -> int:
+        return 0  # found by address
+
+    def give_back(self, number: int) -> None:
+        """Its rows end with it."""
+
+    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        return torch.empty(BLOCK * self.form.token_bytes(*shape), dtype=torch.uint8)
+
+    def take_rows(self, number: int, layer: LayerKey, shape: Shape, rows: Tensor) -> Tensor:
+        return rows
+
+    def zeros(self, shape: Shape) -> Tensor:
+        """What stands for a layer's rows of a block that a sequence has given up."""
+        size = BLOCK * self.form.token_bytes(*shape)
+        if size not in self._zeros:
+            self._zeros[size] = torch.zeros(size, dtype=torch.uint8)
+        return self._zeros[size]
+
+    def write(
+        self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        tables = cache.layer_tables(layer)
+        for rows, table, form in zip((keys, values), tables, self.form, strict=True):
+            self._kernel.write(rows[0], table, start, form)
+
+    def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
+        heads, *sizes = cache.shapes[layer]
+        keys, values = (
+            self._kernel.read(table, heads, size, end, form)[None]
+            for table, size, form in zip(cache.layer_tables(layer), sizes, self.form, strict=True)
+        )
+        return keys, values
+
+    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> None:
+        """Compiled code takes one sequence at a time."""
+
+
 class BlockPool:
     """Owns the blocks of all sequences of a model.
 
     Args:
-        kernel: writes and reads rows.
-        form: how rows are stored.
-        windows: of layers that see no more than so many last tokens.
+        memory: where their rows lie.
+        windows: of layers that see no more than so many last tokens; none where `counts_blocks`:
+            there, all layers have the same blocks.
     """
 
-    def __init__(
-        self, kernel: NativeKV, form: KVFormat, windows: Mapping[int, int] | None = None
-    ) -> None:
-        self.kernel, self.form = kernel, form
+    def __init__(self, memory: BlockMemory, windows: Mapping[int, int] | None = None) -> None:
+        assert not (windows and memory.counts_blocks), "a GPU's blocks are those of all layers"
+        self.memory, self.form = memory, memory.form
         self.windows: dict[LayerKey, int] = dict((windows or {}).items())
         self._alive: dict[int, WeakSet[KVBlock]] = {}
         self._shares = {ALL: 1.0}
-        self._zeros: dict[int, Tensor] = {}
 
     @property
     def groups(self) -> list[int]:
@@ -168,20 +274,16 @@ class BlockPool:
         self._shares = {group: size / sum(sizes.values()) for group, size in sizes.items()}
 
     def new_block(self, group: int) -> KVBlock:
-        block = KVBlock({})
+        block = KVBlock(self.memory.take())
+        finalize(block, self.memory.give_back, block.number).atexit = False
         self._alive.setdefault(group, WeakSet()).add(block)
         return block
 
-    def zeros(self, shape: Shape) -> Tensor:
-        """What stands for a layer's rows of a block that a sequence has given up."""
-        size = BLOCK * self.form.token_bytes(*shape)
-        if size not in self._zeros:
-            self._zeros[size] = torch.zeros(size, dtype=torch.uint8)
-        return self._zeros[size]
-
-    def new_rows(self, shape: Shape) -> Tensor:
-        """Memory for a layer's rows of one block."""
-        return torch.empty(BLOCK * self.form.token_bytes(*shape), dtype=torch.uint8)
+    def rows_of(self, block: KVBlock, layer: LayerKey, shape: Shape) -> Tensor:
+        """A layer's rows of a block."""
+        if layer not in block.rows:
+            block.rows[layer] = self.memory.new_rows(block.number, layer, shape)
+        return block.rows[layer]
 
     def new_cache(self, capacity: int) -> BlockKVCache:
         """A new sequence that will hold at most ``capacity`` tokens."""
@@ -211,6 +313,7 @@ class BlockKVCache(KVCache):
             finalize(self, holder.release).atexit = False
         self._shared = 0  # blocks at the start that others list too: never written again
         self._shapes: dict[LayerKey, Shape] = {}
+        self._numbers = np.zeros(0, np.int32)
         self._tables = np.zeros((0, 2, 0), np.int64)  # of each layer: where keys and values begin
         self._pointers: tuple[tuple[LayerKey, ...], np.ndarray] | None = None
 
@@ -230,6 +333,27 @@ class BlockKVCache(KVCache):
     def shared_tokens(self) -> int:
         unpaid = ((group, holder.unpaid) for group, holder in self._holders.items())
         return int(sum(BLOCK * count * self._pool.share(group) for group, count in unpaid))
+
+    @property
+    def held_tokens(self) -> int:
+        empty = self._holder.empty_tokens(self.length, BLOCK) if self.counts_blocks else 0
+        return super().held_tokens + empty
+
+    @property
+    def counts_blocks(self) -> bool:
+        return self.memory.counts_blocks
+
+    @property
+    def memory(self) -> BlockMemory:
+        """Where its rows lie."""
+        return self._pool.memory
+
+    @property
+    def block_numbers(self) -> np.ndarray:
+        """``(blocks,)`` int32, in the order of tokens."""
+        if len(self._numbers) != len(self.blocks):
+            self._numbers = np.array([block.number for block in self.blocks], np.int32)
+        return self._numbers
 
     @property
     def sole_tokens(self) -> int:
@@ -263,32 +387,33 @@ class BlockKVCache(KVCache):
             super().write(layer, keys, values, skip)
             return
         start = self.length + skip
-        assert start >= self._shared * BLOCK, "shared blocks are never written"
         self.reserve(start + keys.shape[2])
+        self.give_shape(layer, Shape(keys.shape[1], keys.shape[3], values.shape[3]))
+        self.memory.write(self, layer, keys, values, start)
+
+    def give_shape(self, layer: LayerKey, shape: Shape) -> None:
+        """Rows of a layer are about to be written."""
+        assert self.length >= self._shared * BLOCK, "shared blocks are never written"
         if layer not in self._shapes:
-            self._shapes[layer] = Shape(keys.shape[1], keys.shape[3], values.shape[3])
+            self._shapes[layer] = shape
             self._pool.set_shares(self._shapes)
             self._place()
-        for rows, table, form in zip((keys, values), self._table(layer), self.form, strict=True):
-            self._pool.kernel.write(rows[0], table, start, form)
 
     def read(self, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
-        """Copies ``(1, N, end, D)`` of keys and values, in float32."""
+        """Copies ``(1, N, end, D)`` of keys and values: float32, or the GPU's dtype."""
         if layer not in self._shapes:
             return super().read(layer, end)
-        heads, *sizes = self._shapes[layer]
-        keys, values = (
-            self._pool.kernel.read(table, heads, size, end, form)[None]
-            for table, size, form in zip(self._table(layer), sizes, self.form, strict=True)
-        )
-        return keys, values
+        return self.memory.read(self, layer, end)
+
+    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> RowsPass | None:
+        return self.memory.begin_pass(sequences, sizes)
 
     def in_blocks(self, layer: LayerKey, end: int) -> BlockRows | None:
         """Where the first ``end`` tokens of a layer lie, for compiled attention."""
-        if layer not in self._shapes:
+        if layer not in self._shapes or not isinstance(self.memory, HostBlocks):
             return None
         heads, *sizes = self._shapes[layer]
-        first, second = self._table(layer)
+        first, second = self.layer_tables(layer)
         return BlockRows((first, second), heads, (sizes[0], sizes[1]), end, self.form)
 
     def reserve(self, end: int) -> None:
@@ -311,9 +436,10 @@ class BlockKVCache(KVCache):
             unseen = max(length - window - _SLACK, 0) // BLOCK if window != ALL else 0
             if unseen <= holder.dropped:
                 continue
+            assert isinstance(self.memory, HostBlocks)
             for index, (layer, shape) in enumerate(self._shapes.items()):
                 if self._pool.windows.get(layer, ALL) == window:
-                    begin = self._pool.zeros(shape).data_ptr()
+                    begin = self.memory.zeros(shape).data_ptr()
                     places = begin, begin + self._key_bytes(shape)
                     self._tables[index, :, holder.dropped : unseen] = np.array(places)[:, None]
             holder.drop(unseen - holder.dropped)
@@ -326,7 +452,7 @@ class BlockKVCache(KVCache):
             in_buffers = [layer for layer in wanted if layer not in self._shapes]
             others = iter(super().tables(in_buffers) if in_buffers else ())
             for row, layer in zip(found, wanted, strict=True):
-                row[:] = self._table(layer) if layer in self._shapes else next(others)
+                row[:] = self.layer_tables(layer) if layer in self._shapes else next(others)
             self._pointers = wanted, found
         return self._pointers[1]
 
@@ -344,7 +470,10 @@ class BlockKVCache(KVCache):
             if length % BLOCK:
                 last = self._pool.new_block(group)
                 source = holder.blocks[whole - holder.dropped]
-                last.rows = {key: rows.clone() for key, rows in source.rows.items()}
+                for layer, shape in self._shapes.items():
+                    if self._pool.windows.get(layer, ALL) == group:
+                        rows = self._pool.rows_of(source, layer, shape)
+                        self._pool.rows_of(last, layer, shape).copy_(rows)
                 own.add(last)
         copy._shared, self._shared = whole, max(whole, self._shared)
         copy._place()
@@ -353,28 +482,37 @@ class BlockKVCache(KVCache):
         self.copy_states(copy)
         return copy
 
+    @property
+    def shapes(self) -> Mapping[LayerKey, Shape]:
+        """Of each layer in blocks."""
+        return self._shapes
+
     def stored_block(self, at: int) -> StoredBlock:
-        """As `KVCache.stored_block`: rows of attention as they are kept, without a copy."""
+        """As `KVCache.stored_block`: rows of attention as they are kept; those in main memory are
+        not copied."""
         assert self.whole, "it has given up blocks"
         found = super().stored_block(at)
-        rows: dict[LayerKey, Tensor] = {}
-        for holder in self._holders.values():
-            rows |= holder.blocks[at].rows
-        own = {layer: RowLayout(CODED, *shape) for layer, shape in self._shapes.items()}
-        return StoredBlock(own | found.layout, [*(rows[layer] for layer in own), *found.rows])
+        form, own, rows = self.memory.row_form, dict[LayerKey, RowLayout](), list[Tensor]()
+        for layer, shape in self._shapes.items():
+            block = self._holder_of(layer).blocks[at]
+            own[layer] = RowLayout(form, *shape)
+            rows.append(self._pool.rows_of(block, layer, shape).cpu())
+        return StoredBlock(own | found.layout, [*rows, *found.rows])
 
     def append_block(self, stored: StoredBlock, device: torch.device | None = None) -> bool:
         coded: dict[LayerKey, Tensor] = {}
         rest = StoredBlock({}, [])
         for (layer, layout), rows in zip(stored.layout.items(), stored.rows, strict=True):
-            if layout.form == CODED:
-                coded[layer] = rows
-            else:
+            if isinstance(layer, tuple):
                 rest.layout[layer] = layout
                 rest.rows.append(rows)
+            elif layout.form == self.memory.row_form:
+                coded[layer] = rows
+            else:
+                return False
         shapes = {layer: Shape(*stored.layout[layer][1:]) for layer in coded}
         sizes = [BLOCK * self.form.token_bytes(*shape) for shape in shapes.values()]
-        if [rows.numel() for rows in coded.values()] != sizes or not all(sizes):
+        if [rows.numel() for rows in coded.values()] != sizes or min(sizes, default=0) <= 0:
             return False
         made = self._rows_of(rest, device)
         if made is None or (self.length and shapes != self._shapes):
@@ -384,15 +522,19 @@ class BlockKVCache(KVCache):
         self._pool.set_shares(shapes)
         for group, holder in self._holders.items():
             block = self._pool.new_block(group)
-            windows = ((layer, self._pool.windows.get(layer, ALL)) for layer in coded)
-            block.rows = {layer: coded[layer] for layer, window in windows if window == group}
+            for layer, own in coded.items():
+                if self._pool.windows.get(layer, ALL) == group:
+                    number, shape = block.number, shapes[layer]
+                    block.rows[layer] = self.memory.take_rows(number, layer, shape, own)
             holder.add(block)
         self._place()
         self._write_block(made)
         return True
 
     def _place(self) -> None:
-        """Give every block memory for every layer, and list where it is."""
+        """Give every block memory for every layer, and list where it is, for compiled code."""
+        if not isinstance(self.memory, HostBlocks):
+            return
         layers, count = len(self._shapes), self._holder.count
         if self._tables.shape[0] < layers or self._tables.shape[2] < count:
             room = self._tables.shape[2]
@@ -404,24 +546,24 @@ class BlockKVCache(KVCache):
             self._tables, self._pointers = tables, None
         for index, (layer, shape) in enumerate(self._shapes.items()):
             table, keys = self._tables[index], self._key_bytes(shape)
-            holder = self._holders[self._pool.windows.get(layer, ALL)]
+            holder = self._holder_of(layer)
             for at in range(count - 1, -1, -1):
                 if table[0, at]:
                     break
                 if at < holder.dropped:
-                    found = self._pool.zeros(shape)
+                    found = self.memory.zeros(shape)
                 else:
-                    rows = holder.blocks[at - holder.dropped].rows
-                    if layer not in rows:
-                        rows[layer] = self._pool.new_rows(shape)
-                    found = rows[layer]
+                    found = self._pool.rows_of(holder.blocks[at - holder.dropped], layer, shape)
                 table[:, at] = found.data_ptr(), found.data_ptr() + keys
+
+    def _holder_of(self, layer: LayerKey) -> BlockHolder:
+        return self._holders[self._pool.windows.get(layer, ALL)]
 
     def _key_bytes(self, shape: Shape) -> int:
         """Of a block of a layer, the bytes of keys, behind which values lie."""
         return BLOCK * shape.heads * self.form.keys.row_bytes(shape.key_size)
 
-    def _table(self, layer: LayerKey) -> tuple[int, int]:
+    def layer_tables(self, layer: LayerKey) -> tuple[int, int]:
         """Addresses of the lists of a layer's keys and of its values."""
         index = list(self._shapes).index(layer)
         first, stride = self._tables[index].ctypes.data, self._tables.strides[1]

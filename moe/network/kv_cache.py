@@ -8,7 +8,7 @@ Legend: T packed tokens, L tokens of one sequence so far, N key/value heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
@@ -153,6 +153,11 @@ class KVCache:
         """Tokens of the blocks that forks share; 0: they copy all."""
         return 0
 
+    @property
+    def counts_blocks(self) -> bool:
+        """Its memory is whole blocks of a pool that has only so many."""
+        return False
+
     def keep_all(self, keeps: bool) -> None:
         """Keep what no later token of the sequence sees, as others may go on from there; or give it
         up as soon as it is not seen."""
@@ -268,6 +273,16 @@ class KVCache:
     def in_blocks(self, layer: LayerKey, end: int) -> BlockRows | None:
         """Where the first ``end`` tokens of a layer lie, for compiled attention; None: in buffers,
         which `read` shows."""
+        return None
+
+    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> RowsPass | None:
+        """What writes and reads the rows of all sequences of a packed pass at once; None: nothing
+        does, so that each sequence writes and reads its own.
+
+        Args:
+            sequences: of one model, this one among them.
+            sizes: new tokens of each.
+        """
         return None
 
     def reserve(self, end: int) -> None:
@@ -496,6 +511,35 @@ class KeyRule(Protocol):
         """For the last queries of a sequence and all of its keys; broadcasts to both."""
 
 
+class RowsPass(Protocol):
+    """Keys and values of all sequences of one packed pass, on a GPU
+    (`moe.network.device_blocks.DevicePass`)."""
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        """Store the new rows ``(1, N, T, D)`` of all sequences."""
+
+    def attend(
+        self,
+        query: Tensor,
+        layer: int,
+        made: tuple[Tensor, Tensor] | None,
+        first_keys: Callable[[int, int], Tensor | None],
+        rule: object,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor | None:
+        """``(1, T, Q, V)`` attention of ``(1, Q, T, D)`` queries; None if no kernel takes them.
+
+        Args:
+            made: ``(1, N, sum of L, D)`` keys and values that the module has made itself; None:
+                those of the layer's blocks.
+            first_keys: of the last queries of a sequence and its tokens, the first key that each
+                query sees; None if a query does not see all from there on.
+            rule: names ``first_keys``: layers with the same rule ask once.
+        """
+
+
 def layer_of(
     rows: Mapping[LayerKey, tuple[Tensor, ...]], keys: Tensor, values: Tensor, own: int
 ) -> int:
@@ -522,6 +566,7 @@ class PackedCache(Cache):
         watched: attention layers leave in `received` how much attention each row gets.
         states: of each sequence its recurrent states, by how many tokens of this pass they have
             read; `commit` gives them to the sequence.
+        rows_pass: writes and reads the rows of all sequences at once; None: each has its own.
         places_given: positions come with the pass, so `positions` says nothing about them.
         adds_masks: modules that see one sequence at a time add their mask to scores, and change it.
         recurrent_before: the recurrent state that the running module asked for last, if there is
@@ -546,6 +591,7 @@ class PackedCache(Cache):
         self.sequences = sequences
         self.sizes = list(sizes)
         self.needs_history = needs_history
+        self.rows_pass = sequences[0].begin_pass(sequences, sizes) if sequences else None
         self.returned: dict[LayerKey, tuple[Tensor, ...]] = {}
         self.states: list[dict[int, dict[StateKey, Tensor]]] = [{} for _ in sequences]
         self.recurrent_before: Tensor | None = None
@@ -569,10 +615,13 @@ class PackedCache(Cache):
         """
         if self._running:
             return self._extend(layer_idx, key_states, value_states)
-        keys = key_states.split(self.sizes, dim=2)
-        values = value_states.split(self.sizes, dim=2)
-        for sequence, k, v in zip(self.sequences, keys, values, strict=True):
-            sequence.write(layer_idx, k, v)
+        if self.rows_pass is not None:
+            self.rows_pass.write(layer_idx, key_states, value_states)
+        else:
+            keys = key_states.split(self.sizes, dim=2)
+            values = value_states.split(self.sizes, dim=2)
+            for sequence, k, v in zip(self.sequences, keys, values, strict=True):
+                sequence.write(layer_idx, k, v)
         if layer_idx in self.needs_history:
             parts = [
                 s.read(layer_idx, end) for s, end in zip(self.sequences, self.ends, strict=True)

@@ -129,6 +129,15 @@ class RemoteCache(KVCache):
         return self._orders.block_tokens
 
     @property
+    def counts_blocks(self) -> bool:
+        return self._orders.counts_blocks
+
+    @property
+    def held_tokens(self) -> int:
+        size = self.fork_tokens if self.counts_blocks else 0
+        return super().held_tokens + (self._holder.empty_tokens(self.length, size) if size else 0)
+
+    @property
     def shared_tokens(self) -> int:
         return self.fork_tokens * self._holder.shared
 
@@ -157,7 +166,7 @@ class RemoteCache(KVCache):
     def _list_blocks(self) -> None:
         size = self.fork_tokens
         while size and len(self._holder.blocks) * size < self.length:
-            self._holder.add(KVBlock({}))
+            self._holder.add(KVBlock())
 
     def fork(self, capacity: int, length: int) -> RemoteCache:
         copy = RemoteCache(self._orders, capacity)
@@ -173,10 +182,12 @@ class OrderQueue:
         caches: copies and frees of keys and values, to be done before the next step.
         state_tokens: of the rank's sequences, see `KVCache`; 0 without recurrent layers.
         block_tokens: of the blocks that the rank's sequences share; 0: they copy.
+        counts_blocks: the rank has only so many of them.
     """
 
     def __init__(self) -> None:
         self.state_tokens = self.block_tokens = 0
+        self.counts_blocks = False
         self.caches: deque[list[Any]] = deque()  # handles may become garbage in any thread
         self._numbers = itertools.count()
         self._ids: dict[RunningSequence, int] = {}
@@ -217,6 +228,7 @@ class OrderQueue:
         """The rank's reply, for `Engine.process_outputs`."""
         outcomes: list[Outcome] = []
         self.state_tokens, self.block_tokens = reply["state_tokens"], reply["block_tokens"]
+        self.counts_blocks = reply["counts_blocks"]
         for number, tokens, error, prompt in reply["outcomes"]:
             sequence = self._known.get(number)
             if sequence is None:
@@ -364,6 +376,7 @@ class EngineMirror:
             "outcomes": [self._reply(outcome) for outcome in outcomes],
             "state_tokens": self._state_tokens,
             "block_tokens": self._runner.backbone.block_tokens,
+            "counts_blocks": self._runner.backbone.counts_blocks,
         }
 
     def _apply(self, order: Message) -> None:

@@ -18,10 +18,9 @@ from triton.compiler import ASTSource
 POINTERS = {name: "*bf16" for name in ("x", "weight", "bias", "output", "rows")}
 POINTERS |= {name: "*i32" for name in ("order", "offsets", "block_expert", "block_first")}
 POINTERS |= {"block_place": "*i32", "experts_P": "*i32"}
-POINTERS |= {name: "*bf16" for name in ("query", "second", "keys", "values")}
-POINTERS |= {name: "*fp32" for name in ("weights", "peaks", "totals", "sums", "sinks")}
-POINTERS |= {"table": "*i64", "ids": "*i64", "places": "*i64", "source": "*u32", "target": "*u32"}
-FLOATS = {name: "fp32" for name in ("slope", "limit", "offset", "scale", "softcap")}
+POINTERS |= {name: "*fp32" for name in ("weights", "sums")}
+POINTERS |= {"table": "*i64", "ids": "*i64", "source": "*u32", "target": "*u32"}
+FLOATS = {name: "fp32" for name in ("slope", "limit", "offset", "scale")}
 # Sizes of real layers are multiples of 16, and so are addresses.
 DIVISIBLE = {"N", "K", "width", "begin", "part_rows", "part_stride", "slots_in_all"}
 
@@ -51,8 +50,6 @@ def resources(built):
 _PROGRAM = (
     _BUILD
     + """
-from kernels.triton.attention import OPTIONS
-from kernels.triton.attention import attend_kernel, join_kernel, store_kernel
 from kernels.triton.experts import combine_kernel
 from kernels.triton.grouped import whole_kernel
 from kernels.triton.router import decide_kernel, options
@@ -95,24 +92,12 @@ for groups, score, size in ((8, 1, 256), (1, 0, 512)):
     show(90, decide_kernel, options(size), SCORE=score, K=8, GROUPS=groups, KEPT=1, BY_TWO=True,
          RENORMALISE=True, HAS_CORRECTION=score == 1, HAS_SCALE=False, EXPERTS=size)
 show(90, align_kernel, ALIGN_OPTIONS, SLOTS=512, EXPERTS=512, BLOCKS=512, TILE=ALIGN_TILE)
-# Heads of 80, and latents of 512 beside keys of 64.
-ATTEND = {"COMPUTE": tl.bfloat16, "HEADS": 16}
-for architecture in (80, 90):
-    show(architecture, attend_kernel, OPTIONS, LATENT=False, CAPPED=True, SPLITS=16, KEYS=32,
-         WIDTH_D=128, WIDTH_R=128, WIDTH_V=128, **ATTEND)
-    show(architecture, attend_kernel, OPTIONS, LATENT=True, CAPPED=False, SPLITS=32, KEYS=16,
-         WIDTH_D=512, WIDTH_R=64, WIDTH_V=512, **ATTEND)
-    show(architecture, store_kernel, OPTIONS, WIDTH_D=128, WIDTH_V=128)
-POINTERS["output"] = "*fp32"
-show(90, join_kernel, OPTIONS, SUNK=True, SPLITS=16, KEYS=64, WIDTH_V=128)
 for pointer, compute in (("*fp32", tl.float32), ("*fp16", tl.float16)):
-    POINTERS |= dict.fromkeys(("x", "weight", "output", "query", "second"), pointer)
+    POINTERS |= dict.fromkeys(("x", "weight", "output"), pointer)
     shape = {"COMPUTE": compute, "ROWS": 16, "COLUMNS": 64}
     show(80, whole_kernel, DECODE[0].options, CURVE=1, GATED=True, DEPTH=64, HAS_BIAS=False,
          **shape)
     show(80, planes_kernel, PLANES[0].options, PLANES=3, GROUP=64, **shape)
-    show(90, attend_kernel, OPTIONS, LATENT=False, CAPPED=False, SPLITS=16, KEYS=16,
-         WIDTH_D=256, WIDTH_R=256, WIDTH_V=256, COMPUTE=compute, HEADS=16)
 """
 )
 
@@ -150,6 +135,70 @@ for architecture in map(int, sys.argv[1].split()):
             codes = multiplied / (tile.rows / 8) * 256 / 32  # of a thread
             print(architecture, tile.rows, tile.columns, tile.warps, tile.stages, planes,
                   *resources(built), round(count / codes, 2), round(loads / codes, 3))
+"""
+)
+
+_ATTENTION = (
+    _BUILD
+    + """
+import sys, torch
+from kernels.triton import attention as own, rows
+from kernels.triton.attention import JOIN_OPTIONS, attend_kernel, decode_tile, join_kernel
+from kernels.triton.attention import prompt_tile
+
+FLOATS = {name: "fp32" for name in ("scale", "softcap", "eps", "post_eps")}
+FLOATS |= {f"{part}_eps": "fp32" for part in ("query", "key", "value")}
+FLOAT32 = ("peaks", "totals", "sums", "sinks", "cos", "sin", "x", "exact")
+FLOAT32 += tuple(f"{part}{kind}bias" for part in ("", "query_", "key_", "value_", "post_")
+                 for kind in ("", "norm_"))
+FLOAT32 += tuple(f"{part}weight" for part in ("", "query_", "key_", "value_", "post_"))
+POINTERS = {name: "*fp32" for name in FLOAT32}
+POINTERS |= {name: "*i32" for name in ("tables", "spans", "firsts")} | {"slots": "*i64"}
+MATRICES = ("query", "second", "keys", "seconds", "values", "output", "key", "value", "rows",
+            "rounded", "first", "up")
+DIVISIBLE = {f"{part}_{step}" for part in "qskrv" for step in ("token", "head", "block")}
+DIVISIBLE |= {"columns", "angle_row", "count"}
+
+def show(architecture, kernel, options, dtype, **constants):
+    types = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+    POINTERS.update(dict.fromkeys(MATRICES, types[dtype]))
+    built = build(architecture, kernel, options, **constants)
+    multiplied = next((word for word in ("wgmma", "mma") if word in built.asm["ptx"]), "-")
+    sizes = [constants.get(name, 0) for name in ("D", "R", "V", "ROWS", "KEYS")]
+    print(architecture, kernel.__name__, str(dtype)[6:], *sizes, *resources(built),
+          built.metadata.shared, multiplied)
+
+def attend(architecture, dtype, tile, sizes, **flags):
+    D, R, V = sizes
+    plain = {"PAGED": True, "SECOND": R != D, "LATENT": False, "CAPPED": True, "SUNK": True}
+    compute = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
+    show(architecture, attend_kernel, tile.options, dtype, COMPUTE=compute, GROUP=8, D=D, R=R, V=V,
+         ROWS=tile.rows, KEYS=tile.keys, WIDTH_D=own._width(D), WIDTH_R=own._width(R),
+         WIDTH_V=own._width(V), **(plain | flags))
+
+half, whole = torch.bfloat16, torch.float32
+for architecture in map(int, sys.argv[1].split()):
+    # Heads of 64, 128, 192 (DeepSeek's prompts), 80 and 256; latents of 512 beside keys of 64.
+    for sizes in ((64, 64, 64), (128, 128, 128), (128, 64, 128), (64, 16, 80), (256, 256, 256)):
+        widest = max(sizes[0], sizes[2])
+        attend(architecture, half, prompt_tile(widest, half), sizes, SPLITS=1)
+        attend(architecture, half, decode_tile(widest, half), sizes, SPLITS=16)
+    attend(architecture, half, prompt_tile(128, half), (128, 64, 128), SPLITS=1, PAGED=False)
+    attend(architecture, half, decode_tile(512, half), (512, 64, 512), SPLITS=32, LATENT=True)
+    for widest in (128, 256):
+        for tile, splits in ((prompt_tile(widest, whole), 1), (decode_tile(widest, whole), 16)):
+            attend(architecture, whole, tile, (widest,) * 3, SPLITS=splits)
+    show(architecture, join_kernel, JOIN_OPTIONS, half, SUNK=True, SPLITS=16, KEYS=64, V=128,
+         WIDTH_V=128)
+    show(architecture, rows.add_norm_kernel, rows.OPTIONS | {"num_warps": rows._warps(7168)}, half,
+         H=7168, ADD=True, POST=2, NORM=1, HAS_POST_BIAS=True, HAS_BIAS=False, WIDTH=8192)
+    show(architecture, rows.place_kernel, rows.OPTIONS | {"num_warps": 1}, half, Q=32, N=4, QD=128,
+         D=128, V=128, BIASES=(True, True, True), NORMS=(1, 2, 0),
+         NORM_BIASES=(False, True, False), LATE=(False, True, False), STYLES=(1, 3, 0),
+         BEGINS=(0, 64, 0), SIZE=64, WIDTH_Q=128, WIDTH_D=128, WIDTH_V=128, BLOCK=64)
+    show(architecture, rows.store_kernel, rows.OPTIONS | {"num_warps": 4}, half, N=4, D=192, V=128,
+         ROWS=16, WIDTH_D=256, WIDTH_V=128, BLOCK=64)
+    show(architecture, rows.gated_kernel, rows.OPTIONS | {"num_warps": 4}, half, CURVE=0)
 """
 )
 
@@ -227,7 +276,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 28
+    assert len(lines) == 19
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         assert int(shared) <= _LEAST_SHARED, name
@@ -251,6 +300,33 @@ def check_planes(architectures: str, planes: str, tiles: str) -> None:
 
 def test_codes_take_few_instructions() -> None:
     check_planes("80 90", "3", "1")
+
+
+def check_attention(architectures: str) -> None:
+    """Print the table of kernels: none spills, and products of halves are matrix instructions."""
+    lines = lines_of(_ATTENTION, architectures)
+    heads = ["sm", "kernel", "dtype", "D", "R", "V", "rows", "keys", "registers", "stack", "local",
+             "shared", "products"]  # fmt: skip
+    for words in (heads, *lines):
+        print(*(f"{word:>15}" for word in words))
+    assert len(lines) == 21 * len(architectures.split())
+    for words in lines:
+        row = dict(zip(heads, words, strict=True))
+        assert (row["stack"], row["local"]) == ("0", "0"), row
+        assert int(row["shared"]) <= _LEAST_SHARED, row
+        if row["kernel"] == "attend_kernel" and row["dtype"] == "bfloat16":
+            wide = row["sm"] == "90" and int(row["rows"]) >= 64
+            assert row["products"] == ("wgmma" if wide else "mma"), row
+
+
+def test_attention_and_small_kernels_compile() -> None:
+    check_attention("90")
+
+
+@pytest.mark.slow
+def test_attention_and_small_kernels_compile_for_all() -> None:
+    """`-s` prints the table."""
+    check_attention("80 89")
 
 
 @pytest.mark.slow

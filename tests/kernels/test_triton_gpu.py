@@ -139,25 +139,32 @@ def test_planes_are_arranged(bits: int) -> None:
 def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> None:
     """Grouped queries, and 512 latents beside 64 rotated keys; contexts that are split."""
     torch.manual_seed(0)
-    positions, latent = [-1, 0, 4000, 63, 9000], kv_heads == 1
+    lengths, latent = [1, 1, 4001, 64, 9001], kv_heads == 1
     beside = 64 if latent else size
-    case = AttentionCase(
-        query=torch.randn(5, heads, size).to(dtype),
-        second=torch.randn(5, heads, beside).to(dtype) if latent else None,
-        buffers=[
-            (torch.randn(kv_heads, at + 9, size).to(dtype),
-             torch.randn(kv_heads, at + 9, beside).to(dtype))
-            for at in positions
-        ],
-        positions=positions, scale=size**-0.5, window=None if latent else 5000, softcap=None,
-        sinks=None if latent else torch.randn(heads),
-    )  # fmt: skip
-    on_device = case.to(DEVICE)
-    actual = on_device.run()
-    tolerance = 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(actual.cpu().double(), case.expected(), rtol=0, atol=tolerance)
-    for row in range(len(positions)):
-        assert torch.equal(on_device.row(row).run()[0], actual[row])
+    for decoding in (True,) if latent else (True, False):  # latents of prompts are expanded first
+        counts = [0, 1, 1, 1, 1] if decoding else [1, 1, 300, 64, 33]
+        tokens = 5 if decoding else sum(counts)
+        case = AttentionCase(
+            query=torch.randn(tokens, heads, size).to(dtype),
+            second=torch.randn(tokens, heads, beside).to(dtype) if latent else None,
+            rows=[
+                (torch.randn(kv_heads, length, size).to(dtype),
+                 torch.randn(kv_heads, length, beside).to(dtype))
+                for length in lengths
+            ],
+            counts=counts, reach=None if latent else 5000, scale=size**-0.5, softcap=None,
+            sinks=None if latent else torch.randn(heads), decoding=decoding,
+        )  # fmt: skip
+        on_device = case.to(DEVICE)
+        actual = on_device.run()
+        tolerance = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(actual.cpu().double(), case.expected(), rtol=0, atol=tolerance)
+        at = 0
+        for index, count in enumerate(counts):
+            rows = max(count, 1)
+            own = on_device.part(index, rows // 2, rows).run()
+            assert torch.equal(own, actual[at + rows // 2 : at + rows])
+            at += rows
 
 
 RECURRENT: list[recurrence_cases.Case] = [

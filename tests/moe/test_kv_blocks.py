@@ -18,8 +18,9 @@ from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
 from moe.network.block_codec import BlockError, decode_block, encode_block
-from moe.network.kv_blocks import BlockKVCache, BlockPool, Shape
-from moe.network.kv_cache import KVFormat, Work
+from moe.network.device_blocks import DeviceBlocks
+from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, Shape
+from moe.network.kv_cache import KVFormat, LayerKey, Work
 from moe.network.lanes import run_lanes
 
 NATIVE, WHY = choose_kernel()
@@ -30,22 +31,35 @@ WINDOW = 20
 INDEXER = ("indexer", 3)
 
 
-class CanaryPool(BlockPool):
+class CanaryBlocks(HostBlocks):
     """Memory that nobody has written is NaN, so that it shows when it is read."""
 
-    def new_rows(self, shape: Shape) -> Tensor:
-        return super().new_rows(shape).fill_(0xFF)
+    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        return super().new_rows(number, layer, shape).fill_(0xFF)
+
+
+class CanaryDeviceBlocks(DeviceBlocks):
+    """The same; a block that is given back forgets what it had."""
+
+    def give_back(self, number: int) -> None:
+        for _, rows in self._layers.values():
+            rows[number] = torch.nan
+        super().give_back(number)
 
 
 class Sequences(RuleBasedStateMachine):
     """Sequences that grow, fork and end, beside lists of the rows that they should have."""
 
-    @initialize(bits=st.sampled_from([32, 16, 8, 4]), window=st.booleans())
-    def begin(self, bits: int, window: bool) -> None:
-        """Layer 3 sees a window of few tokens, or all of them."""
+    @initialize(bits=st.sampled_from([32, 16, 8, 4, None]), window=st.booleans())
+    def begin(self, bits: int | None, window: bool) -> None:
+        """Layer 3 sees a window of few tokens, or all of them. Without bits: as on a GPU."""
         assert NATIVE is not None
-        self.windows = {3: WINDOW} if window else {}
-        self.pool = CanaryPool(NATIVE.kv, KVFormat.of_bits(bits), self.windows)
+        self.windows = {3: WINDOW} if window and bits is not None else {}
+        if bits is None:
+            self.pool = BlockPool(CanaryDeviceBlocks(torch.device("cpu"), torch.float32, 150))
+        else:
+            memory = CanaryBlocks(NATIVE.kv, KVFormat.of_bits(bits))
+            self.pool = BlockPool(memory, self.windows)
         self.known: list[tuple[BlockKVCache, list[float]]] = []
         self.next = 1.0
 
@@ -243,7 +257,7 @@ def test_a_window_keeps_its_last_tokens_only(tiny_checkpoint: Callable[[str], Pa
             sliding = [layer for layer, kind in kinds if kind == "sliding_attention"]
             assert pool.windows == dict.fromkeys(sliding, config.sliding_window)
             if not windows:
-                model.backbone.blocks = pool = BlockPool(pool.kernel, pool.form)
+                model.backbone.blocks = pool = BlockPool(pool.memory)
             engine, most[windows] = model.engine(), 0.0
             assert engine.scheduler.prefixes is not None
             groups = [model.request(prompt, params) for prompt in prompts]
@@ -273,9 +287,21 @@ def finish(engine: Engine) -> None:
 
 def test_many_layers_take_no_more_room_in_tables() -> None:
     assert NATIVE is not None
-    cache = BlockPool(NATIVE.kv, KVFormat.of_bits(16)).new_cache(3 * BLOCK)
+    cache = BlockPool(HostBlocks(NATIVE.kv, KVFormat.of_bits(16))).new_cache(3 * BLOCK)
     rows = torch.randn(1, 1, 2 * BLOCK, 8)
     for layer in range(100):
         cache.write(layer, rows, rows)
     assert cache._tables.shape == (100, 2, 16)
     assert torch.equal(cache.read(99, 2 * BLOCK)[0], cache.read(0, 2 * BLOCK)[0])
+
+
+def test_a_full_pool_says_so_and_goes_on_when_a_sequence_ends() -> None:
+    memory = DeviceBlocks(torch.device("cpu"), torch.float32, 2)
+    pool, rows = BlockPool(memory), torch.randn(1, 1, 2 * BLOCK, 8)
+    first, second = pool.new_cache(3 * BLOCK), pool.new_cache(BLOCK)
+    first.write(0, rows, rows)
+    with pytest.raises(MemoryError, match="all 2 blocks of keys and values on cpu are in use"):
+        second.write(0, rows[:, :, :1], rows[:, :, :1])
+    del first
+    second.write(0, rows[:, :, :1], rows[:, :, :1])
+    assert (second.held_tokens, pool.held_tokens) == (BLOCK, BLOCK)

@@ -177,8 +177,8 @@ def test_a_rank_holds_a_common_prompt_once(tiny_checkpoint: Callable[[str], Path
     assert most_running == 12
     assert planner.scheduler.prefixes is not None
     entries = planner.scheduler.prefixes._entries.values()
-    kept = [cast(RemoteCache, entry.kv) for entry in entries]
-    listed = {id(block) for cache in kept for block in cache._holder.blocks}
+    caches = [cast(RemoteCache, entry.kv) for entry in entries]
+    listed = {id(block) for cache in caches for block in cache._holder.blocks}
     assert pool.held_tokens == BLOCK * len(listed), "the rank holds other blocks"
     assert planner.scheduler.prefixes.num_tokens <= BLOCK * len(listed)
     for group, prompt in zip(groups[:-1], prompts, strict=True):

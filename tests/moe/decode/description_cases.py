@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import torch
@@ -40,11 +40,9 @@ class Maker:
 
     Attributes:
         most_heads: of latent attention, and of a head of keys.
-        chunks: attention within chunks, which only CPUs have, is among them.
     """
 
     most_heads = 11, 6
-    chunks = True
 
     def __init__(self, draw: st.DataObject, hidden: int, *, whole: bool = False) -> None:
         self.draw, self.hidden, self.dense = draw.draw, hidden, 0
@@ -77,7 +75,7 @@ class Maker:
         return View(
             scale=0.3,
             window=window,
-            chunk=self.draw(st.sampled_from([None, 1, 5])) if self.chunks and not window else None,
+            chunk=self.draw(st.sampled_from([None, 1, 5])) if not window else None,
             softcap=self.draw(st.sampled_from([None, 5.0])),
             sinks=torch.randn(heads) if self.draw(st.booleans()) else None,
         )
@@ -200,11 +198,20 @@ def routed(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
     return rows * routing.weights.sum(1, keepdim=True)
 
 
-def filled(description: Description, lengths: Sequence[int], room: int) -> list[KVCache]:
-    """Sequences with random caches."""
+def filled(
+    description: Description,
+    lengths: Sequence[int],
+    room: int,
+    new: Callable[[int], KVCache] = KVCache,
+) -> list[KVCache]:
+    """Sequences with random caches.
+
+    Args:
+        new: makes the cache of a capacity.
+    """
     sequences = []
     for length in lengths:
-        sequence = KVCache(length + room)
+        sequence = new(length + room)
         for layer in description.layers:
             a = layer.attention
             if isinstance(a, LatentAttention):

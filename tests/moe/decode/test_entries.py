@@ -22,7 +22,7 @@ from moe.decode.trace import Attends
 from moe.decode.traced import TracedStep
 from moe.describe.description import View
 from moe.describe.own_layers import find_own_layers
-from moe.network.kv_blocks import BlockPool
+from moe.network.kv_blocks import BlockPool, HostBlocks
 from moe.network.kv_cache import KVCache, KVFormat, Work
 from moe.network.own_cache import OwnCache
 
@@ -76,7 +76,7 @@ class Case:
     def cache(self, sequence: int) -> KVCache:
         """Of the tokens before the step."""
         assert KERNEL is not None
-        cache = BlockPool(KERNEL.kv, KVFormat.of_bits(self.bits)).new_cache(4000)
+        cache = BlockPool(HostBlocks(KERNEL.kv, KVFormat.of_bits(self.bits))).new_cache(4000)
         parts = [self.cut(row) for row in self.rows(sequence)[: self.lengths[sequence]]]
         keys = torch.cat([part["k"] for part in parts], 2)
         cache.write(0, keys, keys)

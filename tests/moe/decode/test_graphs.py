@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from kernels.triton.language import INTERPRETED
@@ -17,10 +20,25 @@ from moe.decode.cuda_graph import GraphStep, rows_for
 from moe.decode.recorded import moved
 from moe.decode.reference import reference_step
 from moe.decode.step import InsideExperts
-from moe.describe.description import Description, Experts, NotDescribed
+from moe.describe.description import (
+    Attention,
+    Description,
+    Experts,
+    HeadNorm,
+    Layer,
+    Norm,
+    NotDescribed,
+    Projection,
+    Rotation,
+    Router,
+    View,
+)
+from moe.network.device_blocks import DeviceBlocks
+from moe.network.kv_blocks import BlockPool
 from moe.network.kv_cache import KVCache, Work
 from routing import Routing
-from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed
+from routing.routers import RouterRule
+from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed, table
 from tests.moe.decode.tape import Tape
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
@@ -44,20 +62,29 @@ class Counted(InsideExperts):
         self.routings.append(routing)
 
 
-def recorded(description: Description) -> GraphStep:
-    return GraphStep(description, CPU, torch.float32, inside, Tape)
+def new_memory() -> DeviceBlocks:
+    return DeviceBlocks(CPU, torch.float32, 24)
+
+
+def recorded(description: Description, memory: DeviceBlocks) -> GraphStep:
+    return GraphStep(description, memory, inside, Tape)
+
+
+def sequences_of(
+    description: Description, memory: DeviceBlocks, lengths: list[int], room: int
+) -> list[KVCache]:
+    return filled(description, lengths, room, BlockPool(memory).new_cache)
 
 
 def made(data: st.DataObject) -> Description:
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     maker = Maker(data, data.draw(st.sampled_from([8, 24])), whole=True)
     maker.dtype, maker.most_heads = torch.float32, (3, 2)  # Triton's interpreter is slow
-    maker.chunks = False
     return maker.description(2)
 
 
 def copies(work: list[Work]) -> list[Work]:
-    """The same tokens of sequences of their own, in buffers of another size."""
+    """The same tokens of forks, which share blocks."""
     pieces = []
     for item in work:
         assert isinstance(item.cache, KVCache)
@@ -66,17 +93,30 @@ def copies(work: list[Work]) -> list[Work]:
     return pieces
 
 
+def in_buffers(work: list[Work]) -> list[Work]:
+    """The same tokens of sequences without blocks, as the plain step reads them."""
+    pieces = []
+    for item in work:
+        assert isinstance(item.cache, KVCache)
+        cache = KVCache(item.cache.capacity)
+        for layer in item.cache.layers:
+            cache.write(layer, *item.cache.read(layer, item.cache.length))
+        cache.length = item.cache.length
+        pieces.append(replace(item, cache=cache))
+    return pieces
+
+
 @settings(max_examples=4)
 @given(st.data())
 @torch.inference_mode()
 def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.DataObject) -> None:
-    description = made(data)
-    step = recorded(description)
+    description, memory = made(data), new_memory()
+    step = recorded(description, memory)
     sequences: list[KVCache] = []
     for _ in range(2):
         lengths = data.draw(st.lists(st.sampled_from([1, 3, 40]), min_size=0, max_size=2))
         sequences = [s for s in sequences if data.draw(st.booleans())]
-        sequences += filled(description, lengths, 12)
+        sequences += sequences_of(description, memory, lengths, 12)
         counts = [data.draw(st.sampled_from([1, 1, 3])) for _ in sequences]
         work = [
             Work(torch.randint(VOCABULARY, (count,)).tolist(), cache, data.draw(st.booleans()))
@@ -84,7 +124,7 @@ def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.Dat
         ]
         if not work:
             continue
-        alone, plain = copies(work), copies(work)
+        alone, plain = copies(work), in_buffers(work)
         expected = reference_step(description, plain, routed)
         counted = Counted()
         whole = step.inside(alone, counted)
@@ -101,8 +141,9 @@ def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.Dat
 @torch.inference_mode()
 def test_visits_are_those_of_the_plain_step(data: st.DataObject) -> None:
     """Also when nobody asks for them: with three rows in a recording of four."""
-    description = made(data)
-    work = [Work([token], cache) for token, cache in enumerate(filled(description, [2, 5, 9], 1))]
+    description, memory = made(data), new_memory()
+    caches = sequences_of(description, memory, [2, 5, 9], 1)
+    work = [Work([token], cache) for token, cache in enumerate(caches)]
     seen: dict[str, list[Routing]] = {"plain": [], "segments": []}
 
     def watched(name: str) -> graphs.RoutedExperts:
@@ -113,8 +154,8 @@ def test_visits_are_those_of_the_plain_step(data: st.DataObject) -> None:
 
         return note
 
-    reference_step(description, copies(work), watched("plain"))
-    step = recorded(description)
+    reference_step(description, in_buffers(work), watched("plain"))
+    step = recorded(description, memory)
     step(copies(work), watched("segments"))
     counted = Counted()
     step.inside(copies(work), counted)
@@ -129,13 +170,15 @@ def test_visits_are_those_of_the_plain_step(data: st.DataObject) -> None:
 @given(st.data())
 @torch.inference_mode()
 def test_a_step_that_sleeps_at_a_layer_keeps_what_is_its_own(data: st.DataObject) -> None:
-    description = made(data)
+    description, memory = made(data), new_memory()
     first, second = (
-        [Work([token], cache) for cache in filled(description, [length], 1)]
+        [Work([token], cache) for cache in sequences_of(description, memory, [length], 1)]
         for token, length in ((1, 4), (2, 7))
     )
-    step = recorded(description)
-    expected = [reference_step(description, copies(work), routed)[0] for work in (first, second)]
+    step = recorded(description, memory)
+    expected = [
+        reference_step(description, in_buffers(work), routed)[0] for work in (first, second)
+    ]
     nested: list[Tensor] = []
 
     def interrupted(layer: int, rows: Tensor, routing: Routing) -> Tensor:
@@ -153,17 +196,17 @@ def test_a_step_that_sleeps_at_a_layer_keeps_what_is_its_own(data: st.DataObject
 @given(st.data())
 @torch.inference_mode()
 def test_what_cannot_be_recorded_leaves_sequences_as_they_were(data: st.DataObject) -> None:
-    description = made(data)
-    work = [Work([1], cache) for cache in filled(description, [4], 1)]
+    description, memory = made(data), new_memory()
+    work = [Work([1], cache) for cache in sequences_of(description, memory, [4], 1)]
 
     def asks(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
         return rows * float(routing.weights.sum())
 
-    step = GraphStep(description, CPU, torch.float32, asks, Tape)
+    step = GraphStep(description, memory, asks, Tape)
     with pytest.raises(NotDescribed, match="recording 1 rows raised RuntimeError: item waits"):
         step.inside(work, Counted())
     assert work[0].cache.length == 4
-    expected = reference_step(description, copies(work), routed)
+    expected = reference_step(description, in_buffers(work), routed)
     torch.testing.assert_close(step(work, routed), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -177,7 +220,7 @@ def test_a_step_stays_on_its_device(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.append(kernel))
         step = GraphStep(
-            description, torch.device("meta"), torch.bfloat16, inside,
+            description, DeviceBlocks(torch.device("meta"), torch.bfloat16, 4), inside,
             lambda: lambda function: (lambda: None, function()),
         )  # fmt: skip
         step.inside([], Counted())
@@ -192,6 +235,82 @@ def on_meta(part: object) -> Description:
 class _SameOnMeta(dict[torch.nn.Module, torch.nn.Module]):
     def __missing__(self, module: torch.nn.Module) -> torch.nn.Module:
         return module.to("meta")
+
+
+def layers_like_qwen3(layers: int) -> Description:
+    """Norms of heads, rotations, experts without a shared one; all weights in bf16."""
+    torch.manual_seed(0)
+
+    def projection(rows: int, columns: int) -> Projection:
+        linear = nn.Linear(columns, rows, bias=False).bfloat16().requires_grad_(False)
+        return Projection(linear.weight, None, linear)
+
+    def norm(size: int) -> Norm:
+        return Norm(torch.ones(size), None, 1e-6, centered=False)
+
+    own, made = table(16), []
+    for layer in range(layers):
+        heads = HeadNorm(norm(16), per_head=True)
+        attention = Attention(
+            layer, projection(64, 32), projection(32, 32), projection(32, 32), projection(32, 64),
+            heads, heads, Rotation("half", 0, 16, own), View(scale=0.25), 4, 2, 16, 16,
+        )  # fmt: skip
+        router = Router(projection(12, 32), RouterRule(2, "softmax", renormalise=True))
+        experts = Experts(layer, 12, router, None, None, 1.0)
+        norms = norm(32), None, norm(32), None
+        made.append(Layer(attention, experts, *norms, attention_scale=1.0, feed_scale=1.0))
+    embedding = nn.Embedding(VOCABULARY, 32).bfloat16().requires_grad_(False)
+    head = projection(VOCABULARY, 32)
+    return Description(embedding, 1.0, tuple(made), norm(32), head, 1.0, None)
+
+
+class Launches(TorchDispatchMode):
+    """Names what a device would launch: operations of torch that are no views, and kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = function._schema.name.removeprefix("aten::")
+        if not function.is_view and "empty" not in name and name not in _FREE:
+            self.names.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+_FREE = ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias")
+
+
+def launches_of(layers: int) -> list[str]:
+    """Of a step without its routing and experts, which count as one launch a layer."""
+    description, launches = on_meta(layers_like_qwen3(layers)), Launches()
+    memory = DeviceBlocks(torch.device("meta"), torch.bfloat16, 4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.names.append("kernel")
+        )
+        patch.setattr(
+            "moe.decode.reference.route",
+            lambda _router, rows: Routing(rows[:, :2].long(), rows[:, :2]),
+        )
+        inputs = graphs.GraphInputs(1, description, memory)
+        with launches:
+            steps = graphs.walk(description, inputs.tokens, graphs.DeviceOperations(inputs, memory))
+            halt = next(steps)
+            with contextlib.suppress(StopIteration):
+                while True:
+                    halt = steps.send(torch.empty_like(halt.rows.rounded))
+    return launches.names
+
+
+def test_a_layer_is_nine_launches_beside_its_experts() -> None:
+    """Two sums with norms, four products, heads, attention, and its splits joined; the router's
+    stand-in is one more, a cast."""
+    one, two = launches_of(1), launches_of(2)
+    assert len(two) - len(one) == 9 + 1
+    assert two.count("kernel") - one.count("kernel") == 5
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (32, 32), (33, 64), (100, 128)])

@@ -1,0 +1,255 @@
+"""A walk's operations on a GPU, and what they read that changes from step to step.
+
+`DeviceOperations` computes a decode step with fused kernels (`kernels.triton.rows`) and attention
+over the pool of blocks (`kernels.triton.attention`): between two products of a layer there is one
+launch, two for attention. Nothing reads from the device or depends on values, so that CUDA graphs
+can hold all of it; `GraphInputs` has what a replay reads anew.
+Legend: B rows of a recording, H hidden, C columns of the block tables (blocks of the pool).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from kernels import linear_forward
+from kernels.triton import attention
+from kernels.triton.attention import KeyRows
+from kernels.triton.rows import Heads, RowNorm, Turn, add_norm, gated, place_heads
+from moe.decode.reference import Normed
+from moe.describe.description import (
+    Activation,
+    Attention,
+    Description,
+    FeedForward,
+    HeadNorm,
+    LatentAttention,
+    Norm,
+    Projection,
+    Rotation,
+    View,
+)
+from moe.network.device_blocks import DeviceBlocks, slots_of
+from moe.network.kv_blocks import BlockKVCache, Shape
+from moe.network.kv_cache import Work
+
+_CURVES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+
+
+class GraphInputs:
+    """Tokens, places and angles of at most ``count`` rows; the others are padding.
+
+    Attributes:
+        tokens: ``(B,)`` int64, 0 in padding.
+        slots: ``(B,)`` int64: where each row's keys and values go; -1 in padding.
+        spans: ``(B, 4)`` int32, as `kernels.triton.attention` reads it; each row is a span.
+        tables: ``(B, C)`` int32: the blocks of each row's sequence.
+        firsts: by `View.span`, ``(B,)`` int32: the first key that each row sees.
+        angles: of each rotary table ``(B, size / 2)`` cosines and sines.
+    """
+
+    def __init__(self, count: int, description: Description, memory: DeviceBlocks) -> None:
+        device = memory.device
+        attentions = [layer.attention for layer in description.layers]
+        turns = [a.rotation.table for a in attentions if a.rotation is not None]
+        self._tables = list(dict.fromkeys(turns))
+        sizes = [table.cos.shape[1] for table in self._tables for _ in range(2)]
+        reaches = sorted({a.view.span for a in attentions})
+        self._longs = torch.zeros(2, count, dtype=torch.int64, device=device)
+        self._ints = torch.zeros(4 + len(reaches), count, dtype=torch.int32, device=device)
+        self._floats = torch.zeros(count, sum(sizes), device=device)
+        self.tables = torch.zeros(count, memory.count, dtype=torch.int32, device=device)
+        self.tokens, self.slots = self._longs
+        self.spans = self._ints[:4].view(count, 4)
+        self.firsts = dict(zip(reaches, self._ints[4:], strict=True))
+        parts = iter(self._floats.split(sizes, 1))
+        self.angles = dict(zip(self._tables, zip(parts, parts, strict=True), strict=True))
+        self.fill([])
+
+    @property
+    def padding(self) -> Tensor:
+        """``(B,)`` bool."""
+        return self.slots < 0
+
+    def fill(self, work: Sequence[Work]) -> None:
+        """Put new tokens and where their sequences are in place, without waiting for the device."""
+        count = self.tokens.shape[0]
+        longs = np.zeros((2, count), np.int64)
+        longs[1] = -1
+        ints = np.zeros(tuple(self._ints.shape), np.int32)
+        spans = ints[:4].reshape(count, 4)
+        spans[:, 1] = spans[:, 0] = np.arange(count)
+        begin, numbers = 0, list[np.ndarray]()
+        for item in work:
+            cache, new = item.cache, len(item.token_ids)
+            assert isinstance(cache, BlockKVCache)
+            cache.reserve(cache.length + new)
+            positions, own = np.arange(cache.length, cache.length + new), slice(begin, begin + new)
+            longs[0, own], longs[1, own] = item.token_ids, slots_of(cache, positions)
+            spans[own, 2], spans[own, 3] = 1, positions
+            numbers += [cache.block_numbers] * new
+            begin += new
+        for row, reach in zip(ints[4:], self.firsts, strict=True):
+            row[:begin] = _first_keys(reach, spans[:begin, 3])
+        _send(self._longs, torch.from_numpy(longs))
+        _send(self._ints, torch.from_numpy(ints))
+        if numbers:
+            tables = np.zeros((count, max(map(len, numbers))), np.int32)
+            for table, blocks in zip(tables, numbers, strict=False):
+                table[: len(blocks)] = blocks
+            _send(self.tables[:, : tables.shape[1]], torch.from_numpy(tables))
+            self._turn(torch.from_numpy(spans[:begin, 3].astype(np.int64)))
+
+    def _turn(self, positions: Tensor) -> None:
+        if not self._tables:
+            return
+        floats = torch.zeros(tuple(self._floats.shape))
+        begin = 0
+        for table in self._tables:
+            table.reserve(int(positions.max()) + 1)
+            for values in (table.cos, table.sin):
+                end = begin + values.shape[1]
+                floats[: len(positions), begin:end] = values[positions]
+                begin = end
+        _send(self._floats, floats)
+
+
+def _first_keys(reach: int, positions: np.ndarray) -> np.ndarray:
+    """The first key that a query sees at each position; ``reach`` is a `View.span`."""
+    if reach < 0:
+        return positions // -reach * -reach
+    return np.maximum(positions - reach + 1, 0) if reach else np.zeros_like(positions)
+
+
+def _send(to: Tensor, values: Tensor) -> None:
+    # torch keeps a pinned block from being used again until the device has read it.
+    to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class DeviceOperations:
+    """See `moe.decode.reference.StepOperations`. Rows are rounded to the dtype of what they meet: a
+    weight, or the pool's.
+
+    Attributes:
+        inputs: of the rows at hand.
+        memory: of the blocks.
+    """
+
+    inputs: GraphInputs
+    memory: DeviceBlocks
+
+    def project(self, projection: Projection, rows: Normed | Tensor) -> Tensor:
+        output = self._product(projection, rows)
+        return output if projection.bias is None else output.float() + projection.bias
+
+    def add(
+        self, x: Tensor, rows: Tensor | None, scale: float, post: Norm | None, norm: Norm | None
+    ) -> tuple[Tensor, Normed]:
+        normed = Normed(torch.empty_like(x), torch.empty_like(x, dtype=self.memory.dtype))
+        added = None if rows is None else rows.contiguous()
+        add_norm(x, added, scale, _row_norm(post), _row_norm(norm), *normed)
+        return x, normed
+
+    def feed(self, feed: FeedForward, rows: Normed) -> Tensor:
+        gate, up = self.project(feed.gate, rows), self.project(feed.up, rows)
+        weight = feed.down.weight
+        dtype = weight.dtype if isinstance(weight, Tensor) else self.memory.dtype
+        output = torch.empty_like(gate, dtype=dtype)
+        gated(gate, up, _CURVES[feed.activation], output)
+        return self.project(feed.down, output)
+
+    def attend(self, a: Attention, rows: Normed) -> Tensor:
+        own = self.memory.layer_rows(a.layer, Shape(a.kv_heads, a.head_dim, a.value_dim))
+        assert own.values is not None
+        query = own.keys.new_empty(rows.exact.shape[0], a.heads, a.head_dim)
+        turn = self._turn_by(a.rotation)
+        value = self._product(a.v, rows).unflatten(1, (a.kv_heads, a.value_dim))
+        place_heads(
+            self._heads(a.q, rows, a.heads, a.q_norm, turn),
+            self._heads(a.k, rows, a.kv_heads, a.k_norm, turn),
+            Heads(value, a.v.bias), query, own.keys, own.values, self.inputs.slots,
+        )  # fmt: skip
+        return self.project(a.o, self._attend(query, own, a.view, self._dtype_of(a.o)).flatten(1))
+
+    def attend_latent(self, a: LatentAttention, rows: Normed) -> Tensor:
+        queries = rows
+        if a.q_a is not None and a.q_a_norm is not None:
+            queries = self._norm(self.project(a.q_a, rows), a.q_a_norm)
+        both, size = self.project(a.q, queries).unflatten(1, (a.heads, -1)), a.kv_b.shape[-1]
+        kv, turn = self.project(a.kv_a, rows)[:, None], self._turn_by(a.rotation)
+        own = self.memory.layer_rows(a.layer, Shape(1, size, a.rotation.size))
+        assert own.values is not None
+        turned = own.keys.new_empty(both.shape[0], a.heads, a.rotation.size)
+        place_heads(
+            Heads(both[..., a.plain_dim :], turn=turn),
+            Heads(kv[..., :size], norm=_row_norm(a.kv_norm)), Heads(kv[..., size:], turn=turn),
+            turned, own.keys, own.values, self.inputs.slots,
+        )  # fmt: skip
+        plain, matrix = both[..., : a.plain_dim].to(a.kv_b.dtype), a.kv_b
+        inward = torch.einsum("bhp,hpr->bhr", plain, matrix[:, : a.plain_dim])
+        latent = KeyRows(own.keys, None, own.values)
+        query = inward.to(self.memory.dtype).contiguous()
+        sums = self._attend(query, latent, a.view, matrix.dtype, turned)
+        values = torch.einsum("bhr,hvr->bhv", sums, matrix[:, a.plain_dim :])
+        return self.project(a.o, values.flatten(1))
+
+    def _attend(
+        self, query: Tensor, own: KeyRows, view: View, dtype: torch.dtype,
+        second: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        how: dict[str, Any] = {name: getattr(view, name) for name in ("scale", "softcap", "sinks")}
+        inputs, placed = self.inputs, own._replace(tables=self.inputs.tables)
+        firsts = inputs.firsts[view.span]
+        return attention.attend(
+            query, placed, inputs.spans, firsts, second=second, dtype=dtype, **how
+        )
+
+    def _heads(
+        self, projection: Projection, rows: Normed, heads: int, norm: HeadNorm | None,
+        turn: Turn | None,
+    ) -> Heads:  # fmt: skip
+        """What a projection gives, and what the kernel makes of it."""
+        if norm is not None and not norm.per_head:  # of all heads at once: a launch of its own
+            normed = self._norm(self.project(projection, rows), norm.norm)
+            return Heads(normed.exact.unflatten(1, (heads, -1)), turn=turn)
+        given = self._product(projection, rows).unflatten(1, (heads, -1))
+        own = None if norm is None else _row_norm(norm.norm)
+        late = norm is not None and norm.after_rotation
+        return Heads(given, projection.bias, own, turn, late)
+
+    def _norm(self, rows: Tensor, norm: Norm) -> Normed:
+        return self.add(rows.float(), None, 1.0, None, norm)[1]
+
+    def _product(self, projection: Projection, rows: Normed | Tensor) -> Tensor:
+        """Without the bias, in the dtype that the product has."""
+        weight, dtype = projection.weight, self._dtype_of(projection)
+        given: Normed | Tensor = rows
+        if isinstance(rows, Normed):
+            given = rows.rounded if rows.rounded.dtype == dtype else rows.exact
+        assert isinstance(given, Tensor)
+        given = given.to(dtype)
+        return (
+            linear(given, weight) if isinstance(weight, Tensor) else linear_forward(given, weight)
+        )
+
+    def _dtype_of(self, projection: Projection) -> torch.dtype:
+        """Of the rows that a projection reads."""
+        weight = projection.weight
+        return weight.dtype if isinstance(weight, Tensor) else self.memory.dtype
+
+    def _turn_by(self, rotation: Rotation | None) -> Turn | None:
+        if rotation is None:
+            return None
+        angles = self.inputs.angles[rotation.table]
+        return Turn(rotation.style, rotation.begin, rotation.size, *angles)
+
+
+def _row_norm(norm: Norm | None) -> RowNorm | None:
+    return None if norm is None else RowNorm(norm.weight, norm.bias, norm.eps, norm.centered)

@@ -1,0 +1,226 @@
+"""Keys and values in blocks on a GPU: one pool that is never reallocated, and block tables.
+
+`DeviceBlocks` is the memory of a `BlockPool` there. Of each layer it has one tensor with the rows
+of all blocks, made when the layer is first written, which probes do while a model is loaded. A
+sequence lists its blocks by number, the same ones in all layers; forks and cached prefixes list the
+same blocks. `DevicePass` is what one packed pass of prompts reads and writes, with one launch a
+layer for each; recorded decode steps (`moe.decode.cuda_graph`) read the same tables.
+Legend: P blocks, N key/value heads, D key size, V value size, T new tokens of all sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.triton import attention, rows
+from kernels.triton.attention import BLOCK, KeyRows
+from moe.network.kv_blocks import BlockKVCache, Shape
+from moe.network.kv_cache import KVCache, KVFormat, LayerKey
+
+_WIDEST = 256
+"""Numbers of the widest head that the kernel for prompts takes."""
+
+
+class DeviceBlocks:
+    """The memory of a pool of blocks; see `moe.network.kv_blocks.BlockMemory`.
+
+    A block has rows of all layers, so that one table serves them. Layers with a window keep what is
+    behind it, as the pool has no windows here.
+
+    Args:
+        dtype: of keys and values.
+        count: P.
+    """
+
+    counts_blocks = True
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, count: int) -> None:
+        self.device, self.dtype, self.count = device, dtype, count
+        self.form = KVFormat.of_bits(dtype.itemsize * 8)
+        self.row_form = str(dtype).removeprefix("torch.")
+        self._free = list(range(count - 1, -1, -1))
+        self._layers: dict[LayerKey, tuple[Shape, Tensor]] = {}
+
+    def take(self) -> int:
+        if not self._free:
+            raise MemoryError(
+                f"all {self.count} blocks of keys and values on {self.device} are in use"
+            )
+        return self._free.pop()
+
+    def give_back(self, number: int) -> None:
+        self._free.append(number)
+
+    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        return self._rows(layer, shape)[number].view(torch.uint8)
+
+    def take_rows(self, number: int, layer: LayerKey, shape: Shape, rows: Tensor) -> Tensor:
+        return self.new_rows(number, layer, shape).copy_(rows)
+
+    def layer_rows(self, layer: LayerKey, shape: Shape) -> KeyRows:
+        """A layer's keys (P, N, 64, D) and values (P, N, 64, V)."""
+        heads, *sizes = shape
+        both = self._rows(layer, shape).split([heads * BLOCK * size for size in sizes], 1)
+        keys, values = (
+            part.unflatten(1, (heads, BLOCK, size)) for part, size in zip(both, sizes, strict=True)
+        )
+        return KeyRows(keys, values)
+
+    def write(
+        self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        positions = np.arange(start, start + keys.shape[2])
+        slots = sent(slots_of(cache, positions), self.device)
+        shape = Shape(keys.shape[1], keys.shape[3], values.shape[3])
+        self.store(layer, shape, keys, values, slots)
+
+    def store(
+        self, layer: LayerKey, shape: Shape, keys: Tensor, values: Tensor, slots: Tensor
+    ) -> None:
+        """Write rows ``(1, N, T, D)`` and ``(1, N, T, V)`` to ``(T,)`` slots."""
+        to = self.layer_rows(layer, shape)
+        assert to.values is not None
+        key, value = (_side_by_side(part[0].transpose(0, 1)) for part in (keys, values))
+        rows.store(key, value, to.keys, to.values, slots)
+
+    def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
+        numbers = sent(cache.block_numbers[: -(-end // BLOCK)].astype(np.int64), self.device)
+        found = self.layer_rows(layer, cache.shapes[layer])
+        assert found.values is not None
+        keys, values = (
+            part[numbers].transpose(0, 1).flatten(1, 2)[None, :, :end]
+            for part in (found.keys, found.values)
+        )
+        return keys, values
+
+    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> DevicePass | None:
+        own = [s for s in sequences if isinstance(s, BlockKVCache) and s.memory is self]
+        return DevicePass(self, own, sizes) if len(own) == len(sequences) else None
+
+    def _rows(self, layer: LayerKey, shape: Shape) -> Tensor:
+        """``(P, numbers of a block)``"""
+        known, found = self._layers.get(layer, (shape, None))
+        assert known == shape, (layer, known, shape)
+        if found is None:
+            numbers = BLOCK * shape.heads * (shape.key_size + shape.value_size)
+            found = torch.empty(self.count, numbers, dtype=self.dtype, device=self.device)
+            self._layers[layer] = shape, found
+        return found
+
+
+class DevicePass:
+    """The rows of all sequences of one packed pass; see `moe.network.kv_cache.RowsPass`.
+
+    Args:
+        sequences: in the order of the packed row.
+        sizes: new tokens of each.
+    """
+
+    def __init__(
+        self, memory: DeviceBlocks, sequences: Sequence[BlockKVCache], sizes: Sequence[int]
+    ) -> None:
+        self._memory, self._sequences = memory, sequences
+        self._sizes, self._ends = list(sizes), []
+        found = []
+        for sequence, size in zip(sequences, sizes, strict=True):
+            end = sequence.length + size
+            sequence.reserve(end)
+            found.append(slots_of(sequence, np.arange(sequence.length, end)))
+            self._ends.append(end)
+        self._slots = sent(np.concatenate(found), memory.device)
+        self._tables = sent(tables_of(sequences), memory.device)
+        self._spans: dict[tuple[int, bool], Tensor] = {}
+        self._firsts: dict[object, Tensor | None] = {}
+
+    def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
+        shape = Shape(keys.shape[1], keys.shape[3], values.shape[3])
+        for sequence in self._sequences:
+            sequence.give_shape(layer, shape)
+        self._memory.store(layer, shape, keys, values, self._slots)
+
+    def attend(
+        self,
+        query: Tensor,
+        layer: int,
+        made: tuple[Tensor, Tensor] | None,
+        first_keys: Callable[[int, int], Tensor | None],
+        rule: object,
+        scale: float | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor | None:
+        if made is None:
+            found = self._memory.layer_rows(layer, self._sequences[0].shapes[layer])
+            found = found._replace(tables=self._tables)
+        else:
+            key, value = (_side_by_side(part[0]) for part in made)
+            found = KeyRows(key, value)
+        assert found.values is not None
+        size, value_size = query.shape[-1], found.values.shape[-1]
+        if max(size, value_size) > _WIDEST or (sinks is not None and sinks.ndim != 1):
+            return None
+        firsts = self._first_keys(first_keys, rule)
+        if firsts is None:
+            return None
+        group = query.shape[1] // found.keys.shape[-3]
+        most = attention.prompt_queries(group, size, value_size, self._memory.dtype)
+        rows_TQD = _side_by_side(query[0].transpose(0, 1)).to(found.keys.dtype)
+        return attention.attend(
+            rows_TQD, found, self._spans_of(most, made is None), firsts,
+            scale=size**-0.5 if scale is None else scale, softcap=softcap,
+            sinks=None if sinks is None else sinks.detach().float(),
+            most_queries=most, dtype=query.dtype,
+        )[None]  # fmt: skip
+
+    def _first_keys(
+        self, first_keys: Callable[[int, int], Tensor | None], rule: object
+    ) -> Tensor | None:
+        if rule not in self._firsts:
+            found = [first_keys(*pair) for pair in zip(self._sizes, self._ends, strict=True)]
+            known = [own for own in found if own is not None]
+            whole = torch.cat(known).int() if len(known) == len(found) else None
+            self._firsts[rule] = whole
+        return self._firsts[rule]
+
+    def _spans_of(self, most: int, in_blocks: bool) -> Tensor:
+        key = most, in_blocks
+        if key not in self._spans:
+            spans, query, begin = [], 0, 0
+            for index, (size, end) in enumerate(zip(self._sizes, self._ends, strict=True)):
+                place = index if in_blocks else begin
+                for at in range(0, size, most):
+                    spans.append((place, query + at, min(most, size - at), end - size + at))
+                query, begin = query + size, begin + end
+            self._spans[key] = sent(np.array(spans, np.int32), self._memory.device)
+        return self._spans[key]
+
+
+def slots_of(cache: BlockKVCache, positions: np.ndarray) -> np.ndarray:
+    """``(T,)`` int64: of tokens at these positions, the block times 64, plus the place there."""
+    numbers = cache.block_numbers[positions // BLOCK].astype(np.int64)
+    return numbers * BLOCK + positions % BLOCK
+
+
+def tables_of(sequences: Sequence[BlockKVCache]) -> np.ndarray:
+    """``(sequences, most blocks)`` int32: the blocks of each, zeros behind them."""
+    found = [sequence.block_numbers for sequence in sequences]
+    tables = np.zeros((len(found), max(map(len, found), default=0)), np.int32)
+    for row, numbers in zip(tables, found, strict=True):
+        row[: len(numbers)] = numbers
+    return tables
+
+
+def sent(values: np.ndarray, device: torch.device) -> Tensor:
+    """On the device, without waiting for it: torch keeps pinned memory until it has been read."""
+    made = torch.from_numpy(values)
+    if device.type == "cuda":
+        made = made.pin_memory()
+    return made.to(device, non_blocking=True)
+
+
+def _side_by_side(part: Tensor) -> Tensor:
+    return part if part.stride(-1) == 1 else part.contiguous()
