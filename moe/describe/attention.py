@@ -86,13 +86,16 @@ def describe_view(call: AttentionCall) -> View:
         softcap=None if softcap is None else float(softcap),
         sinks=None if sinks is None else sinks.detach().float().reshape(-1).clone(),
     )
-    spans = [(at, _visible(call.rule, at)) for at in (_FAR, _FAR + 1, _FAR + 777, 1000, 3)]
+    rule = call.rule
+    if not isinstance(rule, MaskRule):
+        raise NotDescribed("which keys a query sees is the model's own choice")
+    spans = [(at, _visible(rule, at)) for at in (_FAR, _FAR + 1, _FAR + 777, 1000, 3)]
     if all(begin == 0 for _, begin in spans):
         return view
     window = replace(view, window=_FAR - spans[0][1] + 1)
     if all(begin == window.first_key(at + 1) for at, begin in spans):
         return window
-    second = bisect_left(range(_FAR), True, key=lambda at: _visible(call.rule, at) > 0)
+    second = bisect_left(range(_FAR), True, key=lambda at: _visible(rule, at) > 0)
     chunks = replace(view, chunk=second)
     if all(begin == chunks.first_key(at + 1) for at, begin in spans):
         return chunks
@@ -108,8 +111,6 @@ def seen_windows(backbone: Backbone) -> dict[int, int]:
     kept = [layer for layer in seen.sequences[0].layers if isinstance(layer, int)]
     views: dict[int, View] = {}
     for call in seen.attention:
-        if not isinstance(call.rule, MaskRule):
-            continue  # a mask of the model's own, as that of an indexer
         with suppress(NotDescribed):
             views[int(call.module.layer_idx)] = describe_view(call)  # type: ignore[arg-type]
     if len(seen.attention) != len(kept) or not views.keys() <= set(kept):

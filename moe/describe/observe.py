@@ -65,13 +65,17 @@ class ObservedCall:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a module handed to transformers' attention interface, ``(1, heads, T, size)`` each."""
+    """What a module handed to transformers' attention interface, ``(1, heads, T, size)`` each.
+
+    Attributes:
+        rule: by which keys are visible, or a mask of the model's own, as that of an indexer.
+    """
 
     module: nn.Module
     query: Tensor
     key: Tensor
     value: Tensor
-    rule: MaskRule
+    rule: MaskRule | Tensor
     options: dict[str, Any]
     output: Tensor  # (1, T, heads, size)
 
