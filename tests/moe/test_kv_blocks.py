@@ -187,7 +187,7 @@ def _rows(values: list[float], heads: int, size: int) -> Tensor:
 
 
 TestSequences = Sequences.TestCase
-TestSequences.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
+TestSequences.settings = settings(max_examples=6, stateful_step_count=20, deadline=None)
 
 
 @pytest.mark.parametrize("bits", [16, 8, 4])

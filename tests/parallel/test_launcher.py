@@ -100,6 +100,7 @@ def serving(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[
         process.wait()
 
 
+@pytest.mark.slow
 def test_all_end_in_peace_when_rank_0_is_told_to(launch: Any) -> None:
     """SIGTERM goes to everybody, as launchers send it: running requests are finished first. A rank
     that is only slow is not lost meanwhile."""

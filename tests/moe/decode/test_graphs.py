@@ -106,6 +106,7 @@ def in_buffers(work: list[Work]) -> list[Work]:
     return pieces
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(st.data())
 @torch.inference_mode()

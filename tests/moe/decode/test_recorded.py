@@ -143,6 +143,7 @@ def count_calls(model: MoE) -> list[int]:
     return asked
 
 
+@pytest.mark.slow
 def test_policies_and_others_at_the_layers_keep_the_host_in(on_tape: None) -> None:
     backbone, experts = parts_of("mixtral")
     experts.forward = triton_experts.experts_forward
