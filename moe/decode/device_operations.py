@@ -35,7 +35,7 @@ from moe.describe.description import (
     Rotation,
     View,
 )
-from moe.network.device_blocks import DeviceBlocks, slots_of
+from moe.network.device_blocks import DeviceBlocks, slots_of, tables_of
 from moe.network.kv_blocks import BlockKVCache, Shape
 from moe.network.kv_cache import Work
 
@@ -100,10 +100,8 @@ class GraphInputs:
         _send(self._longs, torch.from_numpy(longs))
         _send(self._ints, torch.from_numpy(ints))
         if numbers:
-            tables = np.zeros((count, max(map(len, numbers))), np.int32)
-            for table, blocks in zip(tables, numbers, strict=False):
-                table[: len(blocks)] = blocks
-            _send(self.tables[:, : tables.shape[1]], torch.from_numpy(tables))
+            tables = tables_of(numbers)  # padding reads none
+            _send(self.tables[:begin, : tables.shape[1]], torch.from_numpy(tables))
             self._turn(torch.from_numpy(spans[:begin, 3].astype(np.int64)))
 
     def _turn(self, positions: Tensor) -> None:

@@ -20,6 +20,7 @@ from kernels.triton import attention, rows
 from kernels.triton.attention import BLOCK, KeyRows
 from moe.network.kv_blocks import BlockKVCache, Shape
 from moe.network.kv_cache import KVCache, KVFormat, LayerKey
+from moe.settings.device import to_device
 
 _WIDEST = 256
 """Numbers of the widest head that the kernel for prompts takes."""
@@ -74,7 +75,7 @@ class DeviceBlocks:
         self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
     ) -> None:
         positions = np.arange(start, start + keys.shape[2])
-        slots = sent(slots_of(cache, positions), self.device)
+        slots = to_device(slots_of(cache, positions), self.device)
         shape = Shape(keys.shape[1], keys.shape[3], values.shape[3])
         self.store(layer, shape, keys, values, slots)
 
@@ -88,7 +89,7 @@ class DeviceBlocks:
         rows.store(key, value, to.keys, to.values, slots)
 
     def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
-        numbers = sent(cache.block_numbers[: -(-end // BLOCK)].astype(np.int64), self.device)
+        numbers = to_device(cache.block_numbers[: -(-end // BLOCK)].astype(np.int64), self.device)
         found = self.layer_rows(layer, cache.shapes[layer])
         assert found.values is not None
         keys, values = (
@@ -131,8 +132,10 @@ class DevicePass:
             sequence.reserve(end)
             found.append(slots_of(sequence, np.arange(sequence.length, end)))
             self._ends.append(end)
-        self._slots = sent(np.concatenate(found), memory.device)
-        self._tables = sent(tables_of(sequences), memory.device)
+        self._slots = to_device(np.concatenate(found), memory.device)
+        self._tables = to_device(
+            tables_of([sequence.block_numbers for sequence in sequences]), memory.device
+        )
         self._spans: dict[tuple[int, bool], Tensor] = {}
         self._firsts: dict[object, Tensor | None] = {}
 
@@ -195,7 +198,7 @@ class DevicePass:
                 for at in range(0, size, most):
                     spans.append((place, query + at, min(most, size - at), end - size + at))
                 query, begin = query + size, begin + end
-            self._spans[key] = sent(np.array(spans, np.int32), self._memory.device)
+            self._spans[key] = to_device(np.array(spans, np.int32), self._memory.device)
         return self._spans[key]
 
 
@@ -205,21 +208,12 @@ def slots_of(cache: BlockKVCache, positions: np.ndarray) -> np.ndarray:
     return numbers * BLOCK + positions % BLOCK
 
 
-def tables_of(sequences: Sequence[BlockKVCache]) -> np.ndarray:
-    """``(sequences, most blocks)`` int32: the blocks of each, zeros behind them."""
-    found = [sequence.block_numbers for sequence in sequences]
+def tables_of(found: Sequence[np.ndarray]) -> np.ndarray:
+    """``(rows, most blocks)`` int32: each row's block numbers, zeros behind them."""
     tables = np.zeros((len(found), max(map(len, found), default=0)), np.int32)
     for row, numbers in zip(tables, found, strict=True):
         row[: len(numbers)] = numbers
     return tables
-
-
-def sent(values: np.ndarray, device: torch.device) -> Tensor:
-    """On the device, without waiting for it: torch keeps pinned memory until it has been read."""
-    made = torch.from_numpy(values)
-    if device.type == "cuda":
-        made = made.pin_memory()
-    return made.to(device, non_blocking=True)
 
 
 def _side_by_side(part: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor
 from moe.errors import MoEError
 from moe.sampling import draws
 from moe.sampling.params import SamplingParams
+from moe.settings.device import to_device
 
 _FIRST_GUESS_CPU, _FIRST_GUESS = 256, 1024
 """Largest scores looked at before top-p sorts more of the vocabulary: another readback."""
@@ -115,7 +116,7 @@ class _Batch:
             self._raw_peak_B1 = logits_BV.amax(-1, keepdim=True)
         most = draws.MOST_UNIFORM
         own = [(p.temperature, min(u, most), p.top_p, p.min_p) for p, u, *_ in rows]
-        self._numbers_4B1 = _sent(np.array(own).T[..., None], logits_BV.device)
+        self._numbers_4B1 = to_device(np.array(own).T[..., None], logits_BV.device)
         self._totals_B1: Tensor | None = None
 
     def tokens(self) -> list[Token | LogitsError]:
@@ -133,7 +134,7 @@ class _Batch:
     def _draw(self, rows: Sequence[int], size: int) -> list[Token | LogitsError | None]:
         """The same for some rows; None where top-p needs more than the ``size`` largest scores."""
         every = len(rows) == len(self._rows)
-        at = None if every else _sent(np.array(rows), self._logits_BV.device)
+        at = None if every else to_device(np.array(rows), self._logits_BV.device)
         logits_BV, peak_B1 = _of(self._logits_BV, at), _of(self._peak_B1, at)
         kinds = _kinds([self._rows[row].params for row in rows], size, logits_BV.shape[1])
         if len(kinds) == 1:
@@ -142,7 +143,7 @@ class _Batch:
             ids_B1 = torch.empty_like(peak_B1, dtype=torch.int64)
             enough_B1 = torch.empty_like(peak_B1, dtype=torch.bool)
             for kind, members in kinds.items():
-                own = _sent(np.array(members), logits_BV.device)
+                own = to_device(np.array(members), logits_BV.device)
                 given = own if at is None else at[own]
                 ids, enough = self._group(kind, given, [rows[member] for member in members])
                 ids_B1.index_copy_(0, own, ids)
@@ -153,7 +154,7 @@ class _Batch:
         scored = [place for place, count in enumerate(counts) if count is not None]
         if scored:
             most = min(max(count or 0 for count in counts), logits_BV.shape[1])
-            own = _sent(np.array(scored), logits_BV.device)
+            own = to_device(np.array(scored), logits_BV.device)
             parts.append(draws.logprobs(logits_BV[own], ids_B1[own], most))
         if not scored:
             return [_outcome(*row) for row in _read(parts[0]).tolist()]
@@ -184,7 +185,7 @@ class _Batch:
         top_k = total = None
         if bounded:
             limits = [[min(self._rows[row].params.top_k, size)] for row in rows]
-            top_k = _sent(np.array(limits), scores_BV.device)
+            top_k = to_device(np.array(limits), scores_BV.device)
         else:
             if self._totals_B1 is None:
                 weights_BV = draws.weights_of(self._scores_BV, self._peak_B1, self._numbers_4B1[0])
@@ -226,20 +227,16 @@ def scores_of(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
     scores_BV = logits_BV.float()
     if edits:
         places, numbers = (np.concatenate(parts) for parts in zip(*edits, strict=True))
-        scores_BV = draws.edited(logits_BV, _sent(places, device), _sent(numbers, device))
+        scores_BV = draws.edited(logits_BV, to_device(places, device), to_device(numbers, device))
     limited = [at for at, row in enumerate(rows) if row.bits is not None]
     if limited:
         if not edits:
             scores_BV = logits_BV.to(torch.float32, copy=True)
         stacked = np.stack([row.bits for row in rows if row.bits is not None])
-        draws.restricted(scores_BV, _sent(np.array(limited), device), _sent(stacked, device))
+        draws.restricted(
+            scores_BV, to_device(np.array(limited), device), to_device(stacked, device)
+        )
     return scores_BV
-
-
-def _sent(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copied to the device without waiting for it."""
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _read(values: Tensor) -> np.ndarray:
@@ -271,7 +268,7 @@ def candidates(scores_V: Tensor, params: SamplingParams) -> tuple[np.ndarray, np
     scores_BV, vocab_size = scores_V[None], len(scores_V)
     peak, device = scores_BV.amax(-1, keepdim=True).double(), scores_V.device
     numbers = np.array([params.temperature, params.top_p, params.min_p])
-    temperature, top_p, min_p = _sent(numbers[:, None, None], device)
+    temperature, top_p, min_p = to_device(numbers[:, None, None], device)
     top_k = min(params.top_k, vocab_size)
     total = None
     if not top_k:
@@ -282,7 +279,7 @@ def candidates(scores_V: Tensor, params: SamplingParams) -> tuple[np.ndarray, np
         kept = (weights_V >= max(params.min_p, np.finfo(np.float64).tiny)).nonzero()[0]
         return kept, weights_V[kept]
     size = top_k or min(_FIRST_GUESS_CPU, vocab_size)
-    limit = _sent(np.array([[top_k]]), device) if top_k else None
+    limit = to_device(np.array([[top_k]]), device) if top_k else None
     while True:
         ids, weights, enough = draws.nucleus(
             scores_BV, peak, temperature, limit, total, top_p, min_p, size
@@ -308,7 +305,7 @@ def score(token_ids: Sequence[int], logits_TV: Tensor, count: int) -> list[Token
     most = min(count, logits_TV.shape[1])
     for part in parts_of(len(token_ids), logits_TV[0] if token_ids else None):
         rows_TV = logits_TV[part.start : part.stop].detach()
-        given = _sent(np.array(token_ids[part.start : part.stop])[:, None], logits_TV.device)
+        given = to_device(np.array(token_ids[part.start : part.stop])[:, None], logits_TV.device)
         peak_T1 = rows_TV.amax(-1, keepdim=True).double()
         for peak, *row in _read(
             torch.cat((peak_T1, draws.logprobs(rows_TV, given, most)), 1)
