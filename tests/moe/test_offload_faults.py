@@ -121,22 +121,24 @@ def meddling(model: MoE, change: Callable[[Transfer, str], Transfer]) -> Iterato
 
 
 class Slow:
-    """A transfer that is waited for a little longer."""
+    """A transfer that ends some time after it began at the earliest."""
 
     def __init__(self, transfer: Transfer, seconds: float = 0.0) -> None:
-        self._transfer, self._seconds = transfer, seconds
+        self._transfer, self._ready = transfer, time.perf_counter() + seconds
 
     @property
     def done(self) -> bool:
-        return self._transfer.done
+        return time.perf_counter() >= self._ready and self._transfer.done
 
     @property
     def failed(self) -> Exception | None:
         return self._transfer.failed
 
     def wait(self) -> float:
-        time.sleep(self._seconds)
-        return self._transfer.wait()
+        begun = time.perf_counter()
+        time.sleep(max(0.0, self._ready - begun))
+        self._transfer.wait()
+        return time.perf_counter() - begun
 
     def cancel(self) -> bool:
         return self._transfer.cancel()

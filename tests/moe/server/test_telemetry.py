@@ -29,6 +29,7 @@ from moe.settings import ModelSettings
 from moe.settings.profile import load_profile
 from offload.capacity import slot_bytes
 from tests.moe.server.conftest import NAMES, Running
+from tests.moe.test_offload_faults import Slow, meddling
 
 SECRET = "zebra quagga okapi"
 BODY = {"model": "tiny", "prompt": SECRET, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -110,7 +111,10 @@ def test_steps_that_waited_for_experts_are_spans(
     plan = MoE.from_pretrained(store, small).memory_plan
     rest = sum(line.bytes for line in plan.lines if line.name != "experts")
     small["memory"]["device_gib"] = (rest + 8 * slot_bytes(read_manifest(store), 8) + 16) / GIB
-    with traced(MoE.from_pretrained(store, small)) as (server, spans):
+    model = MoE.from_pretrained(store, small)
+    # No read may end before it is waited for: on a fast machine none is waited for.
+    late = meddling(model, lambda transfer, _: Slow(transfer, 0.005))
+    with late, traced(model) as (server, spans):
         server.http.post(URL, json=BODY)
         stalled = server.http.get("/v1/status").json()["stats"]["offload"]["stall_seconds"]
     found = by_name(spans)
