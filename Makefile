@@ -17,7 +17,8 @@ JOBS ?= 2
 LOCK ?= requirements.lock
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check $(if $(LOCK),--constraint $(LOCK))
+# Python compiles a module when it is first imported; most of torch and transformers never is.
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile $(if $(LOCK),--constraint $(LOCK))
 RUN := $(VENV)/.installed-run
 DEV := $(VENV)/.installed-dev
 TOOLS_BIN := build/wheel-tools/bin
