@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, register_random, settings
 from hypothesis.internal.conjecture import providers
 
 from moe.settings.profile import ENVIRONMENT_PREFIX, OTHER_VARIABLES
+from tests.amounts import IN_CI, amount
 from tests.launched import Launch, Launched, Nursery, free_port
 
 if TYPE_CHECKING:
@@ -47,12 +48,12 @@ for name in list(os.environ):
 settings.register_profile(
     "moe",
     deadline=None,
-    max_examples=20 if "CI" in os.environ else 50,
-    derandomize="CI" in os.environ,
+    max_examples=amount(50, in_ci=20),
+    derandomize=IN_CI,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("moe")
-if "CI" in os.environ:
+if IN_CI:
     # Constants of whatever has been imported so far are examples, too: they would depend on the
     # tests that ran before in the same process.
     providers._get_local_constants = lambda: providers._local_constants

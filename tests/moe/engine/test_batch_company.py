@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from moe import MoE, SamplingParams
+from tests.amounts import amount
 
 ROOT = Path(__file__).parents[3]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
@@ -33,12 +34,12 @@ def prompts(model: MoE) -> list[list[int]]:
     return excerpts
 
 
-def test_greedy_tokens_alone_equal_those_in_64_random_batches(
+def test_greedy_tokens_alone_equal_those_in_random_batches(
     model: MoE, prompts: list[list[int]]
 ) -> None:
     alone = [model.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
     choose = random.Random(1)
-    for _ in range(64):
+    for _ in range(amount(64, in_ci=16)):
         batch = choose.choices(range(len(prompts)), k=choose.randint(2, 8))
         together = model.generate([prompts[index] for index in batch], GREEDY)
         assert [c.token_ids for c in together] == [alone[index] for index in batch]

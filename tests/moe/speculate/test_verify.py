@@ -22,10 +22,11 @@ from moe.sampling.sampler import (
 )
 from moe.speculate.draft import PLAIN, Draft, Mode
 from moe.speculate.speculator import verify
+from tests.amounts import amount
 
 MODE = Mode("elastic")
 VOCABULARY = 6
-ROUNDS = 5_000
+ROUNDS = amount(5_000, in_ci=2_000)
 
 
 def sampler(**params: Any) -> Sampler:
