@@ -159,8 +159,8 @@ def test_c20_a_client_that_leaves_is_not_tokenised_for(
         for number in range(5):
             with pytest.raises(httpx.ReadTimeout):
                 server.http.post("/tokenize", json={"prompt": f"text {number}"}, timeout=1)
-        go_on.set()
         wait_for(lambda: queue._num_texts == 0, "all texts to be forgotten")
+        go_on.set()
         assert server.http.post("/tokenize", json={"prompt": "a"}).status_code == 200
     assert sorted(texts) == ["a", "text 0", "text 1", "text 2"]
 
