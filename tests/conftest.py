@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -96,6 +97,7 @@ def footprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from moe.memory import planning
     from moe.memory.footprint import Footprint
 
+    gc.freeze()  # what was imported stays: collections need not look at it
     known: dict[Any, Footprint] = {}
     measure = planning.measure_footprint
     base = tmp_path_factory.getbasetemp()

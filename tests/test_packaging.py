@@ -31,26 +31,28 @@ ROOMS = [file.parent.name for file in sorted(ROOT.glob("*/__init__.py"))]
 ROOMS = [room for room in ROOMS if room not in ("benchmarks", "examples")]
 PAGE = {".html", ".js", ".mjs", ".css", ".svg", ".md"}
 
+ASK_TRANSFORMERS = """
+from transformers.utils.import_utils import is_kernels_available
+assert not is_kernels_available(), "our package was taken for the distribution kernels"
+import importlib.util
+print(importlib.util.find_spec("kernels").origin)
+"""
 USE_TRANSFORMERS = """
 import transformers, torch
 import transformers.integrations.hub_kernels
-from transformers.utils.import_utils import is_kernels_available
-assert not is_kernels_available(), "our package was taken for the distribution kernels"
 config = transformers.Qwen3MoeConfig(
     vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, head_dim=8,
     num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
 )
 logits = transformers.Qwen3MoeForCausalLM(config)(torch.tensor([[1, 2, 3]])).logits
-import kernels
 assert logits.shape == (1, 3, 32)
-print(kernels.__file__)
 """
 
 
-def run_beside(*path: Path) -> Path:
+def run_beside(*path: Path, script: str = ASK_TRANSFORMERS) -> Path:
     """Use transformers with these folders on the path; the ``kernels`` package that was found."""
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", USE_TRANSFORMERS]
+    command = [sys.executable, "-c", script]
     done = subprocess.run(
         command, env=environ, cwd=sysconfig.get_path("stdlib"), capture_output=True, text=True
     )
@@ -100,7 +102,8 @@ def test_transformers_beside_a_plain_checkout() -> None:
 
 def test_transformers_beside_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
-    assert run_beside(tmp_path) == tmp_path / "kernels"
+    script = USE_TRANSFORMERS + ASK_TRANSFORMERS
+    assert run_beside(tmp_path, script=script) == tmp_path / "kernels"
 
 
 def test_transformers_beside_an_editable_install(wheel: Path, tmp_path: Path) -> None:
