@@ -5,16 +5,18 @@
 Converts the demo model and serves it with a part of its experts in memory (with ``--ranks`` on
 several ranks of one machine, all experts in memory), and drives it with greedy requests whose
 answers are known from a server without faults. Meanwhile, at random: reads of experts fail or take
-long, the process is stopped for a while, a process is killed and the server started again, and
-clients leave. Every request must be accounted for: answered as without faults, refused, told by an
-error, left by its client, or cut off by a kill. Between kills the idle server's memory must not
-grow by more than 5 % and a few MB. Ends with exit code 0 or 1 and one JSON object.
+long, the disk under ``memory.prefix_dir`` is full, the clock jumps by hours, a process is stopped
+for a while, a process is killed and the server started again, and clients leave. Every request must
+be accounted for: answered as without faults, refused, told by an error, left by its client, or cut
+off by a kill. Between kills the idle server's memory must not grow by more than 5 % and a few MB.
+Ends with exit code 0 or 1 and one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import os
 import random
@@ -55,10 +57,13 @@ class ChaosServer:
         self.kills = 0
         self.set_faults()
 
-    def set_faults(self, fail: float = 0.0, slow: float = 0.0) -> None:
-        """Of reads of experts, so many."""
+    def set_faults(
+        self, fail: float = 0.0, slow: float = 0.0, full: bool = False, clock: float = 0.0
+    ) -> None:
+        """So many of the reads of experts fail or are slow; a full disk; seconds added to the time
+        of day."""
         fresh = self.faults.with_suffix(".new")
-        fresh.write_text(json.dumps({"fail": fail, "slow": slow}))
+        fresh.write_text(json.dumps({"fail": fail, "slow": slow, "full": full, "clock": clock}))
         fresh.replace(self.faults)
 
     def start(self) -> None:
@@ -190,7 +195,15 @@ class Chaos:
 
     async def make_trouble(self, until: float) -> None:
         """One kind after the other, at random, with pauses."""
-        kinds = ["reads fail", "reads are slow", "stopped", "nothing", "killed"]
+        kinds = [
+            "reads fail",
+            "reads are slow",
+            "disk full",
+            "clock",
+            "stopped",
+            "killed",
+            "nothing",
+        ]
         while time.monotonic() < until:
             kind = self.rng.choice(kinds)
             self.events[kind] += 1
@@ -199,6 +212,10 @@ class Chaos:
                 self.server.set_faults(fail=self.rng.choice((0.002, 0.05)))
             elif kind == "reads are slow":
                 self.server.set_faults(slow=0.2)
+            elif kind == "disk full":
+                self.server.set_faults(full=True)
+            elif kind == "clock":
+                self.server.set_faults(clock=self.rng.choice((-7200.0, 7200.0)))
             elif kind == "stopped":
                 await self._stop_for(self.rng.choice((0.5, 3.0)))
             elif kind == "killed":
@@ -254,13 +271,32 @@ def faults(chaos: Chaos, codes: list[int | None]) -> list[str]:
 
 
 def serve(arguments: list[str]) -> None:
-    """The command ``moe``, whose reads of experts fail and wait as the file of faults says."""
+    """The command ``moe``, whose disk and clock are as the file of faults says."""
     from moe.cli import main
+    from moe.engine import prefix_store
     from offload import open_store
     from offload.errors import OffloadError
 
     file = Path(os.environ.pop(_FAULTS))
-    rng, known = random.Random(0), {"time": 0, "fail": 0.0, "slow": 0.0}
+    rng, known = random.Random(0), dict[str, Any]()
+    clocks = time.time, time.time_ns
+
+    def fault(name: str) -> Any:
+        changed = file.stat().st_mtime_ns
+        if changed != known.get("changed"):
+            known.update(json.loads(file.read_text()), changed=changed)
+        return known[name]
+
+    time.time = lambda: clocks[0]() + fault("clock")
+    time.time_ns = lambda: clocks[1]() + int(1e9 * fault("clock"))
+    encode_block = prefix_store.encode_block
+
+    def encode_unless_full(stored: Any, token_ids: Any) -> Any:
+        if fault("full"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return encode_block(stored, token_ids)
+
+    prefix_store.encode_block = encode_unless_full
 
     class Meddled:
         """A transfer that is late or fails."""
@@ -297,13 +333,10 @@ def serve(arguments: list[str]) -> None:
             self.name, self.reason, self.close = reader.name, reader.reason, reader.close
 
         def submit(self, reads: Any, *, urgent: bool, what: str = "") -> Any:
-            changed = file.stat().st_mtime_ns
-            if changed != known["time"]:
-                known.update(json.loads(file.read_text()), time=changed)
             transfer = self._reader.submit(reads, urgent=urgent, what=what)
-            if rng.random() < known["fail"]:
+            if rng.random() < fault("fail"):
                 return Meddled(transfer, what, True)
-            return Meddled(transfer, what, False) if rng.random() < known["slow"] else transfer
+            return Meddled(transfer, what, False) if rng.random() < fault("slow") else transfer
 
     begin = open_store.DiskSource.__init__
 
@@ -336,6 +369,7 @@ def main() -> int:
         convert = [sys.executable, "-m", "moe", "convert", "examples/demo-model", str(model)]
         subprocess.run(convert, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         settings = ["memory.kv_tokens=4000", "engine.max_batch_size=8", *options.set]
+        settings += [f"memory.prefix_dir={folder / 'prefixes'}"]
         if options.ranks > 1:
             settings += ["parallel.enabled=true", "parallel.timeout_s=10"]
         else:
