@@ -67,7 +67,8 @@ class ChaosServer:
         fresh.replace(self.faults)
 
     def start(self) -> None:
-        """Raises RuntimeError if it does not get ready."""
+        """Start all ranks. Call it in the main thread: Linux ends ranks with the thread that
+        started them."""
         port, meeting = _free_port(), _free_port()
         command = [sys.executable, "-m", "benchmarks.chaos", "--serve", "serve", str(self._model)]
         command += ["--port", str(port)]
@@ -85,6 +86,9 @@ class ChaosServer:
             self.processes.append(
                 subprocess.Popen(command, cwd=ROOT, env=environ, stdout=self._log, stderr=self._log)
             )
+
+    def wait_until_ready(self) -> None:
+        """Raises RuntimeError if it does not get ready."""
         until = time.monotonic() + READY_S
         while time.monotonic() < until and self.processes[0].poll() is None:
             try:
@@ -232,7 +236,8 @@ class Chaos:
     async def _kill(self) -> None:
         self.is_down = True
         self.codes.append(await asyncio.to_thread(self.server.kill))
-        await asyncio.to_thread(self.server.start)
+        self.server.start()
+        await asyncio.to_thread(self.server.wait_until_ready)
         self.is_down = False
         self.memory.append([])
 
@@ -380,6 +385,7 @@ def main() -> int:
         chaos = Chaos(server, random.Random(options.seed))
         try:
             server.start()
+            server.wait_until_ready()
             asyncio.run(chaos.learn())
             asyncio.run(chaos.run(options.clients, options.minutes))
         except BaseException:

@@ -165,7 +165,11 @@ def read_secret(said: Message) -> bytes:
 
 
 def end_with_parent() -> None:
-    """Let Linux kill this process when the launcher dies; elsewhere launchers do it."""
+    """Let Linux kill this process when the launcher dies; elsewhere launchers do it.
+
+    Linux means the thread of the launcher that started this process: one that ends while its ranks
+    run must not start them.
+    """
     parent = os.getppid()
     try:
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
