@@ -24,29 +24,6 @@ AddArguments = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], int]
 
 
-def command() -> NoReturn:
-    """Run this process's command line, and end it at once when it is done.
-
-    The interpreter would take three thousand modules apart first: more than a second of processor
-    time. Threads are joined, exit functions run and output is written before, as always.
-    """
-    code: int | None = None
-
-    def end() -> None:
-        if code is None:  # argparse or an error ended the command: little, or not expected
-            return
-        try:
-            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed from the start
-                stream.flush()
-        except (OSError, ValueError):  # nobody reads it: the interpreter has its own way to say so
-            return
-        os._exit(code)
-
-    atexit.register(end)  # the first to be registered is the last to be called
-    code = main()
-    sys.exit(code)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     _take_any_text()
@@ -72,6 +49,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"moe: {error}", file=sys.stderr)
         return 1
     return code
+
+
+def command(run: Callable[[], int] = main) -> NoReturn:
+    """Run this process's command line, and end the process at once when it is done.
+
+    The interpreter would take three thousand modules apart first: more than a second of processor
+    time. Threads are joined, exit functions run and output is written before, as always.
+
+    Args:
+        run: returns the exit code.
+    """
+    code: int | None = None
+
+    def end() -> None:
+        if code is None:  # argparse or an error ended the command: little, or not expected
+            return
+        try:
+            for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed from the start
+                stream.flush()
+        except (OSError, ValueError):  # nobody reads it: the interpreter has its own way to say so
+            return
+        os._exit(code)
+
+    atexit.register(end)  # the first to be registered is the last to be called
+    code = run()
+    sys.exit(code)
 
 
 def build_parser() -> argparse.ArgumentParser:

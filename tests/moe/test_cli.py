@@ -280,12 +280,12 @@ def test_the_process_ends_at_once_and_orderly(how: str) -> None:
     """Threads, exit functions and output come first; nothing is taken apart after them."""
     program = (
         "import atexit, gc, sys, threading, time\n"
-        "from moe import cli\n"
+        "from moe.cli import command\n"
         "from moe.commands.subcommands import importing\n"
         "class Kept:\n"
         "    def __del__(self): print('taken apart', flush=True)\n"
         "kept = Kept()\n"
-        "def main():\n"
+        "def run():\n"
         "    with importing(): pass\n"
         "    assert gc.isenabled() and gc.get_freeze_count() > 0\n"
         "    atexit.register(print, 'exit functions')\n"
@@ -293,8 +293,7 @@ def test_the_process_ends_at_once_and_orderly(how: str) -> None:
         "    threading.Thread(target=late).start()\n"
         "    print('text')\n"
         f"    {'return 3' if how == 'broken pipe' else how}\n"
-        "cli.main = main\n"
-        "cli.command()"
+        "command(run)"
     )
     started = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
