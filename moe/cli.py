@@ -23,6 +23,23 @@ from offload.errors import OffloadError
 AddArguments = Callable[[argparse.ArgumentParser], None]
 Run = Callable[[argparse.Namespace], int]
 
+EXAMPLES = {
+    "run": "moe run org/name --dry-run",
+    "generate": 'moe generate examples/demo-model --prompt "def main():"',
+    "chat": "moe chat org/name:Q4_K_M --profile offload",
+    "serve": "moe serve STORE --profile offload --set memory.device_gib=8",
+    "top": "moe top http://127.0.0.1:8000",
+    "convert": "moe convert MODEL STORE --bits 4",
+    "calibrate": "moe calibrate STORE --text notes.txt",
+    "plan": "moe plan org/name --set model.expert_bits=4",
+    "eval": "moe eval STORE --text held_out.txt --against MODEL",
+    "trace": "moe trace MODEL --text notes.txt --out TRACE",
+    "inspect": "moe inspect STORE --image bits.png",
+    "bench": "moe bench STORE --stages",
+    "doctor": "moe doctor",
+}
+"""The last line of each command's help."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
@@ -87,7 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     def add(name: str, what: str, add_arguments: AddArguments, run: Run) -> None:
         about = f"{what[0].upper()}{what[1:]}."
-        command = subparsers.add_parser(name, help=what, description=about)
+        epilog = f"Example: {EXAMPLES[name]}"
+        command = subparsers.add_parser(name, help=what, description=about, epilog=epilog)
         add_arguments(command)
         command.set_defaults(run=run)
 

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from moe.cli import build_parser, main
+from moe.cli import EXAMPLES, build_parser, main
 from moe.commands.subcommands import importing
 from moe.settings import GenerationSettings
 
@@ -307,6 +308,15 @@ def test_the_process_ends_at_once_and_orderly(how: str) -> None:
     out, _ = started.communicate()
     last = "" if how == "return 3" else "taken apart\n"
     assert (started.returncode, out.decode()) == (3, "text\nthreads\nexit functions\n" + last)
+
+
+def test_the_example_of_each_help_is_a_command_line() -> None:
+    commands = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    for name, parser in commands.items():  # type: ignore[union-attr]
+        words = shlex.split(EXAMPLES[name])
+        assert words[:2] == ["moe", name]
+        build_parser().parse_args(words[1:])
+        assert " ".join(parser.format_help().split()).endswith(f" Example: {EXAMPLES[name]}")
 
 
 def test_imports_freeze_nothing_in_a_process_that_has_been_at_work() -> None:
