@@ -1,7 +1,5 @@
 """``python -m moe``."""
 
-import sys
+from moe.cli import command
 
-from moe.cli import main
-
-sys.exit(main())
+command()

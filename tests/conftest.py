@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import hashlib
 import json
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from moe import MoE
     from tests.fake_hub import FakeHub
 
+gc.disable()  # until tests are imported: it would look through all of that again and again
 # Before any test imports transformers or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
 # A process that a test starts compiles nothing that others have compiled: three seconds of it.
@@ -79,6 +81,13 @@ def begin_chances() -> None:
     TORCH_RANDOM.seed(0)
 
 
+def pytest_collection_finish() -> None:
+    """Collections of garbage leave alone what was imported: a third of a second each."""
+    gc.freeze()
+    gc.enable()
+    atexit.register(gc.unfreeze)  # extension modules report what is alive at the end
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup() -> None:
     begin_chances()
@@ -97,7 +106,6 @@ def footprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from moe.memory import planning
     from moe.memory.footprint import Footprint
 
-    gc.freeze()  # what was imported stays: collections need not look at it
     known: dict[Any, Footprint] = {}
     measure = planning.measure_footprint
     base = tmp_path_factory.getbasetemp()

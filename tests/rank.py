@@ -9,6 +9,8 @@ rank that raises, stalls or is "slow" take so long that requests of a test are s
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import runpy
@@ -17,6 +19,9 @@ import sys
 import time
 from importlib import import_module
 from typing import Any
+
+from moe.cli import command
+from moe.cli import main as moe
 
 MODULES = (
     *("moe.server.serve", "moe.parallel.coordinator", "moe.parallel.worker"),
@@ -85,6 +90,8 @@ def nursery() -> None:
     """Fork a rank, or tell what has become of one, for each line on stdin; returns in ranks."""
     for module in MODULES:
         import_module(module)
+    gc.freeze()  # ranks neither look through all this nor copy its pages
+    atexit.register(gc.unfreeze)
     with open(0, closefd=False) as requests:  # stdin itself stays as new for ranks
         for line in requests:
             asked = json.loads(line)
@@ -113,6 +120,7 @@ def become(folder: str, argv: list[str], environ: dict[str, str]) -> None:
 
 
 def main() -> int:
+    nursery()
     FAULT.update(json.loads(os.environ.get("TEST_FAULT", "{}")))
     # A shell that runs the tests in the background has SIGINT ignored in all that they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -122,11 +130,8 @@ def main() -> int:
         sys.argv = sys.argv[1:]
         runpy.run_path(sys.argv[0], run_name="__main__")
         return 0
-    from moe.cli import main as moe
-
     return moe(sys.argv[1:])
 
 
 if __name__ == "__main__":
-    nursery()
-    sys.exit(main())
+    command(main)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -14,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from moe.cli import build_parser, main
+from moe.cli import EXAMPLES, build_parser, main
+from moe.commands.subcommands import importing
 from moe.settings import GenerationSettings
 
 DEMO = str(Path(__file__).parents[2] / "examples" / "demo-model")
@@ -271,6 +274,56 @@ def test_the_help_of_sampling_tells_the_defaults() -> None:
         assert getattr(defaults, name) == ("auto" if name == "max_new_tokens" else None)
         option = " ".join(helps.split(f"--{name.replace('_', '-')} ")[-1].split())
         assert shown in option[:90], (name, option)
+
+
+@pytest.mark.parametrize("how", ["return 3", "sys.exit(3)", "broken pipe"])
+def test_the_process_ends_at_once_and_orderly(how: str) -> None:
+    """Threads, exit functions and output come first; nothing is taken apart after them."""
+    program = (
+        "import atexit, gc, sys, threading, time\n"
+        "from moe.cli import command\n"
+        "from moe.commands.subcommands import importing\n"
+        "class Kept:\n"
+        "    def __del__(self): print('taken apart', flush=True)\n"
+        "kept = Kept()\n"
+        "def run():\n"
+        "    with importing(): pass\n"
+        "    assert gc.isenabled() and gc.get_freeze_count() > 0\n"
+        "    atexit.register(print, 'exit functions')\n"
+        "    late = lambda: (time.sleep(0.1), print('threads'))\n"
+        "    threading.Thread(target=late).start()\n"
+        "    print('text')\n"
+        f"    {'return 3' if how == 'broken pipe' else how}\n"
+        "command(run)"
+    )
+    started = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env={"PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+    assert started.stdout is not None
+    if how == "broken pipe":
+        started.stdout.close()
+        assert started.wait() == 120  # the interpreter's own code
+        return
+    out, _ = started.communicate()
+    last = "" if how == "return 3" else "taken apart\n"
+    assert (started.returncode, out.decode()) == (3, "text\nthreads\nexit functions\n" + last)
+
+
+def test_the_example_of_each_help_is_a_command_line() -> None:
+    commands = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    for name, parser in commands.items():  # type: ignore[union-attr]
+        words = shlex.split(EXAMPLES[name])
+        assert words[:2] == ["moe", name]
+        build_parser().parse_args(words[1:])
+        assert " ".join(parser.format_help().split()).endswith(f" Example: {EXAMPLES[name]}")
+
+
+def test_imports_freeze_nothing_in_a_process_that_has_been_at_work() -> None:
+    frozen = gc.get_freeze_count()
+    with importing():
+        assert not gc.isenabled()
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, frozen)
 
 
 def test_module_and_version() -> None:
