@@ -28,8 +28,9 @@ from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from moe import MoE
 from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
-from moe.network.kv_cache import KVFormat, Work
+from moe.network.kv_cache import KVFormat
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 
 BITS = (32, 16, 8, 4)
 WINDOW = 2048

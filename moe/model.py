@@ -34,8 +34,8 @@ from moe.loader import LoadedModel, load_model
 from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.loading.progress import Report
 from moe.model_lock import ModelLock, plain_torch
-from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from moe.parallel.coordinator import Coordinator
 from moe.parallel.engine import ParallelEngine
 from moe.parallel.ranks import load_with_ranks

@@ -34,9 +34,10 @@ from moe.errors import UnsupportedModelError
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import writes_blocks
-from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, TransformersCache, Work
+from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, TransformersCache
 from moe.network.lanes import run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
+from moe.network.packed_pass import Work
 from moe.network.recurrent_kernels import without_advice
 from moe.network.seam import experts_modules
 

@@ -27,16 +27,10 @@ from moe.network.attention import PACKED, packed_pass
 from moe.network.block_diffusion import writes_blocks
 from moe.network.hidden import KEPT, HiddenRows
 from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import (
-    KVCache,
-    PackedCache,
-    SequenceCache,
-    TransformersCache,
-    Work,
-    keep_hidden_rows,
-)
+from moe.network.kv_cache import KVCache, SequenceCache, TransformersCache
 from moe.network.lanes import Lane
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
+from moe.network.packed_pass import PackedCache, Work, keep_hidden_rows
 from moe.network.per_sequence import StatefulModules, serve_packed
 from moe.network.prompt_rows import POSITIONS, given
 from moe.network.recurrent_kernels import use_kernels

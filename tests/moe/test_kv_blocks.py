@@ -20,8 +20,9 @@ from moe.engine.engine import Engine
 from moe.network.block_codec import BlockError, decode_block, encode_block
 from moe.network.device_blocks import DeviceBlocks
 from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, Shape
-from moe.network.kv_cache import KVFormat, LayerKey, Work
+from moe.network.kv_cache import KVFormat, LayerKey
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 
 NATIVE, WHY = choose_kernel()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason=WHY)
