@@ -163,6 +163,11 @@ class KVCache:
         return 0
 
     @property
+    def dropped_tokens(self) -> int:
+        """The memory that it has given up behind windows, in tokens."""
+        return 0
+
+    @property
     def held_tokens(self) -> int:
         """Its memory in tokens of keys and values, without that which counts for others; recurrent
         states count by their bytes."""
@@ -208,14 +213,19 @@ class KVCache:
         rows = [(self.rate(layer), pair) for layer, pair in self._layers.items()]
         return sum(-(-x[:, :, :1].nbytes // rate) for rate, pair in rows for x in pair)
 
-    def saved_bytes(self, form: KVFormat) -> int:
-        """How many bytes fewer a token would take if attention's rows were stored in this form."""
-        saved = 0
-        for layer, (keys, values) in self._layers.items():
-            if not isinstance(layer, tuple):
-                saved += keys[:, :, :1].nbytes + values[:, :, :1].nbytes
-                saved -= form.token_bytes(keys.shape[1], keys.shape[3], values.shape[3])
-        return saved
+    def layer_bytes(self, form: KVFormat | None = None) -> dict[int, int]:
+        """Bytes of a token in each layer of attention whose rows are in buffers.
+
+        Args:
+            form: how rows would be stored; None: as they are.
+        """
+        return {
+            layer: keys[:, :, :1].nbytes + values[:, :, :1].nbytes
+            if form is None
+            else form.token_bytes(keys.shape[1], keys.shape[3], values.shape[3])
+            for layer, (keys, values) in self._layers.items()
+            if not isinstance(layer, tuple)
+        }
 
     @property
     def layers(self) -> list[LayerKey]:

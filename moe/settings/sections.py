@@ -186,6 +186,14 @@ class PrefillSettings(Settings):
         """wave_tokens as a number; where auto has not been decided, its most."""
         return 8192 if self.wave_tokens == "auto" else self.wave_tokens
 
+    @property
+    def longest_part(self) -> int | None:
+        """Most tokens that a pass reads of a prompt which may be cut; None: all of it."""
+        if self.mode == "whole":
+            return None
+        parts = {"chunked": self.chunk_tokens, "layered": self.most_tokens}
+        return parts.get(self.mode, max(parts.values()))
+
 
 class MemorySettings(Settings):
     """Limits on memory: KV cache, experts and reserve."""
