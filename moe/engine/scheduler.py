@@ -199,10 +199,11 @@ class Scheduler:
     def _kept(self, group: SequenceGroup, length: int) -> int:
         """Tokens of memory that a sequence of a group holds at most while it grows to ``length``,
         if it gives up what is behind windows."""
-        prompt = len(group.token_ids)
-        part = self.prefill.longest_part
-        whole = part is None or not self.can_cut or (group.rows is not None and group.rows.whole)
-        return self._windows.held_tokens(length, prompt if whole else min(part, prompt))
+        reading, part = len(group.token_ids), self.prefill.longest_part
+        is_cut = self.can_cut and (group.rows is None or not group.rows.whole)
+        if is_cut and part is not None:
+            reading = min(reading, part)
+        return self._windows.held_tokens(length, reading)
 
     def _keeps_all(self, group: SequenceGroup) -> bool:
         """Whether the prefix cache has room for a prompt with what is behind windows."""
