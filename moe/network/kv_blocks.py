@@ -162,9 +162,11 @@ class BlockHolder:
         self.kept = False
         self.drop(len(self.blocks))
 
-    def drop(self, count: int) -> None:
-        """List the first blocks no more; each counts for another sequence that lists it."""
-        for block in self.blocks[:count]:
+    def drop(self, count: int) -> list[KVBlock]:
+        """List the first blocks no more; each counts for another sequence that lists it, and those
+        that none lists are given."""
+        dropped = self.blocks[:count]
+        for block in dropped:
             if len(block.holders) > 1:
                 others = [holder for holder in block.holders if holder is not self]
                 _count_for(next((holder for holder in others if holder.kept), others[0]), block)
@@ -172,6 +174,7 @@ class BlockHolder:
             del block.holders[self]
         del self.blocks[:count]
         self.dropped += count
+        return [block for block in dropped if not block.holders]
 
     def _settle(self, block: KVBlock) -> None:
         if not next(iter(block.holders)).kept:
@@ -306,8 +309,13 @@ class BlockPool:
         """How far a layer sees."""
         return self.windows.of_layer.get(layer, ALL) if isinstance(layer, int) else ALL
 
-    def new_block(self, group: int) -> KVBlock:
-        block = KVBlock(self.memory.take())
+    def new_block(self, group: int, rows: dict[LayerKey, Tensor] | None = None) -> KVBlock:
+        """A block that nobody lists yet.
+
+        Args:
+            rows: the memory of one that nobody lists any more; None: new memory.
+        """
+        block = KVBlock(self.memory.take(), rows or {})
         finalize(block, self.memory.give_back, block.number).atexit = False
         self._alive[group].add(block)
         return block
@@ -461,27 +469,26 @@ class BlockKVCache(KVCache):
         if self.room > room:
             self._pointers = None
         if end > len(self.blocks) * BLOCK:
-            if not self._keeps_all:
-                self._drop_unseen()
             for group, holder in self._holders.items():
+                # The allocator does not find holes between other blocks again, as rows are aligned.
+                spare = [] if self._keeps_all else self._drop_unseen(group, holder)
                 while end > holder.count * BLOCK:
-                    holder.add(self._pool.new_block(group))
+                    holder.add(self._pool.new_block(group, spare.pop().rows if spare else None))
             self._place()
 
-    def _drop_unseen(self) -> None:
-        """Give up blocks that no later query of the sequence sees."""
+    def _drop_unseen(self, window: int, holder: BlockHolder) -> list[KVBlock]:
+        """Give up blocks that no later query of the sequence sees; those that none lists now."""
         length = self.length if self._marked < 0 else min(self.length, self._marked)
-        for window, holder in self._holders.items():
-            unseen = max(length - window - _SLACK, 0) // BLOCK if window != ALL else 0
-            if unseen <= holder.dropped:
-                continue
-            assert isinstance(self.memory, HostBlocks)
-            for index, (layer, shape) in enumerate(self._shapes.items()):
-                if self._pool.group_of(layer) == window:
-                    begin = self.memory.zeros(shape).data_ptr()
-                    places = begin, begin + self._key_bytes(shape)
-                    self._tables[index, :, holder.dropped : unseen] = np.array(places)[:, None]
-            holder.drop(unseen - holder.dropped)
+        unseen = max(length - window - _SLACK, 0) // BLOCK if window != ALL else 0
+        if unseen <= holder.dropped:
+            return []
+        assert isinstance(self.memory, HostBlocks)
+        for index, (layer, shape) in enumerate(self._shapes.items()):
+            if self._pool.group_of(layer) == window:
+                begin = self.memory.zeros(shape).data_ptr()
+                places = begin, begin + self._key_bytes(shape)
+                self._tables[index, :, holder.dropped : unseen] = np.array(places)[:, None]
+        return holder.drop(unseen - holder.dropped)
 
     def tables(self, layers: Sequence[LayerKey]) -> np.ndarray:
         assert self.length >= self._shared * BLOCK, "shared blocks are never written"
@@ -528,14 +535,16 @@ class BlockKVCache(KVCache):
 
     def stored_block(self, at: int) -> StoredBlock:
         """As `KVCache.stored_block`: rows of attention as they are kept; those in main memory are
-        not copied."""
+        copied only of layers with windows, whose memory the sequence uses again."""
         assert self.whole, "it has given up blocks"
         found = super().stored_block(at)
         form, own, rows = self.memory.row_form, dict[LayerKey, RowLayout](), list[Tensor]()
         for layer, shape in self._shapes.items():
             block = self._holder_of(layer).blocks[at]
             own[layer] = RowLayout(form, *shape)
-            rows.append(self._pool.rows_of(block, layer, shape).cpu())
+            found_rows = self._pool.rows_of(block, layer, shape)
+            windowed = self._pool.group_of(layer) != ALL
+            rows.append(found_rows.clone() if windowed else found_rows.cpu())
         return StoredBlock(own | found.layout, [*rows, *found.rows])
 
     def append_block(self, stored: StoredBlock, device: torch.device | None = None) -> bool:
@@ -563,7 +572,8 @@ class BlockKVCache(KVCache):
             for layer, own in coded.items():
                 if self._pool.group_of(layer) == group:
                     number, shape = block.number, shapes[layer]
-                    block.rows[layer] = self.memory.take_rows(number, layer, shape, own)
+                    part = own if group == ALL else own.clone()  # it will be written again
+                    block.rows[layer] = self.memory.take_rows(number, layer, shape, part)
             holder.add(block)
         self._place()
         self._write_block(made)

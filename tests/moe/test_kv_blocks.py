@@ -21,7 +21,7 @@ from moe.engine.engine import Engine
 from moe.errors import RequestError
 from moe.network.block_codec import BlockError, decode_block, encode_block
 from moe.network.device_blocks import DeviceBlocks
-from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, Shape, Windows
+from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, KVBlock, Shape, Windows
 from moe.network.kv_cache import KVFormat, LayerKey
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
@@ -39,6 +39,15 @@ class CanaryBlocks(HostBlocks):
 
     def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
         return super().new_rows(number, layer, shape).fill_(0xFF)
+
+
+class CanaryPool(BlockPool):
+    """The same of memory that is used again."""
+
+    def new_block(self, group: int, rows: dict[LayerKey, Tensor] | None = None) -> KVBlock:
+        for own in (rows or {}).values():
+            own.fill_(0xFF)
+        return super().new_block(group, rows)
 
 
 class CanaryDeviceBlocks(DeviceBlocks):
@@ -64,7 +73,7 @@ class Sequences(RuleBasedStateMachine):
             self.pool = BlockPool(CanaryDeviceBlocks(torch.device("cpu"), torch.float32, 150))
         else:
             windows = Windows.of(self.windows, sizes)
-            self.pool = BlockPool(CanaryBlocks(NATIVE.kv, form), windows)
+            self.pool = CanaryPool(CanaryBlocks(NATIVE.kv, form), windows)
         self.known: list[tuple[BlockKVCache, list[float]]] = []
         self.next = 1.0
 
