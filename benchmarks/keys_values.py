@@ -33,6 +33,7 @@ from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, Windows
 from moe.network.kv_cache import KVFormat
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
+from routing import Phase
 
 BITS = (32, 16, 8, 4)
 WINDOW = 2048
@@ -117,7 +118,7 @@ def answers(tokens: int) -> list[dict[str, Any]]:
                     "equal keys of the first layer %": round(100 * same[0], 1),
                     "of the last %": round(100 * same[-1], 1),
                     "same top-1 %": round(100 * float(top), 1),
-                    "bits a token more": round(float(bits_of[1] - bits_of[0]), 6),
+                    "bits a token, worse %": round(100 * float(bits_of[1] / bits_of[0] - 1), 3),
                 }
             )
     return found
@@ -128,7 +129,8 @@ def read_parts(
     model: MoE, prompt: list[list[int]], steps: list[int]
 ) -> tuple[BlockKVCache, torch.Tensor]:
     """The cache and ``(tokens, V)`` logits of prompt parts and decode steps."""
-    work = [(ids, "prefill") for ids in prompt] + [([token], "decode") for token in steps]
+    work: list[tuple[list[int], Phase]] = [(ids, "prefill") for ids in prompt]
+    work += [([token], "decode") for token in steps]
     cache, rows = model.backbone.new_cache(sum(len(ids) for ids, _ in work)), []
     assert isinstance(cache, BlockKVCache)
     for ids, phase in work:

@@ -237,8 +237,8 @@ class MemorySettings(Settings):
 
     reuse_answers: bool = False
     """The prefix cache keeps answers too, so that the next turn of a chat reads only what is new.
-    Decode steps round differently from prompts, so the last bits of such a turn depend on whether
-    its beginning was still kept."""
+    Decode steps sum attention in another order than prompts, also with bit planes, so the last bits
+    of such a turn depend on whether its beginning was still kept."""
 
     prefix_dir: str | None = None
     """Directory where the prefix cache keeps what it evicts, and all at the end of a run, for
