@@ -14,7 +14,8 @@ GIB = 2**30
 RESERVE = "reserve"
 """Name of the line that is for everything that has no line of its own."""
 _LEAST_FOR_REQUESTS = 64 * 2**20
-_LONGEST = 2**32  # tokens of a sequence of a model whose layers all have windows
+ANY_LENGTH = 2**32
+"""Tokens of the longest sequence of a model whose layers all have windows."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,8 @@ class MemoryPlan:
             return self.kv_bytes(length, min(part, length))
 
         room, most = kv_tokens * self.kv_bytes_per_token, kv_tokens
-        while most < _LONGEST and most_bytes(most) <= room:
-            most *= 2
+        while most < ANY_LENGTH and most_bytes(most) <= room:
+            most = min(2 * most, ANY_LENGTH)
         return bisect_right(range(most + 1), room, lo=kv_tokens, key=most_bytes) - 1
 
     def in_buffers(self, per_token: int) -> MemoryPlan:

@@ -196,6 +196,8 @@ def _pool(
     reading = context if plan.read_tokens is None else plan.read_tokens
     others = (profile.engine.max_batch_size - 1) * plan.kv_bytes(context)
     most = -(-(others + plan.kv_bytes(context, reading)) // per_token) + kept
+    if memory.prefix_tokens == "auto":  # it keeps a prompt with what is behind windows
+        most = max(most, context * min(int(1 / PREFIX_SHARE), profile.engine.max_batch_size))
     fit = most if left is None else max(left, 0) // per_token
     if fit >= most:
         return most, "as many as a full batch can use"

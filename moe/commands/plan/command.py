@@ -26,7 +26,7 @@ from moe.commands.plan.speeds import cache_speed, disk_speed, memory_speed, to_d
 from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
 from moe.loading.hub import ModelFiles, experts_per_token, public_name, reach_model
-from moe.loading.memory_plan import GIB, MemoryPlan
+from moe.loading.memory_plan import ANY_LENGTH, GIB, MemoryPlan
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.seam import experts_modules
 from moe.settings.device import use_device
@@ -168,6 +168,7 @@ def context_choices(
         near = replace(sizes, slots=slots if own else experts)
         rate = estimate_decode(near, speeds, locality, 1).tokens_per_second
         size, longest = tokens * plan.kv_bytes_per_token, plan.longest_sequence(tokens)
+        longest = min(longest, planned.context_length or longest)
         made.append(ContextChoice(tokens, size, longest, near.slots, rate))
     return made
 
@@ -283,9 +284,11 @@ def _keys_and_values(plan: MemoryPlan) -> str:
     if not plan.kv_windows:
         return text
     share = sum(plan.kv_windows.values()) / plan.kv_bytes_per_token
+    longest = plan.longest_sequence(plan.kv_tokens)
+    length = "any length" if longest >= ANY_LENGTH else f"{longest} tokens"
     return (
         f"{text} Layers with windows have {share:.0%} of a token's bytes and keep their windows "
-        f"only, so that one sequence of {plan.longest_sequence(plan.kv_tokens)} tokens fits."
+        f"only, so that a sequence of {length} fits."
     )
 
 
