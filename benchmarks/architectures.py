@@ -32,9 +32,9 @@ from examples.models.tiny import composite_architectures, moe_architectures, tin
 from moe import MoE, SamplingParams
 from moe.describe.routers import find_selectors
 from moe.errors import UnsupportedModelError
-from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
+from moe.network.packed_pass import Work
 
 PROMPT_LENGTHS = (23, 9)
 NEW_TOKENS = 24

@@ -22,8 +22,9 @@ from torch import Tensor
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.decode_contenders import model_folder
 from moe import MoE
-from moe.network.kv_cache import SequenceCache, Work
+from moe.network.kv_cache import SequenceCache
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from routing import Phase
 
 WIDTHS: dict[str, dict[str, Any]] = {

@@ -1,12 +1,13 @@
 """Keys and values in 32, 16, 8 and 4 bits: what predictions lose, and what decode steps gain.
 
-    python -m benchmarks.keys_values [--quick] [--parts quality,speed,memory] [--bytes 200000]
+    python -m benchmarks.keys_values [--quick] [--parts quality,speed,memory,answers]
 
 Quality: the shipped model reads windows of 2,048 held-out tokens with each precision (its weights
 whole), and is compared with float32: bits per byte, and how often the likeliest token is the same.
 Speed: decode steps of a random model with the attention of Qwen3-30B-A3B (32 heads, 4 of keys, 128
 numbers each) and little else, behind a long context; the precisions take turns. Memory: by how much
-the process grows with keys and values of the shape of Qwen3-30B-A3B, beside what a plan counts. The
+the process grows with keys and values of one sequence, beside what a plan counts, for shapes with
+and without sliding windows. Answers: whether decode steps leave the bits that a prompt would. The
 last line is one JSON object.
 """
 
@@ -18,7 +19,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -26,19 +27,22 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks.common import environment, print_header, print_json, print_table, take_turns
 from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
+from kernels.cpu.kv import BLOCK
 from moe import MoE
-from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
-from moe.network.kv_cache import KVFormat, Work
+from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, Windows
+from moe.network.kv_cache import KVFormat
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
+from routing import Phase
 
 BITS = (32, 16, 8, 4)
 WINDOW = 2048
 
 
-def pool_of(bits: int) -> BlockPool:
+def pool_of(bits: int, windows: Windows | None = None) -> BlockPool:
     kernel, why = choose_kernel()
     assert kernel is not None, why
-    return BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(bits)))
+    return BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(bits)), windows)
 
 
 def quality(text_bytes: int) -> list[dict[str, Any]]:
@@ -77,6 +81,63 @@ def quality(text_bytes: int) -> list[dict[str, Any]]:
         )  # fmt: skip
     model.close()
     return rows
+
+
+def answers(tokens: int) -> list[dict[str, Any]]:
+    """A row for each width of the trunk and precision: how far the keys and logits of decode steps
+    are those of a prompt with the same tokens, which is what `memory.reuse_answers` trades."""
+    text = (ROOT / f"tests/data/heldout_{TEXTS[0]}.txt").read_text()[: 20 * tokens]
+    found = []
+    for trunk in (None, 8, 4):
+        for bits in (32, 16):
+            settings: dict[str, Any] = {"memory.kv_bits": bits}
+            if trunk:
+                keys = ("model.trunk_bits", "model.head_bits", "model.expert_bits")
+                settings |= dict.fromkeys(keys, trunk)
+            with MoE.from_pretrained(ROOT / "examples/demo-model", settings) as model:
+                ids = model.codec.encode(text)[:tokens]
+                begin = len(ids) // 4 * 3
+                whole, rows = read_parts(model, [ids], [])
+                stepped, own = read_parts(model, [ids[:begin]], ids[begin:])
+            equal = [
+                (whole.read(layer, tokens)[0] == stepped.read(layer, tokens)[0])[0, :, begin:]
+                for layer in whole.layers
+                if isinstance(layer, int)
+            ]
+            same = [float(layer.all(-1).all(0).double().mean()) for layer in equal]
+            wanted = torch.tensor(ids[begin + 1 :])[:, None]
+            bits_of = [
+                -part[begin:-1].log_softmax(-1).gather(1, wanted).mean() / math.log(2)
+                for part in (rows, own)
+            ]
+            top = (rows[begin:].argmax(-1) == own[begin:].argmax(-1)).double().mean()
+            found.append(
+                {
+                    "trunk and experts": f"{trunk} bits" if trunk else "whole",
+                    "keys' bits": bits,
+                    "equal keys of the first layer %": round(100 * same[0], 1),
+                    "of the last %": round(100 * same[-1], 1),
+                    "same top-1 %": round(100 * float(top), 1),
+                    "bits a token, worse %": round(100 * float(bits_of[1] / bits_of[0] - 1), 3),
+                }
+            )
+    return found
+
+
+@torch.inference_mode()
+def read_parts(
+    model: MoE, prompt: list[list[int]], steps: list[int]
+) -> tuple[BlockKVCache, torch.Tensor]:
+    """The cache and ``(tokens, V)`` logits of prompt parts and decode steps."""
+    work: list[tuple[list[int], Phase]] = [(ids, "prefill") for ids in prompt]
+    work += [([token], "decode") for token in steps]
+    cache, rows = model.backbone.new_cache(sum(len(ids) for ids, _ in work)), []
+    assert isinstance(cache, BlockKVCache)
+    for ids, phase in work:
+        lanes = model.backbone.lanes([Work(ids, cache, all_logits=True)], phase)
+        run_lanes(lanes, model.experts.run)
+        rows.append(lanes[0].result()[0])
+    return cache, torch.cat(rows)
 
 
 def attention_bound(layers: int) -> Qwen3MoeForCausalLM:
@@ -132,27 +193,54 @@ def speed(context: int, seconds: float, layers: int) -> list[dict[str, Any]]:
     ]
 
 
+class Attention(NamedTuple):
+    """Layers of a model; every ``all_every``-th sees all tokens, the others a window."""
+
+    layers: int
+    heads: int
+    size: int
+    all_every: int = 1
+    window: int = 0
+
+
+SHAPES = {
+    "Qwen3-30B-A3B": Attention(48, 4, 128),
+    "gpt-oss-20b": Attention(24, 8, 64, 2, 128),
+    "five of six with 1,024": Attention(30, 4, 128, 6, 1024),
+}
+
+
 def memory(tokens: int) -> list[dict[str, Any]]:
-    """A row for each precision: bytes by the plan's count, and of resident memory."""
-    rows, layers, kept, found = torch.randn(2, 1, 4, 512, 128), 48, [], []
-    pool_of(4).new_cache(512).write(0, *rows)  # what only the first write takes
-    for bits in reversed(BITS):  # the smallest first, so that no freed memory is used again
-        cache = pool_of(bits).new_cache(tokens)
-        before = resident_bytes()
-        while cache.length < tokens:
-            for layer in range(layers):
-                cache.write(layer, *rows)
-            cache.length += 512
-        grown, counted = resident_bytes() - before, tokens * cache.token_bytes
-        kept.append(cache)
-        found.append(
-            {
-                "bits": bits,
-                "planned MB": round(counted / 1e6, 2),
-                "resident MB": round(grown / 1e6, 2),
-                "more %": round(100 * (grown / counted - 1), 2),
-            }
-        )
+    """A row for each shape and precision: bytes by the plan's count, and of resident memory."""
+    torch.set_num_threads(1)
+    kept, found = [], []
+    pool_of(4).new_cache(BLOCK).write(0, *torch.randn(2, 1, 4, BLOCK, 128))  # what is made once
+    for name, shape in SHAPES.items():
+        rows = torch.randn(2, 1, shape.heads, BLOCK, shape.size)
+        sliding = [layer for layer in range(shape.layers) if (layer + 1) % shape.all_every]
+        for bits in reversed(BITS):  # the smallest first, so that no freed memory is used again
+            size = KVFormat.of_bits(bits).token_bytes(shape.heads, shape.size, shape.size)
+            every = dict.fromkeys(range(shape.layers), size)
+            windows = Windows.of(dict.fromkeys(sliding, shape.window), every)
+            cache = pool_of(bits, windows).new_cache(tokens)
+            before = resident_bytes()
+            while cache.length < tokens:
+                for layer in range(shape.layers):
+                    cache.write(layer, *rows)
+                cache.length += BLOCK
+            grown = resident_bytes() - before
+            counted = windows.held_tokens(tokens) * shape.layers * size
+            kept.append(cache)
+            found.append(
+                {
+                    "attention of": name,
+                    "bits": bits,
+                    "all tokens in all layers MB": round(tokens * shape.layers * size / 1e6, 2),
+                    "planned MB": round(counted / 1e6, 2),
+                    "resident MB": round(grown / 1e6, 2),
+                    "more %": round(100 * (grown / counted - 1), 2),
+                }
+            )
     return found
 
 
@@ -165,7 +253,7 @@ def resident_bytes() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less text, a short context")
-    parser.add_argument("--parts", default="quality,speed,memory")
+    parser.add_argument("--parts", default="quality,speed,memory,answers")
     parser.add_argument("--bytes", type=int, default=200_000, help="of each of three texts")
     parser.add_argument("--context", type=int, default=8192, help="tokens behind which steps run")
     options = parser.parse_args()
@@ -177,8 +265,10 @@ def main() -> None:
         context = 1024 if options.quick else options.context
         result["speed"] = speed(context, 2 if options.quick else 20, 2 if options.quick else 4)
     if "memory" in options.parts:
-        result["memory"] = memory(1024 if options.quick else 4096)
-    for part in ("quality", "speed", "memory"):
+        result["memory"] = memory(1024 if options.quick else 8192)
+    if "answers" in options.parts:
+        result["answers"] = answers(256 if options.quick else 2048)
+    for part in ("quality", "speed", "memory", "answers"):
         if rows := result.get(part):
             print_table(part, list(rows[0]), [list(row.values()) for row in rows])
     print_json(result)

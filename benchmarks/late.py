@@ -30,8 +30,8 @@ from experts.manifest import read_manifest
 from moe import MoE
 from moe.commands.convert.convert import convert
 from moe.loading.memory_plan import GIB
-from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from moe.settings import ModelSettings
 from offload.capacity import fixed_bytes, slot_bytes
 

@@ -21,8 +21,8 @@ from moe.commands.evaluate.policy_costs import (
 from moe.commands.evaluate.scoring import windows_of
 from moe.commands.trace.findings import weight_ratios
 from moe.describe.routers import enable_policies
-from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from routing import PolicyChain, parse_policies
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,8 @@ from benchmarks.offload_routing import Trace
 from benchmarks.speculation_runs import MAX_DEPTH, Texts
 from moe import MoE
 from moe.network.backbone import Forward
-from moe.network.kv_cache import KVCache, Work
+from moe.network.kv_cache import KVCache
+from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round, Source
 from moe.speculate.elastic import DraftLayers, ElasticDrafts

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moe import MoE
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
+from moe.network.packed_pass import Work
 from moe.speculate.elastic import DraftLayers
 from routing import Routing
 from routing.policies.base import by_expert

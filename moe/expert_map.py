@@ -17,9 +17,9 @@ from torch import Tensor
 from experts.placement import Placement
 from kernels import QuantizedExperts
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.moe_layer import MoELayers
+from moe.network.packed_pass import Work
 from offload.layer import LayerExperts, OffloadedExperts
 from offload.offloaded import PLACES, Offloaded, bytes_in
 from routing.statistics import RoutingStatistics

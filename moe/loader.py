@@ -41,7 +41,7 @@ from moe.memory.kv_precision import KVPrecision
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import BlockWriter, set_generation, writes_blocks
-from moe.network.kv_blocks import BlockPool, HostBlocks
+from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules
@@ -190,7 +190,7 @@ def _load(
     _alter(backbone, experts, offloaded, policies, profile, blocks)
     kv = _keep_in_blocks(backbone, planned.kv, found.fused)
     if not kv.in_blocks:
-        plan = plan.with_kv_bytes(planned.footprint.kv_plain_bytes)
+        plan = plan.in_buffers(planned.footprint.kv_plain_bytes)
     wanted, no_store = profile.memory.prefix_dir, prefix_notices(backbone, profile, ranks)
     return LoadedModel(
         backbone=backbone,
@@ -410,7 +410,7 @@ def _keep_in_blocks(backbone: Backbone, kv: KVPrecision, fused: Fused) -> KVPrec
     kernel, _ = choose_kernel()
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
-    windows = seen_windows(backbone) if backbone.contrast is None else {}
+    windows = seen_windows(backbone, kv.form) if backbone.contrast is None else Windows()
     backbone.blocks = BlockPool(HostBlocks(kernel.kv, kv.form), windows)
     return kv
 

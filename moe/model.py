@@ -34,8 +34,8 @@ from moe.loader import LoadedModel, load_model
 from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.loading.progress import Report
 from moe.model_lock import ModelLock, plain_torch
-from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from moe.parallel.coordinator import Coordinator
 from moe.parallel.engine import ParallelEngine
 from moe.parallel.ranks import load_with_ranks
@@ -251,10 +251,12 @@ class MoE:
 
     def room_for(self, num_prompt: int) -> int:
         """New tokens that context and memory have room for after a prompt, at least 1."""
-        kv_tokens = self._loaded.memory_plan.kv_tokens
-        if isinstance(self._session, Coordinator):
-            kv_tokens = max(self._session.kv_tokens.values())
-        limits = [_pool(self.profile.profile, kv_tokens), self.context_length]
+        profile, plan = self.profile.profile, self.memory_plan
+        if isinstance(self._session, Coordinator):  # what ranks give up behind windows is not known
+            longest = _pool(profile, max(self._session.kv_tokens.values()))
+        else:
+            longest = plan.longest_sequence(_pool(profile, plan.kv_tokens))
+        limits = [longest, self.context_length]
         room = min(limit for limit in limits if limit is not None) - num_prompt
         if self._loaded.blocks is not None:
             room -= room % self._loaded.blocks.canvas_length
@@ -475,6 +477,7 @@ def _status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
         "keys_and_values": {
             "bits": loaded.kv.bits,
             "bytes_per_token": loaded.memory_plan.kv_bytes_per_token,
+            "bytes_in_windows": dict(loaded.memory_plan.kv_windows),
             "why": loaded.kv.why,
         },
         "expert_kernel": {"name": loaded.backend.name, "reason": loaded.backend.reason},

@@ -34,7 +34,8 @@ from moe.describe.description import (
     RotaryTable,
     Router,
 )
-from moe.network.kv_cache import KVCache, LayerKey, Work
+from moe.network.kv_cache import KVCache, LayerKey
+from moe.network.packed_pass import Work
 from moe.network.stored_embedding import StoredEmbedding
 from routing import Routing
 

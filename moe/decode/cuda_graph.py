@@ -24,7 +24,7 @@ from moe.decode.reference import Halt, Walk, walk
 from moe.decode.step import InsideExperts, RankGroup, RoutedExperts, finish_step
 from moe.describe.description import Description, NotDescribed
 from moe.network.device_blocks import DeviceBlocks
-from moe.network.kv_cache import Work
+from moe.network.packed_pass import Work
 from routing import Routing
 from routing.routing import UNUSED
 

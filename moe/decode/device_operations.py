@@ -37,7 +37,7 @@ from moe.describe.description import (
 )
 from moe.network.device_blocks import DeviceBlocks, slots_of, tables_of
 from moe.network.kv_blocks import BlockKVCache, Shape
-from moe.network.kv_cache import Work
+from moe.network.packed_pass import Work
 
 _CURVES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 

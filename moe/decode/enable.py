@@ -36,8 +36,8 @@ from moe.describe.description import (
 )
 from moe.describe.observe import observe_random
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
 from moe.network.moe_layer import MoELayers
+from moe.network.packed_pass import Work
 from moe.network.stored_embedding import backbone_dtype
 from offload.layer import OffloadedExperts
 

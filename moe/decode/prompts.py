@@ -23,7 +23,7 @@ from moe.describe.observe import ObservedCall
 from moe.describe.probe import ComparedRun, compare, random_prompts
 from moe.network.attention import PACKED, MaskRule, current_pass, packed_attention
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import PackedCache
+from moe.network.packed_pass import PackedCache
 from moe.network.seam import parents_of
 
 Forward = Callable[..., Any]

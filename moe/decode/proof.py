@@ -28,8 +28,9 @@ from moe.describe.description import Description, LatentAttention, NotDescribed
 from moe.describe.observe import observe
 from moe.describe.probe import EXACT, QUANTIZED, ComparedRun, Tolerance, compare, difference
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import KVCache, LayerKey, SequenceCache, Work
+from moe.network.kv_cache import KVCache, LayerKey, SequenceCache
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from routing import Phase
 
 PROMPT_LENGTHS = (9, 4, 13)

@@ -38,8 +38,8 @@ from moe.describe.probe import (
 from moe.machine import memory_available
 from moe.network.backbone import Backbone
 from moe.network.device_blocks import DeviceBlocks
-from moe.network.kv_cache import Work
 from moe.network.moe_layer import MoELayers
+from moe.network.packed_pass import Work
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import StoredEmbedding, backbone_dtype
 from offload.layer import OffloadedExperts

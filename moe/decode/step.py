@@ -42,9 +42,9 @@ from kernels.cpu.experts import LayerCall
 from kernels.cpu.interface import check_done
 from kernels.reference import AnyExperts
 from moe.decode.records import CompiledPass
-from moe.network.kv_cache import Work, keep_hidden_rows
 from moe.network.lanes import ExpertCall, ExpertsRunner, alone_with, call_experts
 from moe.network.moe_layer import LockstepPass, MoELayers
+from moe.network.packed_pass import Work, keep_hidden_rows
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 from routing import PHASES, Phase, Routing, RoutingStatistics
 

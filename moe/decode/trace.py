@@ -47,19 +47,11 @@ from moe.network.attention import (
     packed_pass,
 )
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import (
-    KeyRule,
-    KVCache,
-    LayerKey,
-    PackedCache,
-    StateKey,
-    States,
-    Work,
-    layer_of,
-)
+from moe.network.kv_cache import KVCache, LayerKey, StateKey, States
 from moe.network.lanes import run_lanes
 from moe.network.miniature import owns_stack
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnLayer
+from moe.network.packed_pass import KeyRule, PackedCache, Work, layer_of
 from moe.network.per_sequence import depends_on_length
 from moe.network.seam import experts_modules
 

@@ -27,7 +27,8 @@ from moe.decode.compiled import (
 from moe.decode.program import Program, StateLayout
 from moe.decode.records import CompiledPass
 from moe.decode.step import CompiledExperts, split_logits
-from moe.network.kv_cache import KVCache, SequenceCache, StateKey, States, Work
+from moe.network.kv_cache import KVCache, SequenceCache, StateKey, States
+from moe.network.packed_pass import Work
 
 
 class TracedStep(CompiledStep):

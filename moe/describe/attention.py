@@ -33,6 +33,8 @@ from moe.describe.observe import AttentionCall, Observation, RotaryModules, obse
 from moe.describe.parts import child_of, describe_norm, describe_projection, describe_rotation, same
 from moe.network.attention import MaskRule
 from moe.network.backbone import Backbone
+from moe.network.kv_blocks import Windows
+from moe.network.kv_cache import KVFormat
 
 _FAR = 1 << 20
 """A position far beyond any window."""
@@ -102,10 +104,13 @@ def describe_view(call: AttentionCall) -> View:
     raise NotDescribed("which keys a query sees follows no window and no chunks")
 
 
-def seen_windows(backbone: Backbone) -> dict[int, int]:
-    """Of each attention layer that sees no more than its last tokens, how many.
+def seen_windows(backbone: Backbone, form: KVFormat) -> Windows:
+    """The attention layers that see no more than their last tokens; on the meta device, too.
 
-    Empty unless each layer's keys and values are read by one module, its own.
+    None unless each layer's keys and values are read by one module, its own.
+
+    Args:
+        form: how keys and values will be stored; the backbone's sequences have them in buffers.
     """
     seen = observe_random(backbone)
     kept = [layer for layer in seen.sequences[0].layers if isinstance(layer, int)]
@@ -114,8 +119,9 @@ def seen_windows(backbone: Backbone) -> dict[int, int]:
         with suppress(NotDescribed):
             views[int(call.module.layer_idx)] = describe_view(call)  # type: ignore[arg-type]
     if len(seen.attention) != len(kept) or not views.keys() <= set(kept):
-        return {}
-    return {layer: view.window for layer, view in views.items() if view.window is not None}
+        return Windows()
+    found = {layer: view.window for layer, view in views.items() if view.window is not None}
+    return Windows.of(found, seen.sequences[0].layer_bytes(form))
 
 
 def position_embeddings(seen: Observation, module: nn.Module) -> Any:

@@ -22,8 +22,9 @@ from experts.linear import QuantizedLinear
 from moe.describe.description import NotDescribed
 from moe.describe.stateful import find_stateful
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import KVCache, LayerKey, SequenceCache, Work
+from moe.network.kv_cache import KVCache, LayerKey, SequenceCache
 from moe.network.lanes import ExpertCall, Lane, run_lanes
+from moe.network.packed_pass import Work
 from moe.network.per_sequence import depends_on_length
 from moe.network.recurrent_kernels import without_advice
 from moe.network.stored_embedding import backbone_dtype

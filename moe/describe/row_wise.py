@@ -32,8 +32,8 @@ from kernels import row_linear
 from moe.describe.probe import random_prompts, stand_in
 from moe.describe.stateful import active_modules
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from moe.network.seam import experts_modules, routing_modules
 
 _GRAIN, _VECTOR = 16384, 64

@@ -108,6 +108,8 @@ class Engine:
             expert_order=ExpertAwareOrder(expect, patience) if expect else None,
             block_tokens=backbone.block_tokens,
             whole_blocks=backbone.counts_blocks,
+            # What sequences of other ranks give up is not known here.
+            windows=backbone.windows if runner is None else None,
         )
 
     @property
@@ -163,6 +165,9 @@ class Engine:
                 prefixes.add(sequence.salt, known, cache)
             sequence.release()
         self.scheduler.update(ended)
+        # Only now do prompts that were just read count once, however many share their blocks.
+        while prefixes and self.scheduler.num_used_tokens() > self.kv_tokens and prefixes.evict():
+            pass
         return events
 
     def _keep_prompts(self) -> None:
@@ -181,8 +186,6 @@ class Engine:
             if not self.scheduler.is_awaited(chunk.group):
                 known = known[: len(known) // block * block if block else 0]
             prefixes.add(first.salt, known, cache)
-        while self.scheduler.num_used_tokens() > self.kv_tokens and prefixes.evict():
-            pass
 
     def held_tokens(self, step: ScheduledStep) -> float:
         """Tokens of keys and values while the step runs, including drafts and prompts."""

@@ -60,6 +60,8 @@ class SequenceGroup:
         prompt_logprobs: log probabilities of the prompt's tokens so far; None: not asked for.
         looked_up: the prefix cache has been asked for the prompt.
         counted: that counts in its statistics.
+        keeps_all: until it has been read, the prompt keeps what is behind windows, for the prefix
+            cache.
     """
 
     sequences: list[RunningSequence]
@@ -69,6 +71,7 @@ class SequenceGroup:
     prompt_logprobs: list[Token | None] | None = None
     looked_up: bool = False
     counted: bool = False
+    keeps_all: bool = True
 
     @property
     def token_ids(self) -> list[int]:
@@ -100,6 +103,11 @@ class SequenceGroup:
         """Tokens of memory that hold what has been read, without what counts for others."""
         return self.num_read - (0 if self.cache is None else self.cache.shared_tokens)
 
+    @property
+    def num_dropped(self) -> int:
+        """Tokens of memory that what has been read has given up behind windows."""
+        return self.cache.dropped_tokens if isinstance(self.cache, KVCache) else 0
+
     @cached_property
     def hashes(self) -> list[bytes]:
         """Of each whole block of the prompt, see `block_hashes`."""
@@ -129,8 +137,8 @@ class SequenceGroup:
     def begin(self, cache: SequenceCache) -> None:
         """Read the prompt into this state; it may hold a prefix of the prompt already."""
         self.cache, self.num_read = cache, cache.length
-        if isinstance(cache, KVCache):  # its prompt may get into the prefix cache
-            cache.keep_all(True)
+        if isinstance(cache, KVCache):
+            cache.keep_all(self.keeps_all)
 
     def look_up(self, prefixes: PrefixCache) -> bool:
         """Begin with the longest prefix of the prompt that is cached, if there is one; False: one
@@ -173,11 +181,13 @@ class SequenceGroup:
         for sequence in self.sequences:
             sequence.release()
 
-    def check_fits(self, kv_tokens: float, max_batch_size: int, block_tokens: int = 0) -> None:
-        """Raises `RequestError` if it could never run, whatever else finishes first."""
+    def check_fits(self, needed: int, kv_tokens: float, max_batch_size: int) -> None:
+        """Raises `RequestError` if it could never run, whatever else finishes first.
+
+        Args:
+            needed: the most tokens of memory that it comes to hold.
+        """
         num_samples = len(self.sequences)
-        longest = max(len(s.prompt_token_ids) + s.max_new_tokens for s in self.sequences)
-        needed = max(longest, self.num_kv(block_tokens) + num_samples)
         if needed > kv_tokens:
             raise RequestError(
                 f"the request needs memory for {needed} tokens and there is room for {kv_tokens} "

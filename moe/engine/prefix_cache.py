@@ -171,7 +171,7 @@ class PrefixCache:
         if kv.counts_blocks and not kv.recurrent:  # the rest would take a block of its own
             ids = ids[: len(ids) // STORED_TOKENS * STORED_TOKENS]
         hashes = block_hashes(salt, ids)
-        if not hashes or len(ids) > self.max_tokens:
+        if not hashes or len(ids) - kv.dropped_tokens > self.max_tokens:
             return
         if not kv.recurrent and not kv.longest_fork(len(hashes) * BLOCK):
             return  # none could go on from it

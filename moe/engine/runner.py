@@ -25,9 +25,10 @@ from moe.engine.overlap import run_overlapped
 from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep
 from moe.errors import RankError
 from moe.network.backbone import SHORT, Backbone
-from moe.network.kv_cache import SequenceCache, Work
+from moe.network.kv_cache import SequenceCache
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.moe_layer import MoELayers
+from moe.network.packed_pass import Work
 from moe.sampling.constraint import MaskLateError
 from moe.sampling.sampler import Token, sample_batch
 from moe.sequence import RunningSequence

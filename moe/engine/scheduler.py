@@ -9,6 +9,10 @@ entries are read again later.
 
 A prompt whose beginning is being read from disk waits, and others overtake it.
 
+Tokens of memory are tokens in all layers. Where layers have windows, a sequence that gives up what
+is behind them counts for less (`Windows`). A prompt that the prefix cache has room for keeps all
+until it has been read; a longer one does not, so that memory admits the context that it holds.
+
 Memory that several sequences share counts once. A prompt of which most is being read by a batch
 already waits for that batch, and then goes on from the prefix cache: requests that arrive together
 with a common prompt read it once.
@@ -30,6 +34,7 @@ from moe.engine.prefill_batch import (
 )
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.engine.prefix_cache import PrefixCache
+from moe.network.kv_blocks import Windows
 from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
 
@@ -52,6 +57,7 @@ class Scheduler:
         expert_order: reorders the queue by shared experts; None to keep its order.
         block_tokens: of the blocks that samples of one prompt share; 0: each has a copy.
         whole_blocks: memory has only so many blocks, so sequences count by blocks, not by tokens.
+        windows: layers of which sequences keep no more than the last tokens; None: there are none.
 
     Attributes:
         waiting: groups whose prompt is not being read, in queue order.
@@ -72,6 +78,7 @@ class Scheduler:
         expert_order: ExpertAwareOrder | None = None,
         block_tokens: int = 0,
         whole_blocks: bool = False,
+        windows: Windows | None = None,
     ) -> None:
         self.prefill = prefill
         self.engine = engine
@@ -83,6 +90,7 @@ class Scheduler:
         self._expert_order = expert_order
         self._block_tokens = block_tokens
         self._unit = block_tokens if whole_blocks else 1  # tokens that memory is given out by
+        self._windows = windows or Windows()
         self.waiting: list[SequenceGroup] = []
         self.running: list[RunningSequence] = []
         self.prefilling: PrefillBatch | None = None
@@ -95,8 +103,12 @@ class Scheduler:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group. Raises `RequestError` if it could never run."""
-        most = self.kv_tokens - (self._unit - 1) * (len(group.sequences) - 1)
-        group.check_fits(most, self.engine.max_batch_size, self._block_tokens)
+        count = len(group.sequences)
+        longest = max(len(s.prompt_token_ids) + s.max_new_tokens for s in group.sequences)
+        group.keeps_all = self._keeps_all(group)
+        most = self.kv_tokens - (self._unit - 1) * (count - 1)
+        needed = max(self._kept(group, longest), self._read_tokens(group) + count)
+        group.check_fits(needed, most, self.engine.max_batch_size)
         self._num_arrived += 1
         for sequence in group.sequences:
             step = self._num_steps + sequence.priority * self.engine.priority_steps
@@ -149,14 +161,10 @@ class Scheduler:
 
     def num_used_tokens(self) -> float:
         """Tokens of memory held by running sequences, prompts being read and cached prefixes."""
-        running = sum(
-            self._whole(len(s.prompt_token_ids) + len(s.token_ids) - 1)
-            - (0 if s.cache is None else s.cache.shared_tokens)
-            for s in self.running
-        )
+        running = sum(map(self._held, self.running))
         half_read = sum(self._whole(group.num_held) for group in self.waiting)
         prefill = sum(
-            self._needed(chunk.group) - chunk.group.num_read + chunk.group.num_held
+            self._to_come(chunk.group) + chunk.group.num_held
             for chunk in (self.prefilling.chunks if self.prefilling is not None else ())
         )
         return running + half_read + prefill + (self.prefixes.num_tokens if self.prefixes else 0)
@@ -165,10 +173,43 @@ class Scheduler:
         """Tokens that memory gives out for a sequence of so many."""
         return -(-tokens // self._unit) * self._unit
 
-    def _needed(self, group: SequenceGroup) -> int:
-        """Tokens that the sequences of a group take once their prompt has been read."""
+    def _held(self, sequence: RunningSequence) -> int:
+        """Tokens of memory of a running sequence, without what counts for others. Of its own tokens
+        that it has yet to read again, those that it will keep count."""
+        tokens, cache = len(sequence.prompt_token_ids) + len(sequence.token_ids) - 1, sequence.cache
+        if cache is None:
+            return self._whole(tokens)
+        unread = tokens - cache.length
+        kept = self._windows.held_tokens(tokens) - self._windows.held_tokens(cache.length)
+        return self._whole(tokens - max(unread - kept, 0)) - cache.shared_tokens
+
+    def _to_come(self, group: SequenceGroup) -> int:
+        """Tokens of memory that the sequences of a group take until their prompt has been read,
+        beside those that they have."""
         ends = (self._unit - 1) * len(group.sequences)  # a part of a block for each
-        return group.num_kv(self._block_tokens) + ends
+        dropped = 0 if group.keeps_all else group.num_dropped
+        return max(self._read_tokens(group) + ends - group.num_read + dropped, 0)
+
+    def _read_tokens(self, group: SequenceGroup) -> int:
+        """Tokens of memory that the sequences of a group hold at most until their prompt has been
+        read."""
+        saved = 0 if group.keeps_all else group.num_tokens - self._kept(group, group.num_tokens)
+        return group.num_kv(self._block_tokens) - saved
+
+    def _kept(self, group: SequenceGroup, length: int) -> int:
+        """Tokens of memory that a sequence of a group holds at most while it grows to ``length``,
+        if it gives up what is behind windows."""
+        reading, part = len(group.token_ids), self.prefill.longest_part
+        is_cut = self.can_cut and (group.rows is None or not group.rows.whole)
+        if is_cut and part is not None:
+            reading = min(reading, part)
+        return self._windows.held_tokens(length, reading)
+
+    def _keeps_all(self, group: SequenceGroup) -> bool:
+        """Whether the prefix cache has room for a prompt with what is behind windows."""
+        if self.prefixes is None or group.sequences[0].prompt_keys is None:
+            return not self._windows.of_layer
+        return not self._windows.of_layer or group.num_tokens <= self.prefixes.max_tokens
 
     def is_awaited(self, group: SequenceGroup) -> bool:
         """Whether a waiting prompt begins with most of this one."""
@@ -237,7 +278,7 @@ class Scheduler:
         size = len(self.running) + sum(len(group.sequences) for group in groups)
         if size > self.engine.max_batch_size:
             return False
-        needed = size + sum(self._needed(group) - group.num_read for group in groups)
+        needed = size + sum(map(self._to_come, groups))
         while self.num_used_tokens() + needed > self.kv_tokens:
             if not self._free_read(others):
                 # Alone it fits (`submit`), whatever the ends of its blocks take.
@@ -267,7 +308,9 @@ class Scheduler:
         elif last is not None and (batch is not None or len(self.running) > 1):
             self.running.pop()
             last.release()
-            insort(self.waiting, SequenceGroup([last]), key=_queue_key)
+            again = SequenceGroup([last])
+            again.keeps_all = self._keeps_all(again)
+            insort(self.waiting, again, key=_queue_key)
         else:
             return False
         return True

@@ -29,8 +29,8 @@ from moe.loading.meta_model import join_towers
 from moe.model_lock import plain_torch
 from moe.network.attention import PACKED
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
 from moe.network.lanes import Lane, run_lanes
+from moe.network.packed_pass import Work
 from moe.network.prompt_rows import PromptRows, caught, watch
 from moe.network.stored_embedding import backbone_dtype
 from moe.text.chat import render

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from moe.network.kv_blocks import window_tokens
 from offload.offloaded import HOST
 
 GIB = 2**30
 RESERVE = "reserve"
 """Name of the line that is for everything that has no line of its own."""
 _LEAST_FOR_REQUESTS = 64 * 2**20
+ANY_LENGTH = 2**32
+"""Tokens of the longest sequence of a model whose layers all have windows."""
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,11 @@ class MemoryPlan:
         lines: every use of memory.
         place: what is filled: ``memory``, or the name of a CUDA device.
         available_bytes: what was free; None where that cannot be read.
-        kv_tokens: tokens of keys and values that may be held at once.
+        kv_tokens: tokens of keys and values in all layers that may be held at once.
         kv_bytes_per_token: bytes of each.
+        read_tokens: most tokens that a pass reads of one prompt; None: all of it.
+        kv_windows: of the layers that keep no more than so many last tokens of a sequence, the
+            bytes of a token.
         prefix_tokens: of kv_tokens, the most that the prefix cache holds.
         wave_tokens: most prompt tokens of a prefill batch.
         tiers: where experts are, the fastest place first; empty where all are in memory.
@@ -78,16 +86,43 @@ class MemoryPlan:
     notice: str = ""
     prefix_tokens: int = 0
     wave_tokens: int = 0
+    read_tokens: int | None = None
+    kv_windows: Mapping[int, int] = field(default_factory=dict)
 
-    def with_kv_bytes(self, per_token: int) -> MemoryPlan:
-        """The same with other bytes a token: the memory for keys and values holds other many."""
-        if per_token == self.kv_bytes_per_token:
-            return self
+    def kv_bytes(self, length: int, reading: int = 0) -> int:
+        """Bytes of keys and values of a sequence; see `window_tokens`."""
+        saved = (
+            size * (length - window_tokens(window, length, reading))
+            for window, size in self.kv_windows.items()
+        )
+        return length * self.kv_bytes_per_token - sum(saved)
+
+    def longest_sequence(self, kv_tokens: int) -> int:
+        """The most tokens of one sequence, from its prompt on, in the memory of so many tokens in
+        all layers."""
+        if not self.kv_windows:
+            return kv_tokens
+
+        def most_bytes(length: int) -> int:
+            part = length if self.read_tokens is None else self.read_tokens
+            return self.kv_bytes(length, min(part, length))
+
+        room, most = kv_tokens * self.kv_bytes_per_token, kv_tokens
+        while most < ANY_LENGTH and most_bytes(most) <= room:
+            most = min(2 * most, ANY_LENGTH)
+        return bisect_right(range(most + 1), room, lo=kv_tokens, key=most_bytes) - 1
+
+    def in_buffers(self, per_token: int) -> MemoryPlan:
+        """The same for keys and values in buffers, which keep all tokens in all layers: their
+        memory holds other many."""
         tokens, prefixes = (
             max(number * self.kv_bytes_per_token // per_token, 1 if number else 0)
             for number in (self.kv_tokens, self.prefix_tokens)
         )
-        return replace(self, kv_tokens=tokens, prefix_tokens=prefixes, kv_bytes_per_token=per_token)
+        return replace(
+            self, kv_tokens=tokens, prefix_tokens=prefixes, kv_bytes_per_token=per_token,
+            kv_windows={},
+        )  # fmt: skip
 
     @property
     def expert_slots(self) -> int | None:

@@ -27,8 +27,8 @@ from moe.errors import UnsupportedModelError
 from moe.network.adopt import adopt_experts
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import share_tied_modules, writes_blocks
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
+from moe.network.packed_pass import Work
 from moe.network.seam import attach, experts_modules
 
 _MAPPINGS: tuple[Any, ...] = (

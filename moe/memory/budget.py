@@ -91,6 +91,7 @@ def plan_memory(
     plan = MemoryPlan(
         tuple(lines), place, available_bytes, 0, per_token, (), host_bytes,
         wave_tokens=profile.prefill.most_tokens,
+        read_tokens=profile.prefill.longest_part, kv_windows=footprint.windows,
     )  # fmt: skip
     resident = _with_pool(plan, profile, left, context_length)
     if offloadable is None or left is None or (resident.fits and offloadable.most is None):
@@ -118,7 +119,7 @@ def _with_pool(
         room: bytes that they may take rather than not fit; None: as many as they want.
     """
     per_token = plan.kv_bytes_per_token
-    tokens, why = _pool(profile, per_token, left, context_length, room)
+    tokens, why = _pool(plan, profile, left, context_length, room)
     kept = _prefix_tokens(profile, per_token, tokens)
     how = f"{tokens} tokens of {per_token} B, {why}; the prefix cache has up to {kept} of them"
     line = PlanLine("keys and values", tokens * per_token, how)
@@ -178,21 +179,25 @@ def prefill_batch_tokens(profile: Profile) -> int:
 
 
 def _pool(
+    plan: MemoryPlan,
     profile: Profile,
-    per_token: int,
     left: int | None,
     context_length: int | None,
     room: int | None,
 ) -> tuple[int, str]:
     """Tokens of the KV pool, and what set their number."""
-    memory = profile.memory
+    memory, per_token = profile.memory, plan.kv_bytes_per_token
     if memory.kv_tokens is not None:
         return memory.kv_tokens, "memory.kv_tokens"
     if memory.kv_gib is not None:
         return max(int(memory.kv_gib * GIB) // per_token, 1), "memory.kv_gib"
     context = context_length or UNKNOWN_CONTEXT
     kept = 0 if memory.prefix_tokens == "auto" else memory.prefix_tokens
-    most = profile.engine.max_batch_size * context + kept
+    reading = context if plan.read_tokens is None else plan.read_tokens
+    others = (profile.engine.max_batch_size - 1) * plan.kv_bytes(context)
+    most = -(-(others + plan.kv_bytes(context, reading)) // per_token) + kept
+    if memory.prefix_tokens == "auto":  # it keeps a prompt with what is behind windows
+        most = max(most, context * min(int(1 / PREFIX_SHARE), profile.engine.max_batch_size))
     fit = most if left is None else max(left, 0) // per_token
     if fit >= most:
         return most, "as many as a full batch can use"

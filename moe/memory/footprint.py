@@ -10,9 +10,9 @@ scores. Recurrent layers have their compiled kernels, of which only the outputs 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,14 +29,16 @@ from transformers import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import backend_status
+from moe.describe.attention import seen_windows
 from moe.describe.stateful import find_stateful
 from moe.errors import UnsupportedModelError
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import writes_blocks
-from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, TransformersCache, Work
+from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, TransformersCache
 from moe.network.lanes import run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
+from moe.network.packed_pass import Work
 from moe.network.recurrent_kernels import without_advice
 from moe.network.seam import experts_modules
 
@@ -60,6 +62,7 @@ class Footprint:
         bytes_per_sequence: of what does not grow with its length: recurrent state, windows.
         activation_bytes: most that everything else takes while a batch of prompts is read.
         how: where the figures come from.
+        windows: of the layers that keep no more than so many last tokens, the bytes of a token.
     """
 
     kv_bytes_per_token: int
@@ -67,6 +70,7 @@ class Footprint:
     bytes_per_sequence: int
     activation_bytes: int
     how: str
+    windows: Mapping[int, int] = field(default_factory=dict)
 
 
 @without_advice()
@@ -105,7 +109,7 @@ def measure_footprint(
                 config._attn_implementation = _STAND_IN
         try:
             longest = min(longest, batch_tokens)
-            return _measure(backbone, packed, batch_tokens, longest, form if packed else None)
+            return _measure(backbone, packed, batch_tokens, longest, form, on_cuda=on_cuda)
         except Exception as error:  # the architecture cannot run in this way
             message = str(error).strip().splitlines()[0][:100] if str(error) else ""
             reason = f"{type(error).__name__}: {message}"
@@ -125,7 +129,13 @@ def _compiled(on_cuda: bool) -> bool:
 
 
 def _measure(
-    backbone: Backbone, packed: bool, batch_tokens: int, longest: int, form: KVFormat | None
+    backbone: Backbone,
+    packed: bool,
+    batch_tokens: int,
+    longest: int,
+    form: KVFormat | None,
+    *,
+    on_cuda: bool,
 ) -> Footprint:
     if packed:  # two sequences show what a packed pass takes; more only repeat it
         sizes = [part for part in (longest, min(longest, batch_tokens - longest)) if part]
@@ -144,10 +154,12 @@ def _measure(
     rest = max(long.kept - per_token * size, 0) // count
     own = long.peak - long.kept
     if packed:
-        coded = per_token if form is None else per_token - grown.saved_bytes(form)
-        return Footprint(
-            coded, per_token, rest, own * batch_tokens // size, "measured on the meta device"
-        )
+        how, activations = "measured on the meta device", own * batch_tokens // size
+        if form is None:
+            return Footprint(per_token, per_token, rest, activations, how)
+        coded = per_token - grown.saved_bytes(form)
+        windows = {} if on_cuda else seen_windows(backbone, form).token_bytes
+        return Footprint(coded, per_token, rest, activations, how, windows)
     # The batch's other prompts wait at an MoE layer meanwhile, with their rows.
     waiting = (
         4 * backbone.model.config.get_text_config().hidden_size * backbone.model.dtype.itemsize
@@ -221,7 +233,9 @@ class _ProbedPass:
 
     def saved_bytes(self, form: KVFormat) -> int:
         """Bytes that a token takes less if keys and values are stored in this form."""
-        return self.cache.saved_bytes(form) if isinstance(self.cache, KVCache) else 0
+        if not isinstance(self.cache, KVCache):
+            return 0
+        return sum(self.cache.layer_bytes().values()) - sum(self.cache.layer_bytes(form).values())
 
 
 def _probe(backbone: Backbone, sizes: Sequence[int]) -> _ProbedPass:

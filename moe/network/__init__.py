@@ -1,14 +1,15 @@
 """A transformers model whose experts have been taken over, and its MoE layers.
 
 - `seam`: takes the weights out of the experts modules and sends their tokens to us instead.
-- `backbone.Backbone`: the model without its experts. It makes lanes of `kv_cache.Work`, new tokens
-  of sequences.
+- `backbone.Backbone`: the model without its experts. It makes lanes of `packed_pass.Work`, new
+  tokens of sequences.
 - `lanes.Lane`: one forward pass that sleeps at MoE layers; `lanes.run_lanes` drives several of them
   so that they meet there. What a lane waits with is an `lanes.ExpertCall`.
 - `block_diffusion.BlockWriter`: runs the generation code of models that write whole blocks, as
   lanes that rest between passes.
 - `moe_layer.MoELayers`: policies, dispatch, experts and combination for all calls at a layer.
 - `kv_cache.KVCache`: keys and values of one sequence, `kv_blocks.BlockKVCache` in blocks of a pool
-  (`device_blocks` on a GPU); `attention` reads several of them, packed
-  into one row, for transformers' attention modules.
+  (`device_blocks` on a GPU).
+- `packed_pass.PackedCache`: what transformers' modules see of several of them in one pass, packed
+  into one row; `attention` reads it for them.
 """

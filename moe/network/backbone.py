@@ -26,17 +26,11 @@ from moe.errors import UnsupportedModelError
 from moe.network.attention import PACKED, packed_pass
 from moe.network.block_diffusion import writes_blocks
 from moe.network.hidden import KEPT, HiddenRows
-from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import (
-    KVCache,
-    PackedCache,
-    SequenceCache,
-    TransformersCache,
-    Work,
-    keep_hidden_rows,
-)
+from moe.network.kv_blocks import BlockPool, Windows
+from moe.network.kv_cache import KVCache, SequenceCache, TransformersCache
 from moe.network.lanes import Lane
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
+from moe.network.packed_pass import PackedCache, Work, keep_hidden_rows
 from moe.network.per_sequence import StatefulModules, serve_packed
 from moe.network.prompt_rows import POSITIONS, given
 from moe.network.recurrent_kernels import use_kernels
@@ -182,6 +176,12 @@ class Backbone:
     def block_tokens(self) -> int:
         """Tokens of the blocks that forks of a packed sequence share; 0: they copy."""
         return BLOCK if self.blocks is not None and self.contrast is None else 0
+
+    @property
+    def windows(self) -> Windows:
+        """Layers of which sequences keep no more than the last tokens."""
+        in_blocks = self.blocks is not None and self.contrast is None
+        return self.blocks.windows if self.blocks is not None and in_blocks else Windows()
 
     @property
     def counts_blocks(self) -> bool:

@@ -6,10 +6,10 @@ they are written, one by one, so their bits depend on no other row and on no cut
 shares the whole blocks of its source, which neither writes again, and copies the last one if that
 is not full; a block is freed with the last sequence that lists it.
 
-Layers that see a window of W last tokens have blocks of their own: once a sequence's prompt has
-been read, it gives up those behind the window, and its tables show zeros there, which no query
-sees. A sequence whose prompt is being read, and one that the prefix cache keeps, has them all, so
-that prompts which begin alike can part anywhere.
+Layers that see a window of W last tokens have blocks of their own, which a sequence gives up behind
+the window (`Windows`); its tables show zeros there, which no query sees. A sequence whose prompt
+will be kept by the prefix cache has them all until it has been read, and so has what the cache
+keeps, so that prompts which begin alike can part anywhere (`BlockKVCache.keep_all`).
 
 Where the rows of blocks lie is the business of a `BlockMemory`: `HostBlocks` allocates them one by
 one and lists their addresses for compiled code; `moe.network.device_blocks.DeviceBlocks` has all of
@@ -44,6 +44,48 @@ ALL = 0
 """The window of layers that see all tokens."""
 _SLACK = BLOCK
 """Tokens behind a window that a sequence keeps, so that `KVCache.cut` can take back drafts."""
+
+
+def window_tokens(window: int, length: int, reading: int = 0) -> int:
+    """The most tokens that a sequence of this length keeps in layers with a window.
+
+    Args:
+        reading: tokens of the passes that read it, beyond a block.
+    """
+    return min(length, -(-window // BLOCK) * BLOCK + _SLACK + BLOCK + reading)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The layers that see no more than their last tokens, and what that saves.
+
+    Attributes:
+        of_layer: the window of each such layer.
+        token_bytes: of each window, the bytes of a token in its layers.
+        shares: the same as parts of a token's bytes in all layers of attention.
+    """
+
+    of_layer: Mapping[int, int] = field(default_factory=dict)
+    token_bytes: Mapping[int, int] = field(default_factory=dict)
+    shares: Mapping[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, of_layer: Mapping[int, int], layer_bytes: Mapping[int, int]) -> Windows:
+        """From the bytes of a token in each layer of attention."""
+        sizes = dict.fromkeys(sorted(set(of_layer.values())), 0)
+        for layer, window in of_layer.items():
+            sizes[window] += layer_bytes[layer]
+        total = sum(layer_bytes.values())
+        return cls(of_layer, sizes, {window: size / total for window, size in sizes.items()})
+
+    def held_tokens(self, length: int, reading: int = 0) -> int:
+        """Memory of a sequence that gives up what is behind windows, in tokens of all layers; see
+        `window_tokens`."""
+        saved = sum(
+            share * (length - window_tokens(window, length, reading))
+            for window, share in self.shares.items()
+        )
+        return length - int(saved)
 
 
 class Shape(NamedTuple):
@@ -120,9 +162,11 @@ class BlockHolder:
         self.kept = False
         self.drop(len(self.blocks))
 
-    def drop(self, count: int) -> None:
-        """List the first blocks no more; each counts for another sequence that lists it."""
-        for block in self.blocks[:count]:
+    def drop(self, count: int) -> list[KVBlock]:
+        """List the first blocks no more; each counts for another sequence that lists it, and those
+        that none lists are given."""
+        dropped = self.blocks[:count]
+        for block in dropped:
             if len(block.holders) > 1:
                 others = [holder for holder in block.holders if holder is not self]
                 _count_for(next((holder for holder in others if holder.kept), others[0]), block)
@@ -130,6 +174,7 @@ class BlockHolder:
             del block.holders[self]
         del self.blocks[:count]
         self.dropped += count
+        return [block for block in dropped if not block.holders]
 
     def _settle(self, block: KVBlock) -> None:
         if not next(iter(block.holders)).kept:
@@ -243,40 +288,36 @@ class BlockPool:
         memory: where their rows lie.
         windows: of layers that see no more than so many last tokens; none where `counts_blocks`:
             there, all layers have the same blocks.
+
+    Attributes:
+        shares: of a token's bytes, those of the layers that see so far: `ALL`, and each window.
     """
 
-    def __init__(self, memory: BlockMemory, windows: Mapping[int, int] | None = None) -> None:
-        assert not (windows and memory.counts_blocks), "a GPU's blocks are those of all layers"
+    def __init__(self, memory: BlockMemory, windows: Windows | None = None) -> None:
+        self.windows = windows or Windows()
+        assert not (self.windows.of_layer and memory.counts_blocks), "all layers have these blocks"
         self.memory, self.form = memory, memory.form
-        self.windows: dict[LayerKey, int] = dict((windows or {}).items())
-        self._alive: dict[int, WeakSet[KVBlock]] = {}
-        self._shares = {ALL: 1.0}
-
-    @property
-    def groups(self) -> list[int]:
-        """How far layers see: `ALL`, and each window."""
-        return [ALL, *sorted(set(self.windows.values()))]
+        self.shares = {ALL: 1 - sum(self.windows.shares.values()), **self.windows.shares}
+        self._alive: dict[int, WeakSet[KVBlock]] = {group: WeakSet() for group in self.shares}
 
     @property
     def held_tokens(self) -> float:
         """Tokens that the blocks in use have room for; a shared block counts once."""
-        return sum(BLOCK * self.share(group) * len(own) for group, own in self._alive.items())
+        return sum(BLOCK * self.shares[group] * len(own) for group, own in self._alive.items())
 
-    def share(self, group: int) -> float:
-        """Of a token's bytes, the share of the layers that see so far."""
-        return self._shares.get(group, 0.0)
+    def group_of(self, layer: LayerKey) -> int:
+        """How far a layer sees."""
+        return self.windows.of_layer.get(layer, ALL) if isinstance(layer, int) else ALL
 
-    def set_shares(self, shapes: Mapping[LayerKey, Shape]) -> None:
-        """Take a token's bytes from the layers of a sequence."""
-        sizes = dict.fromkeys(self.groups, 0)
-        for layer, shape in shapes.items():
-            sizes[self.windows.get(layer, ALL)] += self.form.token_bytes(*shape)
-        self._shares = {group: size / sum(sizes.values()) for group, size in sizes.items()}
+    def new_block(self, group: int, rows: dict[LayerKey, Tensor] | None = None) -> KVBlock:
+        """A block that nobody lists yet.
 
-    def new_block(self, group: int) -> KVBlock:
-        block = KVBlock(self.memory.take())
+        Args:
+            rows: the memory of one that nobody lists any more; None: new memory.
+        """
+        block = KVBlock(self.memory.take(), rows or {})
         finalize(block, self.memory.give_back, block.number).atexit = False
-        self._alive.setdefault(group, WeakSet()).add(block)
+        self._alive[group].add(block)
         return block
 
     def rows_of(self, block: KVBlock, layer: LayerKey, shape: Shape) -> Tensor:
@@ -305,7 +346,7 @@ class BlockKVCache(KVCache):
     def __init__(self, capacity: int, pool: BlockPool) -> None:
         super().__init__(capacity)
         self._pool, self.form = pool, pool.form
-        self._holders = {group: BlockHolder() for group in pool.groups}
+        self._holders = {group: BlockHolder() for group in pool.shares}
         self._keeps_all = False
         self._holder = self._holders[ALL]
         self.blocks = self._holder.blocks
@@ -331,8 +372,15 @@ class BlockKVCache(KVCache):
 
     @property
     def shared_tokens(self) -> int:
-        unpaid = ((group, holder.unpaid) for group, holder in self._holders.items())
-        return int(sum(BLOCK * count * self._pool.share(group) for group, count in unpaid))
+        return self._tokens_of({group: own.unpaid for group, own in self._holders.items()})
+
+    @property
+    def dropped_tokens(self) -> int:
+        return self._tokens_of({group: own.dropped for group, own in self._holders.items()})
+
+    def _tokens_of(self, blocks: Mapping[int, int]) -> int:
+        """So many blocks of each group, in tokens of all layers."""
+        return int(sum(BLOCK * count * self._pool.shares[group] for group, count in blocks.items()))
 
     @property
     def held_tokens(self) -> int:
@@ -396,7 +444,6 @@ class BlockKVCache(KVCache):
         assert self.length >= self._shared * BLOCK, "shared blocks are never written"
         if layer not in self._shapes:
             self._shapes[layer] = shape
-            self._pool.set_shares(self._shapes)
             self._place()
 
     def read(self, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
@@ -422,27 +469,26 @@ class BlockKVCache(KVCache):
         if self.room > room:
             self._pointers = None
         if end > len(self.blocks) * BLOCK:
-            if not self._keeps_all:
-                self._drop_unseen()
             for group, holder in self._holders.items():
+                # The allocator does not find holes between other blocks again, as rows are aligned.
+                spare = [] if self._keeps_all else self._drop_unseen(group, holder)
                 while end > holder.count * BLOCK:
-                    holder.add(self._pool.new_block(group))
+                    holder.add(self._pool.new_block(group, spare.pop().rows if spare else None))
             self._place()
 
-    def _drop_unseen(self) -> None:
-        """Give up blocks that no later query of the sequence sees."""
+    def _drop_unseen(self, window: int, holder: BlockHolder) -> list[KVBlock]:
+        """Give up blocks that no later query of the sequence sees; those that none lists now."""
         length = self.length if self._marked < 0 else min(self.length, self._marked)
-        for window, holder in self._holders.items():
-            unseen = max(length - window - _SLACK, 0) // BLOCK if window != ALL else 0
-            if unseen <= holder.dropped:
-                continue
-            assert isinstance(self.memory, HostBlocks)
-            for index, (layer, shape) in enumerate(self._shapes.items()):
-                if self._pool.windows.get(layer, ALL) == window:
-                    begin = self.memory.zeros(shape).data_ptr()
-                    places = begin, begin + self._key_bytes(shape)
-                    self._tables[index, :, holder.dropped : unseen] = np.array(places)[:, None]
-            holder.drop(unseen - holder.dropped)
+        unseen = max(length - window - _SLACK, 0) // BLOCK if window != ALL else 0
+        if unseen <= holder.dropped:
+            return []
+        assert isinstance(self.memory, HostBlocks)
+        for index, (layer, shape) in enumerate(self._shapes.items()):
+            if self._pool.group_of(layer) == window:
+                begin = self.memory.zeros(shape).data_ptr()
+                places = begin, begin + self._key_bytes(shape)
+                self._tables[index, :, holder.dropped : unseen] = np.array(places)[:, None]
+        return holder.drop(unseen - holder.dropped)
 
     def tables(self, layers: Sequence[LayerKey]) -> np.ndarray:
         assert self.length >= self._shared * BLOCK, "shared blocks are never written"
@@ -471,7 +517,7 @@ class BlockKVCache(KVCache):
                 last = self._pool.new_block(group)
                 source = holder.blocks[whole - holder.dropped]
                 for layer, shape in self._shapes.items():
-                    if self._pool.windows.get(layer, ALL) == group:
+                    if self._pool.group_of(layer) == group:
                         rows = self._pool.rows_of(source, layer, shape)
                         self._pool.rows_of(last, layer, shape).copy_(rows)
                 own.add(last)
@@ -489,14 +535,16 @@ class BlockKVCache(KVCache):
 
     def stored_block(self, at: int) -> StoredBlock:
         """As `KVCache.stored_block`: rows of attention as they are kept; those in main memory are
-        not copied."""
+        copied only of layers with windows, whose memory the sequence uses again."""
         assert self.whole, "it has given up blocks"
         found = super().stored_block(at)
         form, own, rows = self.memory.row_form, dict[LayerKey, RowLayout](), list[Tensor]()
         for layer, shape in self._shapes.items():
             block = self._holder_of(layer).blocks[at]
             own[layer] = RowLayout(form, *shape)
-            rows.append(self._pool.rows_of(block, layer, shape).cpu())
+            found_rows = self._pool.rows_of(block, layer, shape)
+            windowed = self._pool.group_of(layer) != ALL
+            rows.append(found_rows.clone() if windowed else found_rows.cpu())
         return StoredBlock(own | found.layout, [*rows, *found.rows])
 
     def append_block(self, stored: StoredBlock, device: torch.device | None = None) -> bool:
@@ -519,13 +567,13 @@ class BlockKVCache(KVCache):
             return False
         self._shapes = shapes
         super().reserve(self.length + BLOCK)
-        self._pool.set_shares(shapes)
         for group, holder in self._holders.items():
             block = self._pool.new_block(group)
             for layer, own in coded.items():
-                if self._pool.windows.get(layer, ALL) == group:
+                if self._pool.group_of(layer) == group:
                     number, shape = block.number, shapes[layer]
-                    block.rows[layer] = self.memory.take_rows(number, layer, shape, own)
+                    part = own if group == ALL else own.clone()  # it will be written again
+                    block.rows[layer] = self.memory.take_rows(number, layer, shape, part)
             holder.add(block)
         self._place()
         self._write_block(made)
@@ -557,7 +605,7 @@ class BlockKVCache(KVCache):
                 table[:, at] = found.data_ptr(), found.data_ptr() + keys
 
     def _holder_of(self, layer: LayerKey) -> BlockHolder:
-        return self._holders[self._pool.windows.get(layer, ALL)]
+        return self._holders[self._pool.group_of(layer)]
 
     def _key_bytes(self, shape: Shape) -> int:
         """Of a block of a layer, the bytes of keys, behind which values lie."""

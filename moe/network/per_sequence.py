@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from moe.network.attention import MaskRule, current_pass
-from moe.network.kv_cache import PackedCache
 from moe.network.own_cache import OwnLayer
+from moe.network.packed_pass import PackedCache
 
 # Names that transformers' `dynamic_rope_update` gives what a rotary module keeps.
 _ORIGINAL, _FREQUENCIES, _LENGTH = "original_inv_freq", "inv_freq", "max_seq_len_cached"

@@ -186,6 +186,14 @@ class PrefillSettings(Settings):
         """wave_tokens as a number; where auto has not been decided, its most."""
         return 8192 if self.wave_tokens == "auto" else self.wave_tokens
 
+    @property
+    def longest_part(self) -> int | None:
+        """Most tokens that a pass reads of a prompt which may be cut; None: all of it."""
+        if self.mode == "whole":
+            return None
+        parts = {"chunked": self.chunk_tokens, "layered": self.most_tokens}
+        return parts.get(self.mode, max(parts.values()))
+
 
 class MemorySettings(Settings):
     """Limits on memory: KV cache, experts and reserve."""
@@ -229,8 +237,8 @@ class MemorySettings(Settings):
 
     reuse_answers: bool = False
     """The prefix cache keeps answers too, so that the next turn of a chat reads only what is new.
-    Decode steps round differently from prompts, so the last bits of such a turn depend on whether
-    its beginning was still kept."""
+    Decode steps sum attention in another order than prompts, also with bit planes, so the last bits
+    of such a turn depend on whether its beginning was still kept."""
 
     prefix_dir: str | None = None
     """Directory where the prefix cache keeps what it evicts, and all at the end of a run, for

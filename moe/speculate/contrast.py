@@ -20,9 +20,10 @@ from moe.describe.routers import find_selectors
 from moe.errors import ProfileError
 from moe.loading.hub import experts_per_token
 from moe.network.backbone import Backbone, Forward
-from moe.network.kv_cache import KVCache, Work
+from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall
 from moe.network.moe_layer import MoELayers, Selector
+from moe.network.packed_pass import Work
 from moe.settings import SpeculationSettings
 from routing import Routing
 from routing.policies.base import keep

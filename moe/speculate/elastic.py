@@ -18,9 +18,9 @@ from torch import Tensor
 from kernels import Forward, QuantizedExperts
 from kernels.reference import AnyExperts
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.moe_layer import Selector
+from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
 from moe.speculate.draft import Mode
 from moe.speculate.passes import PassDrafts, PendingDraft

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from moe.network.hidden import HiddenRows
-from moe.network.kv_cache import KVCache, Work
+from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
 from moe.network.mtp import MtpHead
+from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
 from moe.speculate.draft import Mode
 from moe.speculate.passes import PassDrafts, PendingDraft

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from moe.network.kv_cache import Work
+from moe.network.packed_pass import Work
 from moe.sampling.sampler import Proposal, Sampler
 from moe.sequence import RunningSequence
 from moe.speculate.draft import Draft, Mode

@@ -21,8 +21,8 @@ from moe.commands.convert.convert import convert
 from moe.errors import RequestError
 from moe.images.decode import decode
 from moe.images.reader import ImageReader
-from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from moe.network.prompt_rows import NotRows, PromptRows
 from moe.settings import ModelSettings
 from moe.text.chat import take_images

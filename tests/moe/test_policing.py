@@ -19,9 +19,9 @@ from moe.commands.convert.convert import convert
 from moe.describe.routers import enable_policies
 from moe.errors import ProfileError
 from moe.loading.memory_plan import GIB
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.moe_layer import decide
+from moe.network.packed_pass import Work
 from moe.settings import ModelSettings
 from routing import Need, Phase, PolicyChain, Routing, RoutingContext, RoutingPolicy
 from routing.policies.pruning import TopK

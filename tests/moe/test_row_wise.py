@@ -19,8 +19,9 @@ from moe import MoE, SamplingParams
 from moe.describe.row_wise import RowWise
 from moe.engine.engine import Engine
 from moe.engine.prefix_cache import PrefixCache
-from moe.network.kv_cache import SequenceCache, Work
+from moe.network.kv_cache import SequenceCache
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from moe.network.seam import routing_modules
 from moe.sampling.sampler import Token
 from moe.sequence import Delta, RunningSequence

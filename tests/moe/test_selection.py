@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moe import MoE
 from moe.describe.routers import find_selectors
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.moe_layer import FoundSelector, Selector
+from moe.network.packed_pass import Work
 
 FOUND = [
     "qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "dots1", "glm4_moe", "gpt_oss",

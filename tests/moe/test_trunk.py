@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from moe import MoE
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
 from moe.network.lanes import Lane, LaneState, run_lanes
+from moe.network.packed_pass import Work
 
 ARCHITECTURES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 TOLERANCE = 1e-5  # to the same engine's pass over one sequence

@@ -33,8 +33,9 @@ from experts.placement import Placement, linear
 from moe import MoE
 from moe.engine.overlap import run_overlapped
 from moe.loading.memory_plan import GIB
-from moe.network.kv_cache import SequenceCache, Work
+from moe.network.kv_cache import SequenceCache
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from offload.capacity import slot_bytes
 from routing import Phase
 from tests.experts.dispatch_cases import random_placement

@@ -33,8 +33,8 @@ from moe.commands.console import OnStep
 from moe.commands.evaluate.scoring import divergence
 from moe.errors import CalibrationError
 from moe.model import MoE
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, Lane, run_lanes
+from moe.network.packed_pass import Work
 from moe.speculate.contrast import uncontrasted
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 

@@ -17,9 +17,9 @@ from moe.calibration.trace import SampledRows, Trace
 from moe.errors import CalibrationError
 from moe.machine import memory_available
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, ExpertsRunner, run_lanes
 from moe.network.moe_layer import MoELayers
+from moe.network.packed_pass import Work
 from offload.layer import LayerExperts
 from routing import Routing
 from routing.routing import UNUSED

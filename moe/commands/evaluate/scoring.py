@@ -19,8 +19,8 @@ from kernels import experts_forward
 from kernels.reference import AnyExperts
 from moe.errors import RequestError
 from moe.model import MoE
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
+from moe.network.packed_pass import Work
 from moe.speculate.contrast import uncontrasted
 from routing import Phase, Routing
 

@@ -26,7 +26,7 @@ from moe.commands.plan.speeds import cache_speed, disk_speed, memory_speed, to_d
 from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
 from moe.loading.hub import ModelFiles, experts_per_token, public_name, reach_model
-from moe.loading.memory_plan import GIB, MemoryPlan
+from moe.loading.memory_plan import ANY_LENGTH, GIB, MemoryPlan
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.seam import experts_modules
 from moe.settings.device import use_device
@@ -43,12 +43,14 @@ class ContextChoice:
     Attributes:
         kv_tokens: of all sequences.
         kv_bytes: what they take.
+        longest: tokens of the longest sequence that they have room for (`MemoryPlan`).
         experts: that are in memory beside them.
         tokens_per_second: of one sequence.
     """
 
     kv_tokens: int
     kv_bytes: int
+    longest: int
     experts: int
     tokens_per_second: float
 
@@ -165,7 +167,9 @@ def context_choices(
             continue
         near = replace(sizes, slots=slots if own else experts)
         rate = estimate_decode(near, speeds, locality, 1).tokens_per_second
-        made.append(ContextChoice(tokens, tokens * plan.kv_bytes_per_token, near.slots, rate))
+        size, longest = tokens * plan.kv_bytes_per_token, plan.longest_sequence(tokens)
+        longest = min(longest, planned.context_length or longest)
+        made.append(ContextChoice(tokens, size, longest, near.slots, rate))
     return made
 
 
@@ -258,18 +262,34 @@ def show(made: SpeedPlan, console: Console) -> None:
 
 
 def _contexts(made: SpeedPlan) -> Table:
-    columns = ("memory.kv_tokens", "GiB", "experts in memory", "share", "tokens/s")
+    columns = (
+        "memory.kv_tokens", "GiB", "longest sequence", "experts in memory", "share", "tokens/s"
+    )  # fmt: skip
     table = Table(*columns, box=None, header_style="bold")
     for one in made.contexts:
         own = " (this plan)" if one.kv_tokens == made.memory.kv_tokens else ""
         table.add_row(
             f"{one.kv_tokens:,}{own}",
             _gib(one.kv_bytes),
+            f"{one.longest:,}",
             str(one.experts),
             f"{one.experts / made.sizes.total:.0%}",
             f"{one.tokens_per_second:,.1f}",
         )
     return table
+
+
+def _keys_and_values(plan: MemoryPlan) -> str:
+    text = f"Keys and values: {plan.kv_tokens} tokens."
+    if not plan.kv_windows:
+        return text
+    share = sum(plan.kv_windows.values()) / plan.kv_bytes_per_token
+    longest = plan.longest_sequence(plan.kv_tokens)
+    length = "any length" if longest >= ANY_LENGTH else f"{longest} tokens"
+    return (
+        f"{text} Layers with windows have {share:.0%} of a token's bytes and keep their windows "
+        f"only, so that a sequence of {length} fits."
+    )
 
 
 def sentences(made: SpeedPlan) -> list[str]:
@@ -281,7 +301,7 @@ def sentences(made: SpeedPlan) -> list[str]:
     found = [
         f"Routing: {made.locality.how}.",
         f"Measured: {figures}. At best: all transfers overlap with other work.",
-        f"Keys and values: {made.memory.kv_tokens} tokens.",
+        _keys_and_values(made.memory),
     ]
     if made.memory.tiers:
         more = (made.sizes.total - made.sizes.slots) * made.sizes.expert_bytes

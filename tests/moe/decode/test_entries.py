@@ -23,8 +23,9 @@ from moe.decode.traced import TracedStep
 from moe.describe.description import View
 from moe.describe.own_layers import find_own_layers
 from moe.network.kv_blocks import BlockPool, HostBlocks
-from moe.network.kv_cache import KVCache, KVFormat, Work
+from moe.network.kv_cache import KVCache, KVFormat
 from moe.network.own_cache import OwnCache
+from moe.network.packed_pass import Work
 
 KERNEL, WHY_NOT = choose_kernel()
 pytestmark = pytest.mark.skipif(KERNEL is None, reason="no C++ compiler")

@@ -35,7 +35,8 @@ from moe.describe.description import (
 )
 from moe.network.device_blocks import DeviceBlocks
 from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import KVCache, Work
+from moe.network.kv_cache import KVCache
+from moe.network.packed_pass import Work
 from routing import Routing
 from routing.routers import RouterRule
 from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed, table

@@ -25,9 +25,9 @@ from moe.memory.planning import PlannedModel
 from moe.network.backbone import Backbone
 from moe.network.device_blocks import DeviceBlocks
 from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
 from moe.network.moe_layer import MoELayers
+from moe.network.packed_pass import Work
 from moe.network.seam import attach, take_experts
 from routing import parse_policies
 from tests.moe.decode.tape import Tape

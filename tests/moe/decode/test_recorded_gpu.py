@@ -10,8 +10,8 @@ import torch
 from examples.models.tiny import tiny_model
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams
-from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 
 pytestmark = [
     pytest.mark.gpu,

@@ -18,8 +18,8 @@ from kernels import experts_forward
 from kernels.cpu import choose_kernel
 from moe import MoE, SamplingParams
 from moe.decode import compiled as fused_step
-from moe.network.kv_cache import Work
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from routing import parse_policies
 from tests.kernels.kernel_cases import make_case
 from tests.moe.decode.test_fused import PROVEN

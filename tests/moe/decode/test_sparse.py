@@ -31,7 +31,8 @@ from moe.describe.description import Norm, RotaryTable, Rotation, Style, View
 from moe.describe.observe import AttentionCall
 from moe.describe.parts import rotate
 from moe.network.attention import MaskRule
-from moe.network.kv_cache import KVCache, Work
+from moe.network.kv_cache import KVCache
+from moe.network.packed_pass import Work
 
 pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
 

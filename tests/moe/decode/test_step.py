@@ -18,7 +18,8 @@ from moe.decode.compiled import DescribedStep
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
 from moe.describe.description import Description, NotDescribed, Projection
-from moe.network.kv_cache import KVCache, Work
+from moe.network.kv_cache import KVCache
+from moe.network.packed_pass import Work
 from routing import Routing
 from tests.kernels.kernel_cases import TARGETS
 from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed

@@ -17,9 +17,10 @@ from kernels.cpu import choose_kernel
 from moe.decode.compiled import DescribedStep
 from moe.decode.step import DecodeForward
 from moe.describe.description import Description, Experts
-from moe.network.kv_cache import KVCache, Work
+from moe.network.kv_cache import KVCache
 from moe.network.lanes import Lane, run_lanes
 from moe.network.moe_layer import MoELayers
+from moe.network.packed_pass import Work
 from routing import Routing
 from tests.experts.dispatch_cases import random_placement
 from tests.experts.test_dispatch_sockets import connected, in_threads

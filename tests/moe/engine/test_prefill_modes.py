@@ -22,8 +22,8 @@ from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
 from moe.engine.prefill_batch import SequenceGroup
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertsRunner, run_lanes
+from moe.network.packed_pass import Work
 from moe.sampling.sampler import Sampler, Token, sample_batch
 from moe.sequence import Delta, RunningSequence
 

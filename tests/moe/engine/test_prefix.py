@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu.kv import BLOCK as KV_BLOCK
 from moe import MoE, SamplingParams
 from moe.engine.prefix_cache import BLOCK, PrefixCache
@@ -174,12 +175,15 @@ def test_a_repeated_prompt_is_read_once(tiny_checkpoint: Callable[[str], Path]) 
 
 
 def test_requests_that_arrive_together_read_a_common_prompt_once_and_hold_it_once(
-    tiny_checkpoint: Callable[[str], Path],
+    tmp_path: Path,
 ) -> None:
-    """There is room for 3 of the 16 prompts, if each had memory of its own."""
-    shared, own, new = 3 * KV_BLOCK, 20, 5
-    memory = {"kv_tokens": shared + KV_BLOCK + 16 * (own + new), "prefix_tokens": 1000}
-    with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory=memory) as model:
+    """There is room for one of the 16 prompts, if each had memory of its own."""
+    shared, own, new = 4096, 20, 5
+    config = tiny_config("qwen3_moe")
+    config.max_position_embeddings = 8192
+    tiny_model("qwen3_moe", config=config).save_pretrained(tmp_path)
+    memory = {"kv_tokens": shared + KV_BLOCK + 16 * (own + new), "prefix_tokens": shared + 800}
+    with MoE.from_pretrained(tmp_path, memory=memory) as model:
         engine, common = model.engine(), [7 + at % 90 for at in range(shared)]
         for number in range(16):
             engine.submit(model.request([*common, *range(10 + number, 10 + number + own)], GREEDY))

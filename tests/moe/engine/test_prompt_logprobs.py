@@ -16,8 +16,8 @@ from moe import MoE, SamplingParams
 from moe.completion import Completion
 from moe.errors import RequestError
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import Work
 from moe.network.lanes import Lane
+from moe.network.packed_pass import Work
 
 SCORED = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
 PLAIN = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)

@@ -35,8 +35,9 @@ from moe.memory.kv_precision import choose_kv_precision
 from moe.memory.planning import _plan_waves, check_fit
 from moe.network.backbone import Backbone
 from moe.network.kv_blocks import BlockKVCache
-from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, Work
+from moe.network.kv_cache import KVCache, KVFormat, SequenceCache
 from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
 from moe.settings import Profile
 from moe.settings.profile import load_profile
 

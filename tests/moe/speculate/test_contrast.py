@@ -14,8 +14,8 @@ from torch import Tensor
 
 from moe import MoE, SamplingParams
 from moe.errors import ProfileError
-from moe.network.kv_cache import Work
 from moe.network.lanes import ExpertCall, run_lanes
+from moe.network.packed_pass import Work
 from moe.settings.profile import load_profile
 from moe.speculate.contrast import Contrast
 from routing import Routing
