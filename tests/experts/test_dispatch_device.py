@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples.models.loopback import Switchboard, ThreadExchange, on_ranks
 from experts.dispatch import (
     AllToAllDispatcher,
     DeviceDispatcher,
@@ -22,7 +23,6 @@ from experts.dispatch import (
 from experts.dispatch.assignment import serving_ranks
 from experts.dispatch.copies import DeviceCopies
 from experts.dispatch.exchange import GroupExchange, PeerSockets
-from experts.dispatch.loopback import Switchboard, ThreadExchange, on_ranks
 from experts.dispatch.routing_exchange import exchange_headers
 from experts.dispatch.rows import dequantize, failure, layer_code, quantize
 from experts.placement import first_placement, linear
