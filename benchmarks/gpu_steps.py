@@ -25,9 +25,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks import kernels_gpu
 from benchmarks.kernels_gpu import QWEN3_30B_A3B, Size, random_call, random_weights, read_bandwidth
+from examples.models.loopback import ThreadExchange, on_ranks
 from examples.models.random_store import SHAPE, write_random_store
 from experts.dispatch import DeviceDispatcher
-from experts.dispatch.loopback import ThreadExchange, on_ranks
 from experts.placement import first_placement
 from kernels import ExpertWeights, experts_forward
 from moe import MoE, SamplingParams

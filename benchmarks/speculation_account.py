@@ -16,7 +16,7 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from moe.sampling.sampler import Token
+from moe.sampling.sampler import Token, Verified
 from moe.speculate.controller import AutoController
 from moe.speculate.draft import Draft, FixedDepth, Mode
 from moe.speculate.ngram import ModelFree, NGram, NGramState
@@ -75,19 +75,6 @@ COSTS = {
 """By the share of experts in memory."""
 
 
-class Replay:
-    """A sampler that draws what was said."""
-
-    is_argmax = False
-
-    def __init__(self, said: Sequence[int]) -> None:
-        self._said, self._next = said, 1
-
-    def sample(self, row: Tensor, proposal: object) -> Token:
-        self._next += 1
-        return Token(self._said[self._next - 1])
-
-
 class Spoken:
     """A sequence that says what was said."""
 
@@ -95,7 +82,15 @@ class Spoken:
         self.prompt_token_ids, self.said = text
         self.token_ids = self.said[:1]
         self.max_new_tokens = len(self.said)
-        self.sampler = Replay(self.said)
+
+    def verify(self, draft: Draft, logits_TV: Tensor) -> Verified:
+        """What a sampler that draws what was said makes of a draft."""
+        tokens, following = list[Token](), self.said[len(self.token_ids) :]
+        for token, guess in zip(following, (*draft.tokens, None), strict=False):
+            tokens.append(Token(token))
+            if token != guess:
+                break
+        return Verified(tokens, None, logits_TV, [])
 
 
 class Asked(NGram):

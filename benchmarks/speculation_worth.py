@@ -19,7 +19,7 @@ from benchmarks.speculation_runs import Prompts
 from benchmarks.speculation_runs import decode as say
 from moe import MoE
 from moe.sequence import RunningSequence
-from moe.speculate.draft import Draft
+from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.ngram import NGram
 from moe.speculate.speculator import Speculator
 
@@ -75,15 +75,16 @@ def decode(
             resting = speculator._plain.resting
             kind = "rest" if resting else "look"
             world.step(len(spoken), 0, looks=not resting)
-            made = [[each.sampler.sample(thoughts_V, None)] for each in spoken]
+            made = [each.verify(PLAIN, thoughts_V[None]).tokens for each in spoken]
         else:
             drafted = sum(len(draft.tokens) for draft in drafts)
             kind = "draft" if drafted else "look"
             world.step(len(spoken), drafted, drafts=True)
-            made = [
-                speculator.accept(own, draft, _logits(own, draft, thoughts_V))
-                for own, draft in zip(sequences, drafts, strict=True)
-            ]
+            made = []
+            for own, each, draft in zip(sequences, spoken, drafts, strict=True):
+                verified = each.verify(draft, _logits(own, draft, thoughts_V))
+                speculator.accept(own, draft, verified)
+                made.append(verified.tokens)
         for each, new in zip(spoken, made, strict=True):
             each.token_ids = each.token_ids + [token.id for token in new]
         speculator.finish(alone=True)

@@ -102,9 +102,9 @@ class GraphInputs:
         if numbers:
             tables = tables_of(numbers)  # padding reads none
             _send(self.tables[:begin, : tables.shape[1]], torch.from_numpy(tables))
-            self._turn(torch.from_numpy(spans[:begin, 3].astype(np.int64)))
+            self._turn(spans[:begin, 3].astype(np.int64))
 
-    def _turn(self, positions: Tensor) -> None:
+    def _turn(self, positions: np.ndarray) -> None:
         if not self._tables:
             return
         floats = torch.zeros(tuple(self._floats.shape))

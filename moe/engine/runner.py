@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.sampling.constraint import MaskLateError
-from moe.sampling.sampler import Token, sample_batch
+from moe.sampling.sampler import Guesses, Token, verify
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.speculator import Speculator
@@ -91,20 +92,17 @@ class ModelRunner:
         logits = self._forward(tokens, prefill, step.overlap)
         last = prefill if prefill is not None and prefill.batch.is_last_layer_group else None
         _limit_waiting([*step.decode, *(last.sequences if last is not None else ())])
-        outcomes: list[Outcome]
-        if proposed and speculator is not None:
-            outcomes = [
-                (sequence, _accept(speculator, sequence, draft, rows))
-                for sequence, draft, rows in zip(decode, drafts, logits, strict=True)
-            ]
-        else:
-            outcomes = _sample([*zip(decode, logits, strict=True)])
-        outcomes += _sample([(sequence, _held(sequence)) for sequence in held])
+        ends = [
+            _End(sequence, rows, draft if proposed else None)
+            for sequence, rows, draft in zip(decode, logits, drafts, strict=True)
+        ]
+        ends += [_End(sequence, _held(sequence)) for sequence in held]
+        if last is not None:
+            ends += last.finish(self.experts.run)
+            self._prefill_pass = None
+        outcomes = _sample(ends, speculator)
         if speculator is not None:
             speculator.finish(alone=step.prefill is None)
-        if last is not None:
-            outcomes += last.finish(self.experts.run)
-            self._prefill_pass = None
         return outcomes
 
     def keep_prefill(self, batch: PrefillBatch | None) -> None:
@@ -169,14 +167,31 @@ class PrefillPass:
         for lane in self.lanes:
             lane.cancel()
 
-    def finish(self, run_experts: ExpertsRunner) -> list[Outcome]:
-        """First tokens of the prompts that have been read to the end, and failures."""
+    def finish(self, run_experts: ExpertsRunner) -> list[_End]:
+        """The ends of the prompts that have been read whole, and failures."""
         logits = _results(self.lanes, self._work, self._backbone, run_experts)
-        ends: list[tuple[RunningSequence, Tensor | Exception]] = []
+        ends: list[_End] = []
         for chunk, work, rows in zip(self.batch.chunks, self._work, logits, strict=True):
             if not chunk.group.cancelled:
                 ends += _finish_chunk(chunk, work.cache, rows)
-        return _sample(ends)
+        return ends
+
+
+class _End(NamedTuple):
+    """Where the next tokens of a sequence are drawn.
+
+    Attributes:
+        rows: ``(T, V)`` logits of its last tokens, drafted ones included; or why there are none.
+        draft: that was read with them, `PLAIN` or more; None where nothing was proposed.
+    """
+
+    sequence: RunningSequence
+    rows: Tensor | Exception
+    draft: Draft | None = None
+
+    @property
+    def guesses(self) -> Guesses:
+        return () if self.draft is None else self.draft.guesses
 
 
 def _work(chunk: PromptChunk, backbone: Backbone) -> Work:
@@ -191,9 +206,7 @@ def _work(chunk: PromptChunk, backbone: Backbone) -> Work:
     return Work(chunk.token_ids, cache, scored, chunk.snapshots, given)
 
 
-def _finish_chunk(
-    chunk: PromptChunk, cache: SequenceCache, rows: Tensor | Exception
-) -> list[tuple[RunningSequence, Tensor | Exception]]:
+def _finish_chunk(chunk: PromptChunk, cache: SequenceCache, rows: Tensor | Exception) -> list[_End]:
     """Score the prompt's tokens if the request wants that; the sequences whose next token follows
     the prompt, with its logits or an error."""
     group = chunk.group
@@ -204,13 +217,13 @@ def _finish_chunk(
             rows = error
     if isinstance(rows, Exception):
         group.restart()
-        return [(sequence, rows) for sequence in group.sequences]
+        return [_End(sequence, rows) for sequence in group.sequences]
     if not chunk.is_last:
         return []
     group.finish([cache, *(cache.fork(s.capacity, cache.length) for s in group.sequences[1:])])
     for sequence in group.sequences:
         sequence.keep_prompt_logprobs(group.prompt_logprobs)
-    return [(sequence, rows) for sequence in group.sequences]
+    return [_End(sequence, rows) for sequence in group.sequences]
 
 
 def _results(
@@ -268,60 +281,50 @@ def _limit_waiting(sequences: Sequence[RunningSequence]) -> None:
         sequence.sampler.wait_until(until)
 
 
-def _sample(results: Sequence[tuple[RunningSequence, Tensor | Exception]]) -> list[Outcome]:
-    """The token after the last row of each sequence's ``(T, V)`` logits, all drawn together.
+def _sample(ends: Sequence[_End], speculator: Speculator | None) -> list[Outcome]:
+    """The tokens of all sequences, drawn together: after the last row, or those of a draft that are
+    right and one more. Caches are cut back to accepted tokens.
 
     None yet if the sequence has unread tokens, or if it comes to hold its logits, or goes on
     holding them, because its structure's mask is late.
+
+    Args:
+        speculator: hears what becomes of drafts.
     """
     outcomes: dict[RunningSequence, list[Token] | Exception] = {}
-    drawn: list[tuple[RunningSequence, Tensor]] = []
-    for sequence, rows in results:
-        outcomes[sequence] = rows if isinstance(rows, Exception) else []
+    drawn: list[tuple[_End, Guesses, Tensor]] = []
+    for end in ends:
+        outcomes[end.sequence] = end.rows if isinstance(end.rows, Exception) else []
         # A preempted sequence has its next tokens already.
-        if not isinstance(rows, Exception) and _num_unread(sequence) <= 0:
-            drawn.append((sequence, rows[-1]))
-    samplers, logits = [each.sampler for each, _ in drawn], [logits_V for _, logits_V in drawn]
-    tokens: Sequence[Token | Exception]
+        if not isinstance(end.rows, Exception) and _num_unread(end.sequence) <= 0:
+            guesses = end.guesses
+            drawn.append((end, guesses, end.rows[-1 - len(guesses) :]))
+    samplers = [end.sequence.sampler for end, *_ in drawn]
     try:
-        tokens = sample_batch(samplers, logits)
+        verified = verify(samplers, [own for _, own, _ in drawn], [rows for *_, rows in drawn])
     except Exception as error:  # memory of the device, for one
-        tokens = [error] * len(drawn)
-    for (sequence, logits_V), token in zip(drawn, tokens, strict=True):
-        if isinstance(token, Token):
+        return [*(outcomes | {end.sequence: error for end, *_ in drawn}).items()]
+    for (end, guesses, rows), found in zip(drawn, verified, strict=True):
+        sequence = end.sequence
+        if found.error is None:
             sequence.hold(None)
-            outcomes[sequence] = [token]
-        elif isinstance(token, MaskLateError):
-            if sequence.held_logits_V is None:
-                sequence.hold(logits_V)
-        else:
-            outcomes[sequence] = token
+            outcomes[sequence] = found.tokens
+            if speculator is not None and end.draft is not None:
+                speculator.accept(sequence, end.draft, found)
+        elif not isinstance(found.error, MaskLateError):
+            outcomes[sequence] = found.error
+            continue
+        elif sequence.held_logits_V is None:
+            sequence.hold(rows[0])
+        if guesses:
+            assert sequence.cache is not None
+            sequence.cache.cut(sequence.cache.length - len(rows) + max(len(found.tokens), 1))
     return [*outcomes.items()]
 
 
 def _held(sequence: RunningSequence) -> Tensor:
     assert sequence.held_logits_V is not None
     return sequence.held_logits_V[None]
-
-
-def _accept(
-    verifying: Speculator, sequence: RunningSequence, draft: Draft, rows: Tensor | Exception
-) -> list[Token] | Exception:
-    """The next tokens; the cache is cut back to the tokens that were accepted."""
-    if isinstance(rows, Exception):
-        return rows
-    if _num_unread(sequence) > 0:
-        return []
-    assert sequence.cache is not None
-    try:
-        tokens = verifying.accept(sequence, draft, rows)
-    except MaskLateError:
-        sequence.hold(rows[0])
-        tokens = []
-    except Exception as error:
-        return error
-    sequence.cache.cut(sequence.cache.length - len(rows) + max(len(tokens), 1))
-    return tokens
 
 
 def _num_unread(sequence: RunningSequence) -> int:

@@ -1,17 +1,23 @@
-"""Process groups: DeepSpeed's communication over NCCL between GPUs, over gloo between hosts.
+"""Process groups over NCCL between GPUs, over gloo between hosts; by DeepSpeed's communication
+where that is installed.
 
 If a group loses a rank, the others leave it and form a new one over the same store.
 """
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +28,8 @@ from experts.dispatch import Exchange, GroupExchange, prefer_local_sockets
 from moe.errors import LaunchError
 from moe.extras import install_line
 from moe.parallel.watchdog import COMPILE_S, Heartbeat
+
+_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 
 
 class WatchedExchange:
@@ -101,9 +109,10 @@ def form_group(
             machine has.
 
     Raises:
-        LaunchError: DeepSpeed is not installed, or the ranks cannot reach each other.
+        LaunchError: SciPy is not installed, or the ranks cannot reach each other.
     """
-    comm, accelerator = _deepspeed(on_cuda)
+    _need_scipy()
+    deepspeed = _deepspeed(on_cuda)
     if on_cuda:
         # NCCL's own watchdog would end the process; `GroupExchange.settle` aborts the group.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
@@ -111,18 +120,18 @@ def form_group(
     timeout = timedelta(seconds=timeout_s)
     try:
         torch.distributed.init_process_group(
-            accelerator.communication_backend_name() if on_cuda else "gloo",
+            deepspeed.backend if on_cuda else "gloo",
             store=PrefixStore(f"group{epoch}", store),
             rank=list(ranks).index(rank),
             world_size=len(ranks),
             timeout=timeout,
         )
-        comm.init_distributed(verbose=False)
+        if deepspeed.comm is not None:
+            deepspeed.comm.init_distributed(verbose=False)
         gloo, device = None, None
         if on_cuda:
             gloo = torch.distributed.new_group(backend="gloo", timeout=timeout)
-            name = accelerator.current_device_name()
-            device = WatchedExchange(GroupExchange(None, name, timeout_s), heartbeat)
+            device = WatchedExchange(GroupExchange(None, deepspeed.device, timeout_s), heartbeat)
         host = prefer_local_sockets(GroupExchange(gloo, "cpu"), timeout_s)
         return RankExchanges(WatchedExchange(host, heartbeat), device)
     except RuntimeError as error:
@@ -140,11 +149,24 @@ def use_interface(address: str) -> None:
 
     By themselves they take the one that the host name stands for, which may be another.
     """
-    psutil = importlib.import_module("psutil")  # comes with DeepSpeed
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
+    for name, own in _interfaces():
+        if own == address:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Names of this machine's interfaces with each of their addresses (Linux)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # it has no address of IPv4
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+                yield name, socket.inet_ntoa(answer[20:24])
+    with suppress(OSError):  # there is no IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            number, *_, name = line.split()
+            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number))
 
 
 def own_address(peer: socket.socket) -> str:
@@ -152,7 +174,21 @@ def own_address(peer: socket.socket) -> str:
     return str(peer.getsockname()[0])
 
 
-def _deepspeed(on_cuda: bool) -> tuple[Any, Any]:
+class _Communication(NamedTuple):
+    """What carries a group's rows.
+
+    Attributes:
+        comm: of DeepSpeed; None where it is not installed.
+        backend: of torch.distributed between GPUs.
+        device: of this rank.
+    """
+
+    comm: Any
+    backend: str
+    device: str
+
+
+def _deepspeed(on_cuda: bool) -> _Communication:
     if not on_cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it prints a long warning
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it writes to stdout
@@ -160,13 +196,17 @@ def _deepspeed(on_cuda: bool) -> tuple[Any, Any]:
         comm = importlib.import_module("deepspeed.comm")
         ops = importlib.import_module("deepspeed.ops")
         accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
-        importlib.import_module("scipy")  # placements need it
-    except ImportError as error:
-        raise LaunchError(
-            f"several ranks need DeepSpeed and SciPy: {install_line('parallel')} ({error})"
-        ) from error
+    except ImportError:
+        device = f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu"
+        return _Communication(None, "nccl", device)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # It would compile reductions over shared memory for a minute, which nothing here uses, and
     # leave that memory behind when a rank is killed.
     ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return comm, accelerator
+    backend = accelerator.communication_backend_name()
+    return _Communication(comm, backend, accelerator.current_device_name())
+
+
+def _need_scipy() -> None:
+    if find_spec("scipy") is None:
+        raise LaunchError(f"several ranks need SciPy, for placements: {install_line('parallel')}")

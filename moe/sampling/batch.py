@@ -49,6 +49,25 @@ class Token:
     is_last: bool = False
 
 
+class Proposal(NamedTuple):
+    """A drafted token, with the probabilities that it was drawn from.
+
+    Attributes:
+        token_id: one of ids_C.
+        ids_C: int64, distinct, in any order.
+        chances_C: float64, their probabilities.
+    """
+
+    token_id: int
+    ids_C: np.ndarray
+    chances_C: np.ndarray
+
+    @property
+    def chance(self) -> float:
+        """Of the token."""
+        return float(self.chances_C[self.ids_C == self.token_id].item())
+
+
 class Row(NamedTuple):
     """What decides a row's token beside its logits.
 
@@ -56,12 +75,17 @@ class Row(NamedTuple):
         uniform: random, in [0, 1); not used at temperature 0.
         edits: int64 ``(N,)`` distinct ids, and float64 ``(N, 3)`` as of `draws.edited`; None: none.
         bits: of `Constraint.allowed_bits`; None: everything is allowed.
+        proposal: to be the token as often as the row's own probabilities allow; None: none, as at
+            temperature 0.
+        again: random, in [0, 1): draws the token where the proposal is refused.
     """
 
     params: SamplingParams
     uniform: float
     edits: tuple[np.ndarray, np.ndarray] | None = None
     bits: np.ndarray | None = None
+    proposal: Proposal | None = None
+    again: float = 0.0
 
     @property
     def is_argmax(self) -> bool:
@@ -70,31 +94,56 @@ class Row(NamedTuple):
         return plain and self.params.temperature == 0 and self.params.logprobs is None
 
 
-def draw_batch(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[Token | LogitsError]:
-    """The token of each row, or why there is none.
+class Drawn(NamedTuple):
+    """The outcome of a row.
+
+    Attributes:
+        token: or why there is none.
+        likeliest: the position of the largest logit.
+    """
+
+    token: Token | LogitsError
+    likeliest: int
+
+
+def draw_batch(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[Drawn]:
+    """The token of each row.
 
     One readback for the whole batch; two or three where top-p alone keeps very many tokens.
 
     Args:
-        logits: (V,) of each row, of one dtype and device.
+        logits: ``(T, V)`` each, one for all rows in their order; of one dtype and device.
     """
-    tokens: list[Token | LogitsError] = []
-    for part in parts_of(len(rows), logits[0] if rows else None):
-        own = [logits[place].detach() for place in part]
-        logits_BV = own[0][None] if len(own) == 1 else torch.stack(own)
-        given = [rows[place] for place in part]
+    if not rows:
+        return []
+    drawn, logits_RV = list[Drawn](), _joined(logits).detach()
+    for part in parts_of(len(rows), logits_RV[0]):
+        logits_BV, given = logits_RV[part.start : part.stop], rows[part.start : part.stop]
         if all(row.is_argmax for row in given):
-            tokens += _likeliest(logits_BV)
+            drawn += _likeliest(logits_BV)
         else:
-            tokens += _Batch(logits_BV, given).tokens()
-    return tokens
+            drawn += _Batch(logits_BV, given).drawn()
+    return drawn
 
 
-def parts_of(count: int, logits_V: Tensor | None) -> Iterator[range]:
+def _joined(logits: Sequence[Tensor]) -> Tensor:
+    """Rows below each other; not a copy if they follow each other in memory, as after a step."""
+    first = logits[0]
+    if len(logits) == 1:
+        return first
+    place, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for own in logits:
+        if own.data_ptr() != place or not own.is_contiguous():
+            return torch.cat(list(logits))
+        place += own.nbytes
+    if logits[-1].untyped_storage().data_ptr() != storage:
+        return torch.cat(list(logits))
+    return first.as_strided((sum(map(len, logits)), first.shape[1]), (first.shape[1], 1))
+
+
+def parts_of(count: int, logits_V: Tensor) -> Iterator[range]:
     """So many rows, in parts that are computed together: on a CPU few enough for its caches."""
-    if logits_V is None:
-        return
-    size = max(1, (_CACHED if logits_V.is_cpu else _AT_ONCE) // len(logits_V))
+    size = max(1, (_CACHED if logits_V.is_cpu else _AT_ONCE) // logits_V.shape[-1])
     for start in range(0, count, size):
         yield range(start, min(start + size, count))
 
@@ -110,28 +159,31 @@ class _Batch:
     def __init__(self, logits_BV: Tensor, rows: Sequence[Row]) -> None:
         self._logits_BV, self._rows = logits_BV, rows
         self._scores_BV = scores_of(logits_BV, rows)
-        self._peak_B1 = self._scores_BV.amax(-1, keepdim=True)
-        self._raw_peak_B1 = self._peak_B1
+        self._raw_peak_B1, self._likeliest_B1 = logits_BV.max(-1, keepdim=True)
+        self._peak_B1 = self._raw_peak_B1
         if any(row.edits is not None or row.bits is not None for row in rows):
-            self._raw_peak_B1 = logits_BV.amax(-1, keepdim=True)
+            self._peak_B1 = self._scores_BV.amax(-1, keepdim=True)
         most = draws.MOST_UNIFORM
-        own = [(p.temperature, min(u, most), p.top_p, p.min_p) for p, u, *_ in rows]
+        own = [
+            (row.params.temperature, min(row.uniform, most), row.params.top_p, row.params.min_p)
+            for row in rows
+        ]
         self._numbers_4B1 = to_device(np.array(own).T[..., None], logits_BV.device)
         self._totals_B1: Tensor | None = None
 
-    def tokens(self) -> list[Token | LogitsError]:
-        """A token of each row, or why there is none."""
+    def drawn(self) -> list[Drawn]:
+        """The outcome of each row."""
         vocab_size = self._logits_BV.shape[1]
         is_cpu = self._logits_BV.is_cpu
         size = min(_FIRST_GUESS_CPU if is_cpu else _FIRST_GUESS, vocab_size)
-        made: dict[int, Token | LogitsError] = {}
+        made: dict[int, Drawn] = {}
         while rows := [row for row in range(len(self._rows)) if row not in made]:
-            tokens = zip(rows, self._draw(rows, size), strict=True)
-            made |= {row: token for row, token in tokens if token is not None}
+            found = zip(rows, self._draw(rows, size), strict=True)
+            made |= {row: drawn for row, drawn in found if drawn is not None}
             size = min(16 * size, vocab_size)
         return [made[row] for row in range(len(made))]
 
-    def _draw(self, rows: Sequence[int], size: int) -> list[Token | LogitsError | None]:
+    def _draw(self, rows: Sequence[int], size: int) -> list[Drawn | None]:
         """The same for some rows; None where top-p needs more than the ``size`` largest scores."""
         every = len(rows) == len(self._rows)
         at = None if every else to_device(np.array(rows), self._logits_BV.device)
@@ -148,8 +200,9 @@ class _Batch:
                 ids, enough = self._group(kind, given, [rows[member] for member in members])
                 ids_B1.index_copy_(0, own, ids)
                 enough_B1.index_copy_(0, own, enough)
-        raw_peak_B1 = _of(self._raw_peak_B1, at)
-        parts = [torch.cat((ids_B1.double(), raw_peak_B1, peak_B1, enough_B1), 1)]
+        raw_peak_B1, likeliest_B1 = _of(self._raw_peak_B1, at), _of(self._likeliest_B1, at)
+        heads = ids_B1.double(), raw_peak_B1, peak_B1, enough_B1, likeliest_B1.double()
+        parts = [torch.cat(heads, 1)]
         counts = [self._rows[row].params.logprobs for row in rows]
         scored = [place for place, count in enumerate(counts) if count is not None]
         if scored:
@@ -159,13 +212,15 @@ class _Batch:
         if not scored:
             return [_outcome(*row) for row in _read(parts[0]).tolist()]
         numbers = _read(torch.cat([part.flatten() for part in parts]))
-        head, tail = numbers[: 4 * len(rows)], numbers[4 * len(rows) :].reshape(len(scored), -1)
-        tokens = [_outcome(*row) for row in head.reshape(-1, 4).tolist()]
+        head_end = len(heads) * len(rows)
+        head, tail = numbers[:head_end], numbers[head_end:].reshape(len(scored), -1)
+        found = [_outcome(*row) for row in head.reshape(len(rows), -1).tolist()]
         for place, row in zip(scored, tail, strict=True):
-            token = tokens[place]
-            if isinstance(token, Token):
-                tokens[place] = _scored(token.id, row, counts[place] or 0)
-        return tokens
+            drawn = found[place]
+            if drawn is not None and isinstance(drawn.token, Token):
+                token = _scored(drawn.token.id, row, counts[place] or 0)
+                found[place] = drawn._replace(token=token)
+        return found
 
     def _group(
         self, kind: tuple[int, bool] | None, at: Tensor | None, rows: Sequence[int]
@@ -175,13 +230,14 @@ class _Batch:
         if kind is None:
             return scores_BV.argmax(-1, keepdim=True), torch.ones_like(peak_B1, dtype=torch.bool)
         numbers = self._numbers_4B1 if at is None else self._numbers_4B1[:, at]
-        temperature, uniform = numbers[0], numbers[1]
+        temperature = numbers[0]
         size, bounded = kind
         if not size:
             weights_BV = draws.weights_of(scores_BV, peak_B1, temperature)
             if any(self._rows[row].params.min_p for row in rows):
                 weights_BV = weights_BV.mul_(weights_BV >= numbers[3])
-            return draws.draw(weights_BV, uniform), torch.ones_like(peak_B1, dtype=torch.bool)
+            ids_B1 = self._drawn_of(rows, None, weights_BV, numbers[1])
+            return ids_B1, torch.ones_like(peak_B1, dtype=torch.bool)
         top_k = total = None
         if bounded:
             limits = [[min(self._rows[row].params.top_k, size)] for row in rows]
@@ -194,7 +250,39 @@ class _Batch:
         ids_BC, weights_BC, enough_B1 = draws.nucleus(
             scores_BV, peak_B1, temperature, top_k, total, numbers[2], numbers[3], size
         )
-        return ids_BC.gather(1, draws.draw(weights_BC, uniform)), enough_B1
+        return self._drawn_of(rows, ids_BC, weights_BC, numbers[1]), enough_B1
+
+    def _drawn_of(
+        self, rows: Sequence[int], ids_BC: Tensor | None, weights_BC: Tensor, uniform_B1: Tensor
+    ) -> Tensor:
+        """(B, 1) ids drawn by weights, those with a proposal by rejection sampling.
+
+        Args:
+            ids_BC: whose weights they are; None: of all tokens in their order.
+        """
+        own = {at: self._rows[row] for at, row in enumerate(rows) if self._rows[row].proposal}
+        drawn_B1 = torch.empty_like(uniform_B1, dtype=torch.int64)
+        if len(own) < len(rows):
+            drawn_B1 = draws.draw(weights_BC, uniform_B1)
+            drawn_B1 = drawn_B1 if ids_BC is None else ids_BC.gather(1, drawn_B1)
+        if not own:
+            return drawn_B1
+        device, vocab_size = weights_BC.device, self._logits_BV.shape[1]
+        offered = [row.proposal for row in own.values() if row.proposal is not None]
+        places = [at * vocab_size + proposal.ids_C for at, proposal in enumerate(offered)]
+        chances = [proposal.chances_C for proposal in offered]
+        offered_PV = torch.zeros(len(own), vocab_size, dtype=torch.float64, device=device)
+        offered_PV.view(-1).index_copy_(
+            0, to_device(np.concatenate(places), device), to_device(np.concatenate(chances), device)
+        )
+        proposed = np.array([[proposal.token_id] for proposal in offered])
+        again = [[min(row.again, draws.MOST_UNIFORM)] for row in own.values()]
+        at_P = to_device(np.array(list(own)), device)
+        taken_P1 = draws.accepted(
+            None if ids_BC is None else ids_BC[at_P], weights_BC[at_P], offered_PV,
+            to_device(proposed, device), uniform_B1[at_P], to_device(np.array(again), device),
+        )  # fmt: skip
+        return drawn_B1.index_copy_(0, at_P, taken_P1)
 
 
 def _kinds(
@@ -291,8 +379,11 @@ def candidates(scores_V: Tensor, params: SamplingParams) -> tuple[np.ndarray, np
         size = min(16 * size, vocab_size)
 
 
-def _likeliest(logits_BV: Tensor) -> list[Token | LogitsError]:
-    return [_usable(peak) or Token(best) for best, peak in zip(*peaks(logits_BV), strict=True)]
+def _likeliest(logits_BV: Tensor) -> list[Drawn]:
+    return [
+        Drawn(_usable(peak) or Token(best), best)
+        for best, peak in zip(*peaks(logits_BV), strict=True)
+    ]
 
 
 def score(token_ids: Sequence[int], logits_TV: Tensor, count: int) -> list[Token]:
@@ -303,7 +394,7 @@ def score(token_ids: Sequence[int], logits_TV: Tensor, count: int) -> list[Token
     """
     tokens, start = list[Token](), 0
     most = min(count, logits_TV.shape[1])
-    for part in parts_of(len(token_ids), logits_TV[0] if token_ids else None):
+    for part in parts_of(len(token_ids), logits_TV[:1]):
         rows_TV = logits_TV[part.start : part.stop].detach()
         given = to_device(np.array(token_ids[part.start : part.stop])[:, None], logits_TV.device)
         peak_T1 = rows_TV.amax(-1, keepdim=True).double()
@@ -325,12 +416,12 @@ def _scored(token_id: int, numbers: np.ndarray, count: int) -> Token:
 
 
 def _outcome(
-    token_id: float, raw_peak: float, peak: float, enough: float
-) -> Token | LogitsError | None:
-    """The token of a row that was read back, or why there is none; None: look at more scores."""
+    token_id: float, raw_peak: float, peak: float, enough: float, likeliest: float
+) -> Drawn | None:
+    """The outcome of a row that was read back; None: look at more scores."""
     if error := _usable(raw_peak) or _usable(peak):
-        return error
-    return Token(int(token_id)) if enough else None
+        return Drawn(error, int(likeliest))
+    return Drawn(Token(int(token_id)), int(likeliest)) if enough else None
 
 
 def _usable(peak: float) -> LogitsError | None:

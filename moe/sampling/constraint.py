@@ -21,16 +21,17 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import llguidance.hf
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
 
 from moe.errors import RequestError, StructureError
 from moe.fair_pool import FairPool
-from moe.sampling.grammar import LIMITS, fault, grammar_of
 from moe.sampling.params import SamplingParams, Structure
+
+# What needs llguidance imports it where a structure is asked for: text without one needs none.
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 MASK_SECONDS = 0.1
 """Most seconds of a processor for one mask, by this machine's clock."""
@@ -209,6 +210,8 @@ class Structures:
         Takes a tenth of a second for a new structure.
         """
         self._tokenizer()
+        from moe.sampling.grammar import fault
+
         if structure in self._excessive:
             raise _refused(structure, str(_too_costly()))
         source = structure.source
@@ -232,6 +235,10 @@ class Structures:
         if structure is None:
             return None
         tokens = self._tokenizer()
+        from llguidance import LLMatcher
+
+        from moe.sampling.grammar import LIMITS, grammar_of
+
         grammar = grammar_of(structure.kind, structure.source)
         matcher = LLMatcher(tokens, grammar, log_level=0, limits=LIMITS)
         if matcher.is_error():
@@ -263,6 +270,10 @@ class Structures:
         tokenizer = self._codec.require_tokenizer("structured outputs")
         ends = sorted(i for i in self._codec.eos_token_ids if i < self._vocab_size)
         size = max(self._vocab_size, len(tokenizer))
+        try:
+            import llguidance.hf
+        except ImportError:
+            return "structured outputs need llguidance; install it (pip install 'llguidance>=1.9')"
         try:
             return llguidance.hf.from_tokenizer(cast(Any, tokenizer), size, ends or None)
         except Exception as error:  # llguidance raises many types for tokenizers it cannot read

@@ -165,6 +165,42 @@ def _first_above(mass_BC: Tensor, goal_B1: Tensor) -> Tensor:
     return position_B1.clamp_(max=mass_BC.shape[1] - 1)
 
 
+def accepted(
+    ids_BC: Tensor | None,
+    weights_BC: Tensor,
+    offered_BV: Tensor,
+    proposed_B1: Tensor,
+    uniform_B1: Tensor,
+    again_B1: Tensor,
+) -> Tensor:
+    """(B, 1) int64 ids drawn by the weights, which are the proposed ones as often as possible.
+
+    Rejection sampling (Leviathan et al. 2023): accept the proposed token with probability
+    ``min(1, p / q)``, else draw one from the positive part of ``p - q``.
+
+    Args:
+        ids_BC: distinct; None: 0 to C - 1.
+        weights_BC: float64, of p, not all 0 in a row.
+        offered_BV: float64, q.
+        proposed_B1: int64, drawn from q.
+        uniform_B1, again_B1: float64 in [0, MOST_UNIFORM].
+    """
+    chances_BC = weights_BC / weights_BC.sum(-1, keepdim=True)
+    given_BC = offered_BV if ids_BC is None else offered_BV.gather(1, ids_BC)
+    if ids_BC is None:
+        wanted_B1 = chances_BC.gather(1, proposed_B1)
+    else:
+        wanted_B1 = chances_BC.where(ids_BC == proposed_B1, 0.0).sum(-1, keepdim=True)
+    rest_BC = (chances_BC - given_BC).clamp_(min=0.0)
+    # Nothing is left where p and q are the same up to rounding.
+    rest_BC = torch.where(rest_BC.sum(-1, keepdim=True) > 0, rest_BC, chances_BC)
+    other_B1 = draw(rest_BC, again_B1)
+    if ids_BC is not None:
+        other_B1 = ids_BC.gather(1, other_B1)
+    takes_B1 = uniform_B1 * offered_BV.gather(1, proposed_B1) < wanted_B1
+    return torch.where(takes_B1, proposed_B1, other_B1)
+
+
 def logprobs(logits_BV: Tensor, ids_B1: Tensor, count: int) -> Tensor:
     """(B, 1 + 2 * count) float64: the natural log-probability of the ids, then the ids of the most
     likely tokens in falling order, then their log-probabilities."""

@@ -2,8 +2,9 @@
 
 Each sequence owns a `Sampler` with its own penalties and its own random numbers, so that what a
 request gets never depends on who else is in the batch. `sample_batch` draws the next token of many
-at once, on the device where their logits are: everything that a step's draws depend on is copied
-there, and one readback brings tokens and log-probabilities.
+at once, and `verify` the next tokens of many with drafts, on the device where their logits are:
+everything that a step's draws depend on is copied there, and one readback brings tokens and
+log-probabilities.
 
 The order of the steps is fixed: bias -> penalties -> structure -> temperature -> top-k -> top-p ->
 min-p -> draw. Each of the three filters works on the renormalised survivors of the one before; ties
@@ -14,9 +15,11 @@ batch, T rows or tokens of a sequence, V vocabulary, C candidates.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -24,32 +27,17 @@ import torch
 from torch import Tensor
 
 from moe.sampling import draws
+from moe.sampling.batch import Drawn, Proposal, Row, candidates, draw_batch, scores_of
 from moe.sampling.batch import LogitsError as LogitsError
-from moe.sampling.batch import Row, candidates, draw_batch, score, scores_of
 from moe.sampling.batch import Token as Token
 from moe.sampling.batch import check_peak as check_peak
 from moe.sampling.batch import peaks as peaks
+from moe.sampling.batch import score as score
 from moe.sampling.constraint import Constraint
 from moe.sampling.params import SamplingParams
 
-
-class Proposal(NamedTuple):
-    """A drafted token, with the probabilities that it was drawn from.
-
-    Attributes:
-        token_id: one of ids_C.
-        ids_C: int64, distinct, in any order.
-        chances_C: float64, their probabilities.
-    """
-
-    token_id: int
-    ids_C: np.ndarray
-    chances_C: np.ndarray
-
-    @property
-    def chance(self) -> float:
-        """Of the token."""
-        return float(self.chances_C[self.ids_C == self.token_id].item())
+Guesses = Sequence[tuple[int, Proposal | None]]
+"""Drafted tokens of a sequence; with what each was drawn from, if it was (`Sampler.propose`)."""
 
 
 class Sampler:
@@ -79,7 +67,7 @@ class Sampler:
         self._random = _new_random()
         if seed is not None:
             self._random.seed(f"{seed}:{index}" if index else seed)
-        self._uniform: float | None = None
+        self._uniforms: deque[float] = deque()  # of the next tokens, as far as they were needed
         self._edits = _Edits(params, prompt_token_ids) if _Edits.needed(params) else None
 
     @property
@@ -102,31 +90,23 @@ class Sampler:
         if self._constraint is not None:
             self._constraint.wait_until(until)
 
-    def sample(self, logits_V: Tensor, proposal: Proposal | None = None) -> Token:
+    def sample(self, logits_V: Tensor) -> Token:
         """Choose the next token from (V,) logits of any float dtype and device.
 
-        -inf masks a token. A proposal (see `propose`) changes no token's probability; its own token
-        is chosen as often as that allows. Raises `LogitsError` on NaN, on +inf and if every token
-        is masked, and `StructureError` and `MaskLateError` (see `Constraint`); after the last the
-        call can be repeated.
+        -inf masks a token. Raises `LogitsError` on NaN, on +inf and if every token is masked, and
+        `StructureError` and `MaskLateError` (see `Constraint`); after the last the call can be
+        repeated.
         """
         assert logits_V.shape == (self._vocab_size,), (logits_V.shape, self._vocab_size)
-        if proposal is None or self.params.temperature == 0:
-            (outcome,) = sample_batch([self], [logits_V])
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
-        ids_C, weights_C = self._candidates(logits_V)
-        token = Token(rejection_sample(ids_C, weights_C, proposal, self._random.random))
-        if self.params.logprobs is not None:
-            (token,) = score([token.id], logits_V[None], self.params.logprobs)
-        return self.accept(token)
+        (outcome,) = sample_batch([self], [logits_V])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
 
     def replay(self, token_ids: Sequence[int]) -> None:
         """Take the state after drawing these tokens, to continue a sequence of another process."""
         for token_id in token_ids:
-            if self.params.temperature > 0:
-                self._random.random()
+            self._uniform_of(0)
             self._remember(token_id)
 
     def fork(self) -> Sampler:
@@ -138,18 +118,17 @@ class Sampler:
         twin._edits = None if self._edits is None else self._edits.fork()
         twin._constraint = None if self._constraint is None else self._constraint.fork()
         if self.params.temperature > 0:
-            twin._random = _new_random()
+            twin._random, twin._uniforms = _new_random(), deque()
             if self.params.seed is not None:
                 twin._random.setstate(self._random.getstate())
-            else:
-                twin._uniform = None
+                twin._uniforms += self._uniforms
         return twin
 
     def propose(self, logits_V: Tensor) -> tuple[int, Proposal | None]:
         """Draft the next token, with a fork, from (V,) logits that approximate the model's.
 
-        Returns the token, and the `Proposal` to pass to `sample`. The proposal is None if sampling
-        is deterministic: then `sample` chooses a correct draft by itself.
+        Returns the token, and the `Proposal` to pass to `verify`. The proposal is None if sampling
+        is deterministic: the sampler chooses a correct draft by itself.
         """
         if self.params.temperature == 0 or self.params.seed is not None:
             return self.sample(logits_V).id, None
@@ -163,15 +142,31 @@ class Sampler:
 
         Raises `StructureError`, `MaskLateError`, and `LogitsError` if nothing may follow.
         """
-        bits = None
-        if self._constraint is not None:
-            if self._constraint.is_over:  # a draft asks for more
-                raise LogitsError("the text is complete, and its structure lets nothing follow")
-            bits = self._constraint.allowed_bits()
-        if self.params.temperature > 0 and self._uniform is None:
-            self._uniform = self._random.random()
-        edits = None if self._edits is None else self._edits.arrays
-        return Row(self.params, self._uniform or 0.0, edits, bits)
+        return next(self.rows(()))
+
+    def rows(self, guesses: Guesses) -> Iterator[Row]:
+        """The same of the next token and of each one behind a drafted token, should all drafted
+        tokens before it be right. It ends where the structure does not let the drafted one follow.
+        """
+        edits, constraint = self._edits, self._constraint
+        for place in range(len(guesses) + 1):
+            bits = None
+            if constraint is not None:
+                if constraint.is_over:  # a draft asks for more
+                    raise LogitsError("the text is complete, and its structure lets nothing follow")
+                bits = constraint.allowed_bits()
+            guess, proposal = guesses[place] if place < len(guesses) else (-1, None)
+            again = 0.0 if proposal is None else self._random.random()
+            changed = None if edits is None else edits.arrays
+            yield Row(self.params, self._uniform_of(place), changed, bits, proposal, again)
+            if guess < 0 or not (bits is None or bits[guess // 8] >> guess % 8 & 1):
+                return
+            if edits is not None:
+                edits = edits.fork() if place == 0 else edits
+                edits.add(guess)
+            if constraint is not None:
+                constraint = constraint.fork() if place == 0 else constraint
+                constraint.take(guess)
 
     def accept(self, token: Token) -> Token:
         """Take the state after this token; returns it, marked if it ends its structure."""
@@ -186,8 +181,17 @@ class Sampler:
             check_peak(float(peak))
         return candidates(scores_BV[0], self.params)
 
+    def _uniform_of(self, place: int) -> float:
+        """The random number of a token to come; 0 where none is drawn."""
+        if self.params.temperature == 0:
+            return 0.0
+        while len(self._uniforms) <= place:
+            self._uniforms.append(self._random.random())
+        return self._uniforms[place]
+
     def _remember(self, token_id: int) -> None:
-        self._uniform = None
+        if self._uniforms:
+            self._uniforms.popleft()
         if self._edits is not None:
             self._edits.add(token_id)
         if self._constraint is not None:
@@ -220,7 +224,7 @@ class _Edits:
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
         """int64 ``(N,)`` distinct ids, and float64 ``(N, 3)`` as of `moe.sampling.draws.edited`."""
         count = len(self._places)
-        return self._ids[:count], self._numbers[:count]
+        return self._ids[:count].copy(), self._numbers[:count].copy()
 
     def add(self, token_id: int) -> None:
         """The token was generated."""
@@ -252,52 +256,129 @@ def sample_batch(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[
         samplers: each once; they advance by their tokens.
         logits: (V,) of each, of one dtype and device.
     """
-    made: dict[int, Token | Exception] = {}
-    rows: dict[int, Row] = {}
-    for place, sampler in enumerate(samplers):
+    found = verify(samplers, [()] * len(samplers), [logits_V[None] for logits_V in logits])
+    return [one.error or one.tokens[0] for one in found]
+
+
+class Verified(NamedTuple):
+    """What a sequence gets in a step.
+
+    Attributes:
+        tokens: the accepted drafted tokens and one of the model's own; none with an error.
+        error: why no token can be drawn from the first row: `LogitsError`, `StructureError`, or
+            `MaskLateError`, after which the call can be repeated.
+        logits_TV: given.
+        known: the position of the largest logit of each row that was looked at.
+    """
+
+    tokens: list[Token]
+    error: Exception | None
+    logits_TV: Tensor
+    known: list[int]
+
+    def likeliest(self, start: int) -> list[int]:
+        """The position of the largest logit of each row from ``start`` on."""
+        known, rest_TV = self.known[start:], self.logits_TV[max(start, len(self.known)) :]
+        return [*known, *peaks(rest_TV)[0]] if len(rest_TV) else known
+
+
+def verify(
+    samplers: Sequence[Sampler], guesses: Sequence[Guesses], logits: Sequence[Tensor]
+) -> list[Verified]:
+    """The next tokens of sequences with drafts: the drafted ones as long as they are right, and one
+    of the model's own.
+
+    A drafted token is right if the sequence draws it, which it does at temperature 0 and with a
+    seed as without a draft; one with a proposal if rejection sampling accepts it, which keeps the
+    distribution. If a later row fails, acceptance ends before it, and the next step meets it as its
+    first row.
+
+    On a device all rows are drawn at once, with one readback. A CPU draws a row only when the
+    drafted tokens before it have been accepted, as nothing waits there.
+
+    Args:
+        samplers: each once; they advance by their tokens.
+        guesses: of each, any number.
+        logits: ``(guesses + 1, V)`` of each, behind its last token and behind each drafted one; of
+            one dtype and device.
+    """
+    each = [_Verification(*one) for one in zip(samplers, guesses, logits, strict=True)]
+    while wave := [(one, rows) for one in each if (rows := one.next_rows())]:
+        drawn = iter(
+            draw_batch(
+                [one.next_logits(len(rows)) for one, rows in wave],
+                [row for _, rows in wave for row in rows],
+            )
+        )
+        for one, rows in wave:
+            one.take(list(islice(drawn, len(rows))))
+    return [one.finish() for one in each]
+
+
+def _reading_waits(logits: Tensor) -> bool:
+    """Whether a result of these logits is known to the host only after a wait."""
+    return not logits.is_cpu
+
+
+class _Verification:
+    """One sequence's part of `verify`."""
+
+    def __init__(self, sampler: Sampler, guesses: Guesses, logits_TV: Tensor) -> None:
+        assert len(logits_TV) == len(guesses) + 1, (logits_TV.shape, len(guesses))
+        self._sampler, self._guesses, self._logits_TV = sampler, guesses, logits_TV
+        self._rows = sampler.rows(guesses)
+        at_once = sampler.is_argmax or _reading_waits(logits_TV)
+        self._at_once = len(logits_TV) if at_once else 1
+        self._tokens: list[Token] = []
+        self._known: list[int] = []
+        self._over = False
+        self._error: Exception | None = None
+
+    def next_rows(self) -> list[Row]:
+        """What is to be drawn next; empty if there is no more."""
+        rows: list[Row] = []
         try:
-            rows[place] = sampler.row()
-        except Exception as error:  # of its structure
-            made[place] = error
-    drawn = draw_batch([logits[place] for place in rows], list(rows.values()))
-    for place, token in zip(rows, drawn, strict=True):
+            while not self._over and len(rows) < self._at_once:
+                rows.append(next(self._rows))
+        except StopIteration:
+            self._over = not rows
+        except Exception as error:  # of its structure; rows before it are drawn all the same
+            self._error = error
+        return rows
+
+    def next_logits(self, count: int) -> Tensor:
+        """``(count, V)`` of the same rows."""
+        start = len(self._known)
+        return self._logits_TV[start : start + count]
+
+    def take(self, drawn: Sequence[Drawn]) -> None:
+        """The outcome of the same rows."""
+        self._known += [one.likeliest for one in drawn]
+        for token, _ in drawn:
+            if isinstance(token, LogitsError):
+                self._over, self._error = True, token
+                return
+            place = len(self._tokens)
+            self._tokens.append(token)
+            if place == len(self._guesses) or token.id != self._guesses[place][0]:
+                self._over = True
+                return
+
+    def finish(self) -> Verified:
+        accepted: list[Token] = []
         try:
-            made[place] = samplers[place].accept(token) if isinstance(token, Token) else token
+            for token in self._tokens:
+                accepted.append(self._sampler.accept(token))
         except Exception as error:  # of its structure
-            made[place] = error
-    return [made[place] for place in range(len(samplers))]
+            self._error = error
+        why_none = None if accepted else self._error
+        return Verified(accepted, why_none, self._logits_TV, self._known)
 
 
 def _position(weights_C: np.ndarray, uniform: float) -> int:
     """Position drawn by inverting the cumulative weights; `uniform` lies in [0, 1)."""
     given = torch.tensor([[min(uniform, draws.MOST_UNIFORM)]], dtype=torch.float64)
     return int(draws.draw(torch.from_numpy(weights_C)[None], given))
-
-
-def rejection_sample(
-    ids_C: np.ndarray, weights_C: np.ndarray, proposal: Proposal, uniform: Callable[[], float]
-) -> int:
-    """An id of ids_C drawn by the weights, which is the proposed one as often as possible.
-
-    Rejection sampling (Leviathan et al. 2023): accept the proposed token with probability
-    ``min(1, p / q)``, else draw one from the positive part of ``p - q``.
-
-    Args:
-        ids_C, weights_C: as of `candidates`.
-        uniform: gives numbers in [0, 1).
-    """
-    chances_C = weights_C / weights_C.sum()
-    wanted = float(chances_C[ids_C == proposal.token_id].sum())
-    if uniform() * proposal.chance < wanted:
-        return proposal.token_id
-    order = proposal.ids_C.argsort()
-    known = proposal.ids_C[order]
-    place_C = known.searchsorted(ids_C).clip(max=len(known) - 1)
-    offered_C = np.where(known[place_C] == ids_C, proposal.chances_C[order][place_C], 0.0)
-    rest_C = (chances_C - offered_C).clip(min=0.0)
-    if not rest_C.sum() > 0:  # the same up to rounding
-        rest_C = chances_C
-    return int(ids_C[_position(rest_C, uniform())])
 
 
 def _new_random() -> random.Random:

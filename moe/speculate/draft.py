@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from moe.sampling.sampler import Proposal
+from moe.sampling.sampler import Guesses, Proposal
 from moe.sequence import RunningSequence
 
 Source = Literal["elastic", "mtp", "ngram", "recycling"]
@@ -83,6 +83,11 @@ class Draft:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.confidence) == len(self.proposals)
+
+    @property
+    def guesses(self) -> Guesses:
+        """For verification."""
+        return list(zip(self.tokens, self.proposals, strict=True))
 
     @classmethod
     def sure(cls, mode: Mode, tokens: Sequence[int], confidence: Sequence[float]) -> Draft:

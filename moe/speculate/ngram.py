@@ -15,9 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
-
-from moe.sampling.sampler import peaks
+from moe.sampling.sampler import Verified
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft, Mode
 
@@ -134,12 +132,8 @@ class ModelFree(ABC, Generic[State]):
     def following(self, state: State, limit: int) -> Draft:
         """At most ``limit`` tokens that may follow; `PLAIN` if it has no guess."""
 
-    def learn(self, draft: Draft, accepted: int, logits_TV: Tensor) -> None:
-        """Learn from the verification of a draft of any mode; `take` brings its tokens later.
-
-        Args:
-            logits_TV: ``(T, V)`` logits of the sequence's last token and of each drafted one.
-        """
+    def learn(self, draft: Draft, accepted: int, verified: Verified) -> None:
+        """Learn from the verification of a draft of any mode; `take` brings its tokens later."""
         return None
 
 
@@ -223,9 +217,9 @@ class Recycling(ModelFree[RecyclingState]):
         self._successor: dict[int, tuple[int, float]] = {}
         self._chances = Chances([kind / BINS for kind in range(BINS + 1)])
 
-    def learn(self, draft: Draft, accepted: int, logits_TV: Tensor) -> None:
+    def learn(self, draft: Draft, accepted: int, verified: Verified) -> None:
         if accepted < len(draft.tokens):
-            thought, _ = peaks(logits_TV[accepted + 1 :])
+            thought = verified.likeliest(accepted + 1)
             for token, following in zip(draft.tokens[accepted:], thought, strict=True):
                 self._follow(token, following)
 

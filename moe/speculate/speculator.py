@@ -1,10 +1,11 @@
 """Speculation within a step: draft, verify, and count the results.
 
 The runner calls `Speculator.propose` before a step's lanes and `finish` after them; with drafts it
-also calls `accept`, for each sequence with the logits of its drafted tokens. Tokens are always the
-model's own (`verify`): at temperature 0, with a seed, or for a draft that was not drawn, the model
-chooses its token as without a draft, and drafted tokens are accepted up to the first difference; a
-drawn draft goes through rejection sampling, which keeps the model's distribution exact.
+also calls `accept`, for each sequence with what verification gave. Tokens are always the model's
+own (`moe.sampling.sampler.verify`): at temperature 0, with a seed, or for a draft that was not
+drawn, the model chooses its token as without a draft, and drafted tokens are accepted up to the
+first difference; a drawn draft goes through rejection sampling, which keeps the model's
+distribution exact.
 """
 
 from __future__ import annotations
@@ -16,11 +17,7 @@ from dataclasses import dataclass, field
 from math import nan
 from typing import Any
 
-from torch import Tensor
-
-from moe.errors import StructureError
-from moe.sampling.constraint import MaskLateError
-from moe.sampling.sampler import LogitsError, Sampler, Token, check_peak, peaks
+from moe.sampling.sampler import Verified
 from moe.sequence import RunningSequence
 from moe.speculate.draft import (
     BY_PASSES,
@@ -105,18 +102,16 @@ class Speculator:
         self._trials = []
         return drafts
 
-    def accept(self, sequence: RunningSequence, draft: Draft, logits_TV: Tensor) -> list[Token]:
-        """The next tokens of a sequence, at least one; see `verify`."""
+    def accept(self, sequence: RunningSequence, draft: Draft, verified: Verified) -> None:
+        """The next tokens of a sequence are known, at least one."""
         assert self._trials is not None
-        tokens = verify(sequence.sampler, draft, logits_TV)
-        accepted = len(tokens) - 1
+        accepted = len(verified.tokens) - 1
         if draft.tokens:
             for source in self._offers.sources:
-                source.learn(draft, accepted, logits_TV)
+                source.learn(draft, accepted, verified)
         confidence = self._confidence.get(sequence, draft.confidence)
         drafted = len(draft.tokens)
         self._trials.append(Trial(sequence, draft.mode, drafted, accepted, confidence))
-        return tokens
 
     def finish(self, alone: bool) -> None:
         """The step is over; ``alone`` means that no prompt was read in it."""
@@ -186,52 +181,6 @@ def _taken(choice: Choice, offers: Sequence[Draft]) -> Draft:
     """The chosen part of an offer; `PLAIN` if no offer was chosen."""
     chosen = (offer for offer in offers if offer.mode == choice.mode)
     return next(chosen, PLAIN).first(choice.depth)
-
-
-def verify(sampler: Sampler, draft: Draft, logits_TV: Tensor) -> list[Token]:
-    """The next tokens of a sequence: the accepted ones, and one of the model's own.
-
-    Args:
-        sampler: of the sequence; it advances by these tokens.
-        logits_TV: ``(T, V)`` logits behind the sequence's last token and behind each drafted one,
-            T = drafted tokens + 1.
-
-    Raises:
-        LogitsError, StructureError, MaskLateError: no token can be drawn from the first row. If a
-            later row fails, acceptance ends before it, and the next step meets it as its first row.
-    """
-    assert len(logits_TV) == len(draft.tokens) + 1, (logits_TV.shape, len(draft.tokens))
-    if sampler.is_argmax:
-        return _likeliest(draft.tokens, logits_TV)
-    tokens: list[Token] = []
-    guesses, proposals = (*draft.tokens, None), (*draft.proposals, None)
-    for row, guess, proposal in zip(logits_TV, guesses, proposals, strict=True):
-        try:
-            tokens.append(sampler.sample(row, proposal))
-        except (LogitsError, StructureError, MaskLateError):
-            if not tokens:
-                raise
-            break
-        if tokens[-1].id != guess:
-            break
-    return tokens
-
-
-def _likeliest(guesses: Sequence[int], logits_TV: Tensor) -> list[Token]:
-    """The same where tokens are largest logits: of all rows at once."""
-    tokens: list[Token] = []
-    best, values = peaks(logits_TV)
-    for token, peak, guess in zip(best, values, (*guesses, None), strict=True):
-        try:
-            check_peak(peak)
-        except LogitsError:
-            if not tokens:
-                raise
-            break
-        tokens.append(Token(token))
-        if token != guess:
-            break
-    return tokens
 
 
 class PlainSteps:

@@ -1,10 +1,10 @@
-"""Random placements; ranks that are threads are in `experts.dispatch.loopback`."""
+"""Random placements; ranks that are threads are in `examples.models.loopback`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from experts.dispatch.loopback import ThreadExchange, on_ranks
+from examples.models.loopback import ThreadExchange, on_ranks
 from experts.placement import Placement
 
 __all__ = ["ThreadExchange", "on_ranks", "random_placement"]

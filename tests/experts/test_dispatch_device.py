@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from examples.models.loopback import Switchboard, ThreadExchange, on_ranks
 from experts.dispatch import (
     AllToAllDispatcher,
     DeviceDispatcher,
@@ -22,7 +23,6 @@ from experts.dispatch import (
 from experts.dispatch.assignment import serving_ranks
 from experts.dispatch.copies import DeviceCopies
 from experts.dispatch.exchange import GroupExchange, PeerSockets
-from experts.dispatch.loopback import ThreadExchange, on_ranks
 from experts.dispatch.routing_exchange import exchange_headers
 from experts.dispatch.rows import dequantize, failure, layer_code, quantize
 from experts.placement import first_placement, linear
@@ -31,7 +31,7 @@ from moe.network.lanes import ExpertCall, Lane
 from routing import Routing
 from tests.experts.dispatch_cases import random_placement
 from tests.kernels.kernel_cases import Case, cases, make_case
-from tests.readbacks import waits
+from tests.readbacks import readbacks, unseen
 
 LAYER = 1
 
@@ -150,9 +150,52 @@ def test_a_dispatch_and_a_combine_read_nothing_back(extra: int, payload: Any) ->
             rows = arrived.hidden_states.float()
             dispatcher.combine(arrived, rows, {1: Failure("gone", unreadable=True)})
 
-        assert not waits(run)
-        exact = DeviceDispatcher(echo, echo, [placement], buffer_rows=0)
-        assert waits(lambda: exact.start_dispatch(0, case.hidden, Routing(case.ids, case.weights)))
+        assert readbacks(run) == []
+
+
+@pytest.mark.parametrize(("buffer_rows", "sizes"), [(None, 0), (0, 2)])
+def test_a_step_of_ranks_reads_back_once(buffer_rows: int | None, sizes: int) -> None:
+    """Two layers: what failed, which is known at the end; and exact sizes, once a layer. The hosts'
+    own exchange is between main memories; `tests.test_readbacks` has the experts."""
+    case, host = make_case(6, 6, 2, hidden=16, width=16), Switchboard(2)
+    placement = random_placement(6, 2, 2, 1)
+
+    def run(exchange: ThreadExchange) -> list[str]:
+        between_hosts = ThreadExchange(host, exchange.rank)
+        dispatcher = DeviceDispatcher(
+            exchange, between_hosts, [placement] * 2, buffer_rows=buffer_rows
+        )
+        hidden, ids, weights = (
+            part.tensor_split(2)[exchange.rank] for part in (case.hidden, case.ids, case.weights)
+        )
+        lane: Lane[None] = Lane(lambda: None)
+
+        def step() -> None:
+            for layer in range(2):
+                call = ExpertCall(layer, hidden, Routing(ids, weights))
+                arrived = dispatcher.dispatch(layer, call.hidden_states, call.routing)
+                rows = arrived.hidden_states * arrived.routing.weights.sum(1, keepdim=True)
+                failed = {0: Failure("gone", unreadable=True)} if exchange.rank else {}
+                call.codes = dispatcher.combine(arrived, rows, failed).codes
+                lane.note_lost(call)
+            assert bool(lane.lost()) == (exchange.rank == 0)
+
+        if exchange.rank:
+            step()
+            return []
+        return readbacks(step)
+
+    def unseen_headers(*arguments: Any) -> Any:
+        with unseen():
+            return exchange_headers(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("experts.dispatch.on_device.exchange_headers", unseen_headers)
+        found, _ = on_ranks(2, run)
+    assert not isinstance(found, Exception), found
+    *of_layers, last = [place.partition(":")[0] for place in found]
+    assert of_layers == ["tolist at experts/dispatch/on_device.py"] * sizes
+    assert last == "tolist at moe/network/lanes.py"
 
 
 @pytest.mark.parametrize("how", [{}, {"buffer_rows": 0}, {"combine": "exact"}])

@@ -42,11 +42,14 @@ class Comm:
         pass
 
 
+@pytest.mark.parametrize("deepspeed", [True, False])
 @pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("auto", "nccl")])
 def test_ranks_of_a_cpu_profile_use_gloo_on_a_machine_with_gpus(
-    device: str, backend: str, monkeypatch: pytest.MonkeyPatch
+    device: str, backend: str, deepspeed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With DeepSpeed, and by torch alone."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setenv("DS_ACCELERATOR", "")  # to be absent again behind this test, too
     monkeypatch.delenv("DS_ACCELERATOR")
     asked: dict[str, Any] = {}
@@ -54,8 +57,13 @@ def test_ranks_of_a_cpu_profile_use_gloo_on_a_machine_with_gpus(
         "deepspeed.comm": Comm,
         "deepspeed.accelerator": type("", (), {"get_accelerator": lambda: Accelerator}),
     }
-    importing = SimpleNamespace(import_module=lambda name: modules.get(name, Comm))
-    monkeypatch.setattr(group, "importlib", importing)
+
+    def import_module(name: str) -> Any:
+        if not deepspeed:
+            raise ImportError(name)
+        return modules.get(name, Comm)
+
+    monkeypatch.setattr(group, "importlib", SimpleNamespace(import_module=import_module))
     monkeypatch.setattr(group, "PrefixStore", lambda *_: None)
     monkeypatch.setattr(group, "prefer_local_sockets", lambda exchange, _: exchange)
 

@@ -74,10 +74,13 @@ def test_everybody_is_told_when_rank_0_is_stopped(launch: Any, wait_for: Any) ->
     assert took < TIMEOUT_S + SLACK_S
 
 
-@pytest.mark.parametrize("fault", ["kill", "stop", "raise", "stall"])
+@pytest.mark.parametrize("fault", ["kill", "kill on a device", "stop", "raise", "stall"])
 def test_everybody_is_told_and_all_processes_end(launch: Any, wait_for: Any, fault: str) -> None:
-    ours = fault in ("raise", "stall")
+    """Also where rows travel as between GPUs (`DeviceDispatcher`, over gloo in place of NCCL)."""
+    ours, device = fault in ("raise", "stall"), fault.endswith("device")
     planned = {"rank": 1, "kind": fault, "step": 40} if ours else SLOW
+    if device:
+        planned, fault = {"rank": "01", "kind": "device"}, "kill"
     reasons = {
         "kill": "rank 1 has ended",
         "stop": "rank 1 has not been heard of",
@@ -86,6 +89,8 @@ def test_everybody_is_told_and_all_processes_end(launch: Any, wait_for: Any, fau
     }
     with launch(2, ARGUMENTS, planned) as launched, ThreadPoolExecutor(4) as pool:
         url = url_of(launched)
+        if device:
+            assert all("DeviceDispatcher" in launched.out(rank) for rank in range(2))
         first_token(url)
         began = time.monotonic()
         asked = [pool.submit(ask, url, stream=n % 2 == 1, seed=n) for n in range(4)]

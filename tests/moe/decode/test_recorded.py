@@ -29,8 +29,10 @@ from moe.network.lanes import run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.network.seam import attach, take_experts
+from moe.sampling import draws
 from routing import parse_policies
 from tests.moe.decode.tape import Tape
+from tests.readbacks import readbacks
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
 
@@ -123,10 +125,26 @@ def test_tokens_and_statistics_are_those_of_transformers(on_tape: None, checkpoi
             asked = count_calls(model)
         tokens = [completion.token_ids for completion in model.generate(PROMPTS, PARAMS)]
         found.append((tokens, model.stats()["layers"]))
+        if engine["fused"] == "auto":
+            (only,) = read_back_in_a_step(model)
+            assert only.startswith("numpy at moe/sampling/batch.py:")
     assert found[0] == found[1]
     # Two prompts are read together, the third while others decode; else nobody is asked.
     steps = found[0][1][0]["steps"]
     assert 2 <= len(asked) < steps
+
+
+def read_back_in_a_step(model: MoE) -> list[str]:
+    """What waits for the device in a decode step, scheduling and sampling included."""
+    engine = model.loop()
+    drawn = replace(PARAMS, temperature=1.0, seed=1, top_k=2, logprobs=1)
+    for prompt, params in zip(PROMPTS, (PARAMS, drawn), strict=False):
+        engine.submit(model.request(prompt, params))
+    while len(engine.step()) < 2:  # prompts
+        pass
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draws, "largest", draws.sorted_keys)  # as on a device
+        return readbacks(engine.step)
 
 
 def count_calls(model: MoE) -> list[int]:

@@ -24,7 +24,7 @@ from moe.engine.prefill_batch import SequenceGroup
 from moe.network.backbone import Backbone
 from moe.network.lanes import ExpertsRunner, run_lanes
 from moe.network.packed_pass import Work
-from moe.sampling.sampler import Sampler, Token, sample_batch
+from moe.sampling.sampler import Guesses, Sampler, Verified, verify
 from moe.sequence import Delta, RunningSequence
 
 ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next")
@@ -88,10 +88,12 @@ class SamplerSpy:
     logits: list[Tensor] = field(default_factory=list)
 
     @staticmethod
-    def sample_batch(samplers: list[SamplerSpy], logits: list[Tensor]) -> list[Token | Exception]:
-        for spy, logits_V in zip(samplers, logits, strict=True):
-            spy.logits.append(logits_V.clone())
-        return sample_batch([spy.sampler for spy in samplers], logits)
+    def verify(
+        samplers: list[SamplerSpy], guesses: list[Guesses], logits: list[Tensor]
+    ) -> list[Verified]:
+        for spy, logits_TV in zip(samplers, logits, strict=True):
+            spy.logits.append(logits_TV[-1].clone())
+        return verify([spy.sampler for spy in samplers], guesses, logits)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sampler, name)
@@ -124,7 +126,7 @@ def serve(model: MoE, engine: Engine, requests: list[Request]) -> list[SequenceG
         for sequence in group.sequences:
             spy = SamplerSpy(sequence, sequence.sampler)
             sequence.sampler = spy  # type: ignore[assignment]
-    with patch("moe.engine.runner.sample_batch", SamplerSpy.sample_batch):
+    with patch("moe.engine.runner.verify", SamplerSpy.verify):
         _run(engine, groups, requests)
     return groups
 

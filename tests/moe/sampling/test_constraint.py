@@ -20,8 +20,8 @@ from moe.sampling.constraint import Structures
 from moe.sampling.params import SamplingParams
 from moe.sampling.sampler import LogitsError, Sampler, Token
 from moe.speculate.draft import Draft, Mode
-from moe.speculate.speculator import verify
 from moe.text.tokenizer import TextCodec, load_tokenizer
+from tests.moe.speculate.test_verify import verify
 
 MODEL = Path(__file__).parents[3] / "examples" / "demo-model"
 ENDS = (0, 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import pytest
@@ -14,6 +14,7 @@ from moe.engine.engine import Engine
 from moe.engine.prefix_cache import PrefixCache
 from moe.engine.runner import ModelRunner
 from moe.sampling.batch import Row
+from moe.sampling.sampler import Guesses
 from moe.speculate.draft import PLAIN, Draft, FixedDepth, Mode
 from moe.speculate.ngram import ModelFree
 from moe.speculate.speculator import Speculator
@@ -214,10 +215,13 @@ def test_what_breaks_in_a_draft_is_met_by_the_verification(models: Models) -> No
     while not groups[0].sequences[0].token_ids:
         engine.step()
 
-    def broken() -> Row:
+    def fail(_: int) -> Row:
         raise ArithmeticError("no token")
 
-    groups[0].sequences[0].sampler.row = broken  # type: ignore
+    def broken(guesses: Guesses) -> Iterator[Row]:
+        return map(fail, range(len(guesses) + 1))
+
+    groups[0].sequences[0].sampler.rows = broken  # type: ignore
     errors = []
     while not engine.idle:
         errors += [event for _, event in engine.step() if isinstance(event, Exception)]

@@ -10,6 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe.sampling.params import SamplingParams
+from moe.sampling.sampler import Sampler, verify
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.ngram import (
@@ -162,7 +164,11 @@ def test_recycling_says_what_was_thought_last() -> None:
     assert source.offer(one, 3) is PLAIN
     logits = torch.zeros(3, VOCABULARY)
     logits[0, 2] = logits[1, 5] = logits[2, 1] = 9.0
-    source.source.learn(Draft.sure(source.source.mode, [3, 5], [1.0, 1.0]), 0, logits)
+    draft = Draft.sure(source.source.mode, [3, 5], [1.0, 1.0])
+    sampler = Sampler(SamplingParams(temperature=0), [], VOCABULARY)
+    (verified,) = verify([sampler], [draft.guesses], [logits])
+    assert [token.id for token in verified.tokens] == [2]
+    source.source.learn(draft, 0, verified)
     one.token_ids.append(2)  # 3 was wrong, and 5 would have followed it, and 1 that
     assert source.offer(one, 4) is PLAIN
     one.token_ids.append(3)

@@ -4,6 +4,7 @@ distribution, however bad the draft is."""
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,17 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from moe.sampling import draws
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import (
-    LogitsError,
-    Proposal,
-    Sampler,
-    Token,
-    rejection_sample,
-)
+from moe.sampling.sampler import LogitsError, Sampler, Token
+from moe.sampling.sampler import verify as verify_batch
 from moe.speculate.draft import PLAIN, Draft, Mode
-from moe.speculate.speculator import verify
 from tests.amounts import amount
+from tests.readbacks import readbacks
 
 MODE = Mode("elastic")
 VOCABULARY = 6
@@ -31,6 +28,14 @@ ROUNDS = amount(5_000, in_ci=2_000)
 
 def sampler(**params: Any) -> Sampler:
     return Sampler(SamplingParams(**params), [0, 1], VOCABULARY)
+
+
+def verify(own: Sampler, draft: Draft, logits_TV: Tensor) -> list[Token]:
+    """Of one sequence; raises what it has in place of tokens."""
+    (found,) = verify_batch([own], [draft.guesses], [logits_TV])
+    if found.error is not None:
+        raise found.error
+    return found.tokens
 
 
 def by_rule(*tokens: int) -> Draft:
@@ -72,12 +77,18 @@ def test_greedy_tokens_are_those_of_no_draft(guesses: list[int], seed: int) -> N
     ),
     st.integers(0, 99),
     st.sampled_from([0.0, 0.3, 3.0]),
+    st.booleans(),
 )
 def test_a_seed_gives_what_it_gives_without_drafts(
-    params: dict[str, Any], seed: int, noise: float
+    params: dict[str, Any], seed: int, noise: float, at_once: bool
 ) -> None:
     """Also with penalties, which see each accepted token; whatever the draft is like. Each row
     depends on the token before it, as a model's do."""
+    with patch("moe.sampling.sampler._reading_waits", lambda _: at_once):
+        check_seed(params, seed, noise)
+
+
+def check_seed(params: dict[str, Any], seed: int, noise: float) -> None:
     after_VV = rows(VOCABULARY, seed)
     plain, expected = sampler(**params, logprobs=2), list[Token]()
     while len(expected) < 24:
@@ -100,9 +111,13 @@ def test_a_seed_gives_what_it_gives_without_drafts(
 
 
 @pytest.mark.parametrize(
-    ("params", "own_TV"),
+    ("params", "own_TV", "at_once"),
     [
-        ({"top_k": 5, "top_p": 0.95, "min_p": 0.02}, torch.tensor([[6.0, 0, 0, 0, 0, 0]] * 2)),
+        (
+            {"top_k": 5, "top_p": 0.95, "min_p": 0.02},
+            torch.tensor([[6.0, 0, 0, 0, 0, 0]] * 2),
+            False,
+        ),
         (
             {
                 "temperature": 1.3,
@@ -112,23 +127,27 @@ def test_a_seed_gives_what_it_gives_without_drafts(
                 "logit_bias": {2: 1.5, 4: -50.0},
             },
             rows(2, seed=8, scale=3.0),
+            True,
         ),
     ],
 )
-def test_chances_are_those_of_the_model(params: dict[str, Any], own_TV: Tensor) -> None:
+def test_chances_are_those_of_the_model(
+    params: dict[str, Any], own_TV: Tensor, at_once: bool
+) -> None:
     """Chi-square over pairs of tokens, against the exact probabilities of the model, with drafts
     that are far from it. What comes second depends on what came first, as in a model."""
     first_V, after_VV = rows(1, seed=5, scale=1.0)[0], rows(VOCABULARY, seed=6, scale=1.5)
     counts = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     fresh = sampler(**params)
-    for _ in range(ROUNDS):
-        target = fresh.fork()
-        draft = drafted(target.fork(), own_TV)
-        logits_TV = torch.stack([first_V, *after_VV[list(draft.tokens)]])
-        tokens = verify(target, draft, logits_TV)
-        if len(tokens) == 1:
-            tokens += verify(target, PLAIN, after_VV[tokens[0].id][None])
-        counts[tokens[0].id, tokens[1].id] += 1
+    targets = [fresh.fork() for _ in range(ROUNDS)]
+    drafts = [drafted(target.fork(), own_TV) for target in targets]
+    logits = [torch.stack([first_V, *after_VV[list(draft.tokens)]]) for draft in drafts]
+    with patch("moe.sampling.sampler._reading_waits", lambda _: at_once):
+        found = verify_batch(targets, [draft.guesses for draft in drafts], logits)
+    firsts = [one.tokens[0].id for one in found]
+    others = verify_batch(targets, [()] * ROUNDS, [after_VV[first][None] for first in firsts])
+    for first, one, other in zip(firsts, found, others, strict=True):
+        counts[first, (one.tokens + other.tokens)[1].id] += 1
     assert chi_square_fits(counts, pair_chances(params, first_V, after_VV))
 
 
@@ -170,19 +189,17 @@ def test_as_many_proposals_are_taken_as_can_be(data: st.DataObject) -> None:
     p = np.array(data.draw(weights), dtype=float)
     q = np.array(data.draw(weights), dtype=float)
     q /= q.sum()
+    ids = np.array(data.draw(st.permutations(range(4))))
     grid = 499
+    steps = torch.arange(grid)
+    uniforms = [(own.double()[:, None] + 0.5) / grid for own in (steps, steps * 307 % grid)]
+    spread = [torch.from_numpy(own).expand(grid, 4) for own in (ids, p[ids], q)]
     taken, came = 0.0, np.zeros(4)
     for token in q.nonzero()[0].tolist():
-        for step in range(grid):
-            uniforms = iter([(step + 0.5) / grid, ((step * 307) % grid + 0.5) / grid])
-            got = rejection_sample(
-                np.arange(4),
-                p,
-                Proposal(token, np.arange(4), q),
-                lambda: next(uniforms),  # noqa: B023
-            )
-            came[got] += q[token] / grid
-            taken += float(q[token]) / grid * (got == token)
+        proposed = torch.full((grid, 1), token)
+        got = draws.accepted(spread[0], spread[1], spread[2], proposed, *uniforms)
+        came += q[token] / grid * np.bincount(got[:, 0], minlength=4)
+        taken += float(q[token]) / grid * int((got == token).sum())
     p = p / p.sum()
     assert taken == pytest.approx(np.minimum(p, q).sum(), abs=0.01)
     np.testing.assert_allclose(came, p, atol=0.02)
@@ -219,3 +236,23 @@ def test_drafts_of_chance_draw_by_numbers_of_their_own() -> None:
     """Or what is drafted and what judges it would not be independent."""
     forks = [sampler().fork() for _ in range(2)]
     assert forks[0]._random.getstate() != forks[1]._random.getstate()
+
+
+def test_all_drafts_are_verified_with_one_readback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device: drawn and other drafts, plain ones, and what else was likely behind them."""
+    monkeypatch.setattr("moe.sampling.sampler._reading_waits", lambda _: True)
+    monkeypatch.setattr(draws, "largest", draws.sorted_keys)
+    ways: list[dict[str, Any]] = [{"top_k": 3, "logprobs": 1}, {"seed": 3}, {"temperature": 0}, {}]
+    targets = [sampler(**way) for way in ways]
+    drafts = [drafted(target.fork(), rows(3, seed=9)) for target in targets[:3]] + [PLAIN]
+    logits = [rows(len(draft.tokens) + 1) for draft in drafts]
+
+    def run() -> None:
+        found = verify_batch(targets, [draft.guesses for draft in drafts], logits)
+        for one, own_TV in zip(found, logits, strict=True):
+            assert one.tokens
+            known.append((one.likeliest(1), own_TV))
+
+    known: list[tuple[list[int], Tensor]] = []
+    assert len(readbacks(run)) == 1
+    assert all(likeliest == own_TV.argmax(-1)[1:].tolist() for likeliest, own_TV in known)

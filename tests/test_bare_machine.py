@@ -1,0 +1,74 @@
+"""What a machine needs to try the kernels and to load a model: few packages.
+
+All others are hidden from a process of its own, as if they were not installed.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGES = "torch triton transformers numpy safetensors pytest"
+FURTHER = "greenlet hypothesis"
+"""greenlet for models (`moe.network.lanes`), hypothesis for tests."""
+
+_NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "HYPOTHESIS_NO_PLUGINS"
+_PROGRAM = """
+import re, sys
+from importlib import import_module, metadata
+from importlib.machinery import PathFinder
+from packaging.requirements import Requirement
+
+def plain(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+def needed(names):
+    found, left = set(), list(names)
+    while left:
+        name = plain(left.pop())
+        if name not in found:
+            found.add(name)
+            try:
+                wanted = map(Requirement, metadata.requires(name) or [])
+            except metadata.PackageNotFoundError:
+                continue
+            left += [r.name for r in wanted if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return found
+
+kept = needed(sys.argv[1].split())
+hidden = {
+    name for name, homes in metadata.packages_distributions().items()
+    if not kept & set(map(plain, homes))
+} - {"moe", "routing", "experts", "offload", "kernels", "configs"}
+assert {"deepspeed", "scipy", "llguidance", "fastapi"} <= hidden, sorted(hidden)
+
+class Bare(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in hidden else super().find_spec(name, path, target)
+
+own = [finder for finder in sys.meta_path if finder.__module__ == "_frozen_importlib"]
+sys.meta_path[:] = [*own, Bare]
+for name in ("routing", "experts.dispatch", "offload", "kernels.triton.experts", "moe.model",
+             "moe.parallel.engine", "moe.engine.runner", "moe.decode.recorded"):
+    import_module(name)
+import pytest
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[]))
+"""
+
+
+def test_models_and_kernel_tests_need_few_packages() -> None:
+    """The test that runs there stands for all: what it imports, others do."""
+    test = "tests/kernels/test_triton.py::test_unused_slots_do_not_matter"
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, f"{PACKAGES} {FURTHER}", test],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **dict.fromkeys(_NO_PLUGINS, "1"), "TRITON_INTERPRET": "1"},
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "1 passed" in done.stdout
