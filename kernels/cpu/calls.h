@@ -5,6 +5,8 @@
 #include <memory>
 #include <type_traits>
 
+#include "crowd.h"
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -13,10 +15,10 @@ enum Dtype : int32_t { FP32 = 0, BF16 = 1, FP16 = 2 };
 
 constexpr long THREAD_WORK = 1 << 17;  // fewer products a thread do not pay for waking it
 
-// How many of `threads` threads have enough work.
+// How many of `threads` threads have enough work, and processors.
 static inline int32_t team(long products, int32_t threads) {
   const long useful = 1 + products / THREAD_WORK;
-  return useful < threads ? useful : threads;
+  return crowd.team(useful < threads ? useful : threads);
 }
 
 // Runs `body(pointer)` with the activations' own element type.

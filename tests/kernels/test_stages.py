@@ -1,8 +1,12 @@
-"""Limits of the machine, and the time of compiled calls by stage."""
+"""Limits of the machine, the time of compiled calls by stage, and threads without processors."""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from subprocess import Popen
 
 import pytest
 import torch
@@ -67,3 +71,44 @@ def test_a_new_measurement_begins_at_zero_and_others_are_not_counted() -> None:
     kernels.planes.linear(torch.randn(1, 64), matrix)
     with measured_stages() as stages:
         assert stages() == {}
+
+
+@contextmanager
+def on_one_processor() -> Iterator[None]:
+    """All threads of this process, of which some may end meanwhile."""
+
+    def pin(processors: set[int]) -> None:
+        for task in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(int(task), processors)
+
+    before = os.sched_getaffinity(0)
+    pin({min(before)})
+    try:
+        yield
+    finally:
+        pin(before)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_threads_that_wait_for_a_processor_are_left_out() -> None:
+    """Beside a busy process, each call of two threads would else wait for a time slice."""
+    kernels, _ = choose_kernel()
+    assert kernels is not None
+    matrix, x = random_matrix(512, 256, 3), torch.randn(2, 256)
+
+    def seconds(threads: int) -> float:
+        torch.set_num_threads(threads)
+        start = time.perf_counter()
+        for _ in range(200):
+            kernels.planes.linear(x, matrix)
+        return time.perf_counter() - start
+
+    seconds(2)  # starts the threads
+    with on_one_processor(), Popen(["sh", "-c", "while :; do :; done"]) as busy:
+        try:
+            alone = seconds(1)
+            together = [seconds(2) for _ in range(3)]
+        finally:
+            busy.kill()
+    assert min(together) < 5 * alone + 0.1  # else about 3 s
