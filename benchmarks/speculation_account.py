@@ -16,7 +16,8 @@ from typing import Any, cast
 import numpy as np
 from torch import Tensor
 
-from moe.sampling.sampler import Token, Verified
+from moe.sampling.batch import Token
+from moe.sampling.sampler import Verified
 from moe.speculate.controller import AutoController
 from moe.speculate.draft import Draft, FixedDepth, Mode
 from moe.speculate.ngram import ModelFree, NGram, NGramState

@@ -11,7 +11,7 @@ from benchmarks.offload_models import Target
 from benchmarks.predict import TEXTS, heldout
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
-from moe.sampling.sampler import Token
+from moe.sampling.batch import Token
 from moe.settings import SpeculationSettings
 from moe.speculate import Speculator, enable_speculation
 from moe.speculate.draft import FixedDepth, Mode

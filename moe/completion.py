@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from moe.engine.engine import StepLoop
 from moe.engine.prefill_batch import SequenceGroup
 from moe.model_lock import ModelLock
-from moe.sampling.sampler import Token
+from moe.sampling.batch import Token
 from moe.sequence import Delta, FinishReason, RunningSequence
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from moe.errors import RequestError
 from moe.network.kv_cache import SequenceCache
 from moe.network.prompt_rows import PromptRows
-from moe.sampling.sampler import Sampler, Token
+from moe.sampling.batch import Token
+from moe.sampling.sampler import Sampler
 from moe.text.detokenize import IncrementalDecoder, StopStrings
 
 FinishReason = Literal["stop", "length"]

@@ -25,7 +25,7 @@ from moe.errors import RequestError
 from moe.network.block_diffusion import Acceptance, BlockLane, BlockWriter
 from moe.network.lanes import run_lanes
 from moe.network.moe_layer import MoELayers
-from moe.sampling.sampler import Token
+from moe.sampling.batch import Token
 from moe.sequence import RunningSequence
 from moe.settings import Profile
 

@@ -27,7 +27,7 @@ from moe.engine.scheduler import Scheduler
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import KVCache
 from moe.network.moe_layer import MoELayers
-from moe.sampling.sampler import Token
+from moe.sampling.batch import Token
 from moe.sequence import Delta, RunningSequence
 from moe.settings import Profile
 from moe.speculate import Speculator

@@ -25,7 +25,7 @@ from moe.engine.prefix_cache import BLOCK, PrefixCache, block_hashes
 from moe.errors import RequestError
 from moe.network.kv_cache import KVCache, SequenceCache
 from moe.network.prompt_rows import PromptRows
-from moe.sampling.sampler import Token, score
+from moe.sampling.batch import Token, score
 from moe.sequence import RunningSequence
 from moe.settings import PrefillSettings
 

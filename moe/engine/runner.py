@@ -30,8 +30,9 @@ from moe.network.kv_cache import SequenceCache
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
+from moe.sampling.batch import Token
 from moe.sampling.constraint import MaskLateError
-from moe.sampling.sampler import Guesses, Token, verify
+from moe.sampling.sampler import Guesses, verify
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.speculator import Speculator

@@ -32,9 +32,10 @@ from moe.errors import RankError, StructureError
 from moe.network.kv_blocks import BlockHolder, KVBlock
 from moe.network.kv_cache import KVCache, SequenceCache, States
 from moe.parallel.transport import Message
+from moe.sampling.batch import Token
 from moe.sampling.constraint import Structures
 from moe.sampling.params import SamplingParams, Structure
-from moe.sampling.sampler import Sampler, Token
+from moe.sampling.sampler import Sampler
 from moe.sequence import RunningSequence
 from moe.text.detokenize import StopStrings
 from offload.errors import OffloadError

@@ -27,12 +27,18 @@ import torch
 from torch import Tensor
 
 from moe.sampling import draws
-from moe.sampling.batch import Drawn, Proposal, Row, candidates, draw_batch, scores_of
-from moe.sampling.batch import LogitsError as LogitsError
-from moe.sampling.batch import Token as Token
-from moe.sampling.batch import check_peak as check_peak
-from moe.sampling.batch import peaks as peaks
-from moe.sampling.batch import score as score
+from moe.sampling.batch import (
+    Drawn,
+    LogitsError,
+    Proposal,
+    Row,
+    Token,
+    candidates,
+    check_peak,
+    draw_batch,
+    peaks,
+    scores_of,
+)
 from moe.sampling.constraint import Constraint
 from moe.sampling.params import SamplingParams
 

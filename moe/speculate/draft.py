@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
-from moe.sampling.sampler import Guesses, Proposal
+from moe.sampling.batch import Proposal
+from moe.sampling.sampler import Guesses
 from moe.sequence import RunningSequence
 
 Source = Literal["elastic", "mtp", "ngram", "recycling"]

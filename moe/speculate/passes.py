@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from moe.network.packed_pass import Work
-from moe.sampling.sampler import Proposal, Sampler
+from moe.sampling.batch import Proposal
+from moe.sampling.sampler import Sampler
 from moe.sequence import RunningSequence
 from moe.speculate.draft import Draft, Mode
 from routing.predict import Forecast

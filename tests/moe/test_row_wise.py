@@ -23,7 +23,7 @@ from moe.network.kv_cache import SequenceCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.network.seam import routing_modules
-from moe.sampling.sampler import Token
+from moe.sampling.batch import Token
 from moe.sequence import Delta, RunningSequence
 from routing import Phase
 

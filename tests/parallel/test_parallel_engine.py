@@ -23,8 +23,8 @@ from moe.parallel.engine import ParallelEngine
 from moe.parallel.remote import EngineMirror, RemoteCache
 from moe.parallel.watchdog import Heartbeat
 from moe.parallel.worker import RankWorker
-from moe.sampling.batch import Row
-from moe.sampling.sampler import LogitsError, Sampler
+from moe.sampling.batch import LogitsError, Row
+from moe.sampling.sampler import Sampler
 from moe.settings import ParallelSettings
 from tests.parallel.generation import PROMPTS
 

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import ClassVar
 
 from moe.completion import Completion, StreamEvent, collect
-from moe.sampling.sampler import Token
+from moe.sampling.batch import Token
 from moe.server.answers import AnswerParser, EmittedCall
 from moe.server.errors import APIError
 from moe.server.fields import Json

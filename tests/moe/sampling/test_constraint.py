@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from moe import Structure
 from moe.errors import RequestError, StructureError
+from moe.sampling.batch import LogitsError, Token
 from moe.sampling.constraint import Structures
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import LogitsError, Sampler, Token
+from moe.sampling.sampler import Sampler
 from moe.speculate.draft import Draft, Mode
 from moe.text.tokenizer import TextCodec, load_tokenizer
 from tests.moe.speculate.test_verify import verify

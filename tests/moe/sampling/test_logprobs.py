@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe.sampling.sampler import LogitsError, score
+from moe.sampling.batch import LogitsError, score
 
 INF = float("inf")
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
+from moe.sampling.batch import LogitsError
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import LogitsError, Sampler
+from moe.sampling.sampler import Sampler
 
 INF = float("inf")
 

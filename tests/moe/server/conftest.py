@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from moe import MoE
 from moe.engine.engine import Engine
-from moe.sampling.sampler import Token
+from moe.sampling.batch import Token
 from moe.sequence import Delta, RunningSequence
 from moe.server.keys import make_keys
 from moe.server.serve import Service, bind

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.completion import StreamEvent
-from moe.sampling.sampler import Token
+from moe.sampling.batch import Token
 from moe.sequence import Delta, FinishReason
 from moe.server.answers import AnswerParser, EmittedCall
 from moe.server.anthropic import MessagesAnswer, MessagesRequest

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moe.sampling import draws
+from moe.sampling.batch import LogitsError, Token
 from moe.sampling.params import SamplingParams
-from moe.sampling.sampler import LogitsError, Sampler, Token
+from moe.sampling.sampler import Sampler
 from moe.sampling.sampler import verify as verify_batch
 from moe.speculate.draft import PLAIN, Draft, Mode
 from tests.amounts import amount
