@@ -188,7 +188,7 @@ def _load(
         vision = "images are not read by models that write whole blocks"
     codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
     _alter(backbone, experts, offloaded, policies, profile, blocks)
-    kv = _keep_in_blocks(backbone, planned.kv, found.fused)
+    kv = _keep_in_blocks(backbone, planned, found.fused)
     if not kv.in_blocks:
         plan = plan.in_buffers(planned.footprint.kv_plain_bytes)
     wanted, no_store = profile.memory.prefix_dir, prefix_notices(backbone, profile, ranks)
@@ -402,15 +402,16 @@ def _alter(
         offloaded.serve_prefixes(profile.offload.late_share)
 
 
-def _keep_in_blocks(backbone: Backbone, kv: KVPrecision, fused: Fused) -> KVPrecision:
+def _keep_in_blocks(backbone: Backbone, planned: PlannedModel, fused: Fused) -> KVPrecision:
     """Keep keys and values as planned from now on if a compiled decode step reads them, or, on a
     GPU, as probes have read them already."""
+    kv = planned.kv
     if not kv.in_blocks or backbone.blocks is not None:
         return kv
     kernel, _ = choose_kernel()
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
-    windows = seen_windows(backbone, kv.form) if backbone.contrast is None else Windows()
+    windows = seen_windows(backbone, kv.form) if planned.footprint.windows else Windows()
     backbone.blocks = BlockPool(HostBlocks(kernel.kv, kv.form), windows)
     return kv
 

@@ -183,13 +183,17 @@ def _expert_bytes(network: PreTrainedModel, weights: WeightPlan) -> int:
 
 
 def _footprint(
-    network: PreTrainedModel, profile: Profile, device: torch.device, kv: KVPrecision
+    network: PreTrainedModel, profile: Profile, device: torch.device, kv: KVPrecision, ranks: int
 ) -> Footprint:
     batch = prefill_batch_tokens(profile)
     longest = min(_context_length(network.config, profile) or batch, batch)
     form = kv.form if kv.in_blocks else None
     on_cuda = device.type == "cuda"
     whole = measure_footprint(network, batch, longest, on_cuda=on_cuda, form=form)
+    if ranks > 1 or profile.speculation.contrast:
+        # Rank 0 does not know what sequences of another rank give up, and with contrast they are
+        # not in blocks.
+        whole = replace(whole, windows={})
     head = take_head(copy.deepcopy(network))
     if head is None:
         return whole
@@ -226,7 +230,7 @@ def _plan_waves(
     prefill = profile.prefill
     fixed = prefill.wave_tokens != "auto" or prefill.mode in ("whole", "chunked") or ranks > 1
     measured, sized = WAVES[0], _with_wave(profile, prefill.most_tokens)
-    footprint = _footprint(network, sized, device, kv)
+    footprint = _footprint(network, sized, device, kv, ranks)
     memory = planned(footprint, sized)
     for wave in () if fixed else WAVES[1:]:
         if leaves_room(memory):
@@ -236,7 +240,7 @@ def _plan_waves(
         scaled = replace(footprint, activation_bytes=footprint.activation_bytes * wave // measured)
         memory = planned(scaled, sized)
         if leaves_room(memory) or wave == WAVES[-1]:
-            footprint, measured = _footprint(network, sized, device, kv), wave
+            footprint, measured = _footprint(network, sized, device, kv, ranks), wave
             memory = planned(footprint, sized)
     return footprint, memory
 
