@@ -51,7 +51,7 @@ for name in list(os.environ):
 settings.register_profile(
     "moe",
     deadline=None,
-    max_examples=amount(50, in_ci=20),
+    max_examples=amount(50, in_ci=12),
     derandomize=IN_CI,
     suppress_health_check=[HealthCheck.too_slow],
 )

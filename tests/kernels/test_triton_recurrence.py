@@ -15,6 +15,7 @@ from kernels import recurrence
 from kernels.backends import enable_recurrence
 from kernels.triton import recurrence as on_triton
 from kernels.triton.language import INTERPRETED
+from tests.amounts import amount
 from tests.kernels.recurrence_cases import (
     Case,
     ConvolutionCase,
@@ -47,7 +48,7 @@ def test_equals_the_float64_reference(case: Case) -> None:
     assert_close(run(case), Expected.of(case))
 
 
-@settings(max_examples=20)
+@settings(max_examples=amount(20, in_ci=6))
 @given(case=SMALL, data=st.data())
 def test_cuts_and_company_change_no_bits(case: Case, data: st.DataObject) -> None:
     out, state = run(case)

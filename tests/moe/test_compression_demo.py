@@ -16,6 +16,8 @@ from moe.commands.calibrate.compression import LayerSensitivity, layer_path
 from moe.commands.convert.inspect_store import bit_map, expert_bytes
 from moe.sampling.params import SamplingParams
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "examples/demo-model")
 TEXT = str(ROOT / "tests/data/heldout_prose.txt")

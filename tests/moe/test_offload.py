@@ -88,7 +88,10 @@ def test_any_cache_gives_the_bits_of_a_resident_model(
     check_equal(model, resident)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "deepseek_v32", "deepseek_v4"])
+@pytest.mark.parametrize(
+    "model_type",
+    ["qwen3_next", "deepseek_v32", pytest.param("deepseek_v4", marks=pytest.mark.slow)],
+)
 def test_experts_of_recurrent_and_sparse_models_stay_on_disk(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path, model_type: str
 ) -> None:

@@ -25,6 +25,7 @@ from offload.layer import OffloadedExperts
 from offload.prefetch import Prefetcher
 from routing import Routing
 from routing.predict import Forecast
+from tests.amounts import amount
 from tests.moe.parallel.test_lockstep import lossy_layers
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS
 
@@ -147,7 +148,7 @@ def test_a_calibrated_model_looks_ahead_by_itself(tmp_path: Path) -> None:
     store = convert("examples/demo-model", tmp_path / "store", ModelSettings(expert_bits=8))
     resident = MoE.from_pretrained(store, SMALL)
     text = Path("tests/data/heldout_python.txt").read_text(encoding="utf-8")
-    trace, fitted = calibrate_model(resident, text, tokens=3072)
+    trace, fitted = calibrate_model(resident, text, tokens=amount(3072, in_ci=1024))
     save_calibration(store / CALIBRATION_FOLDER, resident.config, "text", trace, fitted)
     model = offload(store, resident, 0.25)
     assert model.status()["offload"]["predictor"] == "ensemble"

@@ -159,6 +159,7 @@ def test_the_documented_command_ends_all_that_it_started(tmp_path: Path) -> None
             httpx.get(f"{url}/ready")
 
 
+@pytest.mark.slow
 def test_the_launcher_lets_the_others_go_on_and_nobody_outlives_it(tmp_path: Path) -> None:
     """kill -9 of a rank under load: all requests are answered, as if nothing had been. Then of the
     launcher: the rank that is left ends."""

@@ -39,6 +39,7 @@ from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import Work
 from routing import Routing
 from routing.routers import RouterRule
+from tests.amounts import amount
 from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed, table
 from tests.moe.decode.tape import Tape
 
@@ -138,7 +139,7 @@ def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.Dat
             assert item.cache.length == other.cache.length
 
 
-@settings(max_examples=3)
+@settings(max_examples=amount(3, in_ci=1))
 @given(st.data())
 @torch.inference_mode()
 def test_visits_are_those_of_the_plain_step(data: st.DataObject) -> None:

@@ -89,7 +89,7 @@ def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         pytest.param("qwen2_moe", torch.bfloat16, marks=pytest.mark.slow),
         pytest.param("gpt_oss", torch.float32, marks=pytest.mark.slow),
-        ("deepseek_v3", torch.bfloat16),
+        pytest.param("deepseek_v3", torch.bfloat16, marks=pytest.mark.slow),
     ],
 )
 def test_it_is_as_near_to_float32_as_transformers(architecture: str, dtype: torch.dtype) -> None:

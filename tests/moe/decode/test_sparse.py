@@ -386,7 +386,13 @@ LIMITS = {
 """More than the tokens that a probe reads: the trace looks at longer histories to find them."""
 
 
-@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("deepseek_v4", "qwen4_exp_text")))
+        for kind in LIMITS
+    ],
+)
 def test_limits_that_only_long_sequences_reach_are_found(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

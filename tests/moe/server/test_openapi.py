@@ -12,6 +12,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
+from tests.amounts import amount
+
 CHECKS = [
     not_a_server_error,
     checks.content_type_conformance,
@@ -32,7 +34,7 @@ def test_the_description_is_kept(mode: GenerationMode, server: Any) -> None:
             continue
 
         @settings(
-            max_examples=int(os.environ.get("FUZZ_EXAMPLES", 9)),
+            max_examples=int(os.environ.get("FUZZ_EXAMPLES", amount(9, in_ci=4))),
             derandomize="FUZZ_EXAMPLES" not in os.environ,
             deadline=None,
             suppress_health_check=list(HealthCheck),
