@@ -15,7 +15,7 @@ INSTALL = "pip install . in its checkout, or pip install FILE.whl"
 
 # As in pyproject.toml; tests/test_packaging.py compares the two.
 EXTRAS = {
-    "parallel": ("deepspeed>=0.18", "scipy>=1.12"),
+    "parallel": ("deepspeed>=0.18", "psutil>=5.9", "scipy>=1.12"),
     "gguf": ("gguf>=0.18", "transformers>=5.18"),
     "calibration": ("scipy>=1.12",),
     "images": ("Pillow>=11",),

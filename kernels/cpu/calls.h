@@ -5,7 +5,7 @@
 #include <memory>
 #include <type_traits>
 
-#include "crowd.h"
+#include "oversubscription.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -18,7 +18,7 @@ constexpr long THREAD_WORK = 1 << 17;  // fewer products a thread do not pay for
 // How many of `threads` threads have enough work, and processors.
 static inline int32_t team(long products, int32_t threads) {
   const long useful = 1 + products / THREAD_WORK;
-  return crowd.team(useful < threads ? useful : threads);
+  return oversubscription.threads(useful < threads ? useful : threads);
 }
 
 // Runs `body(pointer)` with the activations' own element type.

@@ -108,8 +108,7 @@ class Engine:
             expert_order=ExpertAwareOrder(expect, patience) if expect else None,
             block_tokens=backbone.block_tokens,
             whole_blocks=backbone.counts_blocks,
-            # What sequences of other ranks give up is not known here.
-            windows=backbone.windows if runner is None else None,
+            windows=backbone.windows,
         )
 
     @property

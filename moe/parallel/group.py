@@ -6,18 +6,13 @@ If a group loses a rank, the others leave it and form a new one over the same st
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import logging
 import os
 import socket
-import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +23,6 @@ from experts.dispatch import Exchange, GroupExchange, prefer_local_sockets
 from moe.errors import LaunchError
 from moe.extras import install_line
 from moe.parallel.watchdog import COMPILE_S, Heartbeat
-
-_SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 
 
 class WatchedExchange:
@@ -111,7 +104,7 @@ def form_group(
     Raises:
         LaunchError: SciPy is not installed, or the ranks cannot reach each other.
     """
-    _need_scipy()
+    _needed("scipy", "for placements")
     deepspeed = _deepspeed(on_cuda)
     if on_cuda:
         # NCCL's own watchdog would end the process; `GroupExchange.settle` aborts the group.
@@ -148,25 +141,15 @@ def use_interface(address: str) -> None:
     """Let gloo and NCCL use the interface that has an address.
 
     By themselves they take the one that the host name stands for, which may be another.
+
+    Raises:
+        LaunchError: psutil is not installed.
     """
-    for name, own in _interfaces():
-        if own == address:
+    psutil = _needed("psutil", "to find this machine's interfaces")
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
-
-
-def _interfaces() -> Iterator[tuple[str, str]]:
-    """Names of this machine's interfaces with each of their addresses (Linux)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address of IPv4
-                request = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
-                yield name, socket.inet_ntoa(answer[20:24])
-    with suppress(OSError):  # there is no IPv6
-        for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            number, *_, name = line.split()
-            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number))
 
 
 def own_address(peer: socket.socket) -> str:
@@ -207,6 +190,11 @@ def _deepspeed(on_cuda: bool) -> _Communication:
     return _Communication(comm, backend, accelerator.current_device_name())
 
 
-def _need_scipy() -> None:
-    if find_spec("scipy") is None:
-        raise LaunchError(f"several ranks need SciPy, for placements: {install_line('parallel')}")
+def _needed(module: str, why: str) -> Any:
+    """A package of the extra ``parallel``, imported; raises `LaunchError` if it is absent."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise LaunchError(
+            f"several ranks need {module} {why}: {install_line('parallel')}"
+        ) from error

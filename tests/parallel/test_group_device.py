@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import torch
 
 from experts.dispatch import AllToAllDispatcher, DeviceDispatcher
 from experts.placement import linear
+from moe.errors import LaunchError
 from moe.parallel import group
 from moe.parallel.ranks import _on_cuda
 from moe.parallel.watchdog import Heartbeat
@@ -59,7 +61,7 @@ def test_ranks_of_a_cpu_profile_use_gloo_on_a_machine_with_gpus(
     }
 
     def import_module(name: str) -> Any:
-        if not deepspeed:
+        if name.startswith("deepspeed") and not deepspeed:
             raise ImportError(name)
         return modules.get(name, Comm)
 
@@ -95,3 +97,15 @@ def test_ranks_of_a_cpu_profile_use_gloo_on_a_machine_with_gpus(
     assert isinstance(dispatcher, AllToAllDispatcher if device == "cpu" else DeviceDispatcher)
     assert dispatcher._exact == (device == "cpu")
     assert os.environ.get("DS_ACCELERATOR") == ("cpu" if device == "cpu" else None)
+
+
+@pytest.mark.parametrize("absent", ["psutil", "scipy"])
+def test_what_ranks_need_is_said_with_the_command_that_installs_it(
+    absent: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(LaunchError, match=rf"several ranks need {absent} .*pip install"):
+        if absent == "psutil":
+            group.use_interface("127.0.0.1")
+        else:
+            group.form_group(None, 0, [0, 1], 0, 1.0, Heartbeat())  # type: ignore[arg-type]

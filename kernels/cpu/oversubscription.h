@@ -1,6 +1,6 @@
 // How many threads a parallel region may have while other processes want the processors, too.
 //
-//   threads = crowd.team(threads);  // of this calling thread; before each region
+//   threads = oversubscription.threads(threads);  // of this calling thread; before each region
 //
 // A region ends with its last thread. One whose processor another process has comes a time slice late,
 // and a step has hundreds of regions: with one busy process it can take twenty times as long as by a
@@ -23,14 +23,14 @@
 #include <unistd.h>
 #endif
 
-class Crowd {
+class Oversubscription {
  public:
-  Crowd() = default;
-  Crowd(const Crowd&) = delete;
-  ~Crowd() { close_all(); }
+  Oversubscription() = default;
+  Oversubscription(const Oversubscription&) = delete;
+  ~Oversubscription() { close_all(); }
 
   // `wanted` threads, or fewer where they would wait for each other; 1 at least.
-  int32_t team(int32_t wanted) {
+  int32_t threads(int32_t wanted) {
     if (wanted < 2) return wanted;
     const int64_t now = clock_ns();
     if (now < until_) return std::min(wanted, most_);
@@ -102,4 +102,4 @@ class Crowd {
   int64_t since_ = 0, waited_ = -1, until_ = 0, hold_ = LEAST_HOLD_NS;
 };
 
-inline thread_local Crowd crowd;
+inline thread_local Oversubscription oversubscription;
