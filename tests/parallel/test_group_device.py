@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -104,8 +105,9 @@ def test_what_ranks_need_is_said_with_the_command_that_installs_it(
     absent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, absent, None)
+    needs: dict[str, Callable[[], object]] = {
+        "psutil": lambda: group.use_interface("127.0.0.1"),
+        "scipy": lambda: group.form_group(None, 0, [0, 1], 0, 1.0, Heartbeat()),  # type: ignore[arg-type]
+    }
     with pytest.raises(LaunchError, match=rf"several ranks need {absent} .*pip install"):
-        if absent == "psutil":
-            group.use_interface("127.0.0.1")
-        else:
-            group.form_group(None, 0, [0, 1], 0, 1.0, Heartbeat())  # type: ignore[arg-type]
+        needs[absent]()
