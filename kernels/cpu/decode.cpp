@@ -53,8 +53,6 @@ void Pass::place_attention(Arena& arena) {
   asked = turned && !latent ? arena.take(B * Q * D) : q;
   asked_beside = turned && latent ? arena.take(B * Q * T) : q + a().plain_dim;
   beside_stride = turned && latent ? T : D;
-  tile_floats = KEYS * kv::whole_groups(std::max({D, size, T}));
-  tiles = arena.take(step.threads * tile_floats);
 }
 
 void Pass::place(Arena& arena) {

@@ -124,8 +124,7 @@ struct Pass {
   Rows hidden, low, heads, inner;
   float *q, *k, *v, *made, *up, *shared, *logits, *choice, *sums, *inward;
   float *asked, *asked_beside;  // queries as caches have keys, and those for rotated keys of latents
-  long beside_stride, tile_floats;
-  float* tiles;  // of each thread: some rows of a cache as floats
+  long beside_stride;
   Partial* partial;
   Turns entering{stages::NORMS}, projecting{stages::PROJECTIONS}, turning{stages::POSITIONS},
       projecting_again{stages::PROJECTIONS}, inwards{stages::PROJECTIONS},
@@ -188,9 +187,7 @@ struct Pass {
     const void* table = step.cache[(b * step.layers + given.entries) * 2];
     return {table, kv::Format{32, 0}, a().head_dim, 0, 0};
   }
-  void weigh(const kv::Rows& values, long b, long split, long queries, const float (*weight)[SPLIT],
-             long size, float* const* to) const;
-  Straight floats(const kv::Rows& rows, long b, long split, long t, long count) const;
+  void list(const kv::Rows& rows, long b, long split, const char** to) const;
   void begin(long b);
   void turn_queries(long b);
   void turn_keys(long b);

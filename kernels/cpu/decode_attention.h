@@ -4,8 +4,7 @@
 
 namespace decode {
 
-constexpr long KEYS = 32;           // keys that stay in L1 while all queries read them
-constexpr long QUERIES = 16;        // that share them
+constexpr long QUERIES = 16;        // that share keys
 constexpr long HEADS_A_TASK = 8;    // of latent attention, where all heads share their keys
 
 inline void Pass::turn_queries(long b) {
@@ -30,14 +29,11 @@ inline void Pass::turn_keys(long b) {
     memcpy(entry_rows(b).at(at / given.rate), given.entry + b * D, D * sizeof(float));
 }
 
-// Some rows of a split, from its key t on.
-inline Straight Pass::floats(const kv::Rows& rows, long b, long split, long t, long count) const {
-  float* memory = tiles + omp_get_thread_num() * tile_floats;
-  long stride;
+// Where the keys or values of a split lie.
+inline void Pass::list(const kv::Rows& rows, long b, long split, const char** to) const {
+  const long count = split_keys(b, split), first = split_first(b, split);
   const int64_t* index = split_chosen(b, split);
-  const float* first = index ? rows.floats(index + t, count, memory, stride)
-                             : rows.floats(split_first(b, split) + t, count, memory, stride);
-  return {first, stride};
+  for (long t = 0; t < count; ++t) to[t] = rows.at(index ? index[t] : first + t);
 }
 
 // The split of one key head, for all queries that share it.
@@ -47,37 +43,28 @@ inline void Pass::attend(long b, long kv_head, long split) {
   const bool beside = of_entries(b, split);  // as they are: neither coded nor turned
   const kv::Rows keys = beside ? entry_rows(b) : cached(b, 0, kv_head, D);
   const kv::Rows values = beside ? keys : cached(b, 1, kv_head, V);
+  const char* rows[2 * SPLIT];  // values follow the keys, so that they are fetched in time
+  list(keys, b, split, rows), list(values, b, split, rows + count);
+  const Listed all{rows, 2 * count, keys.bytes}, own{rows + count, count, values.bytes};
   alignas(64) float score[QUERIES][SPLIT];
   for (long g = 0; g < group; g += QUERIES) {
     const long queries = std::min(group - g, QUERIES), head = b * a().heads + kv_head * group + g;
-    for (long t = 0; t < count; t += KEYS) {
-      const long some = std::min(count - t, KEYS);
-      const Straight rows = floats(keys, b, split, t, some);
-      scores_of((beside ? q : asked) + head * D, D, queries, rows, some, D, true, score, t);
-    }
+    kv::with_numbers(keys.format, D, [&](auto numbers) {
+      scores_of((beside ? q : asked) + head * D, D, queries, numbers, all, count, D, true, score);
+    });
     float* to[QUERIES];
     for (long i = 0; i < queries; ++i) {
       partial[(head + i) * longest + split] = weights_of(b, head + i, split, score[i]);
       to[i] = sums + ((head + i) * longest + split) * V;
     }
-    weigh(values, b, split, queries, score, V, to);
+    kv::with_numbers(values.format, V, [&](auto numbers) {
+      weighted_all(queries, score, numbers, own, count, V, to);
+    });
     if (beside && step.values.turned)  // as the sums of the other splits
       for (long i = 0; i < queries; ++i) kv::turn(to[i], V);
   }
   if (splits(b) == 1)
     for (long i = 0; i < group; ++i) merge_head(b, kv_head * group + i);
-}
-
-// The weighted sums of a split's values for `queries` queries.
-inline void Pass::weigh(const kv::Rows& values, long b, long split, long queries,
-                        const float (*weight)[SPLIT], long size, float* const* to) const {
-  const long count = split_keys(b, split);
-  for (long t = 0; t < count; t += KEYS) {
-    const long some = std::min(count - t, KEYS);
-    const Straight rows = floats(values, b, split, t, some);
-    for (long i = 0; i < queries; i += GROUP)
-      weighted_group(std::min(queries - i, long(GROUP)), weight + i, t, rows, some, size, to + i);
-  }
 }
 
 // Turns the scores of a split into weights; `row` counts the heads of all rows.
@@ -161,21 +148,25 @@ inline void Pass::attend_latent(long b, long first, long split) {
   const long R = a().latent, T = a().rotation.size, count = split_keys(b, split);
   const kv::Rows latents = cached(b, 0, 0, R), keys = cached(b, 1, 0, T);
   const long queries = std::min(a().heads - first, HEADS_A_TASK), head = b * a().heads + first;
+  const char* rows[2 * SPLIT];
+  list(latents, b, split, rows), list(keys, b, split, rows + count);
+  const Listed plain{rows, count, latents.bytes}, beside{rows + count, count, keys.bytes};
   alignas(64) float score[HEADS_A_TASK][SPLIT];
-  for (long t = 0; t < count; t += KEYS) {
-    const long some = std::min(count - t, KEYS);
-    const Straight plain = floats(latents, b, split, t, some);
-    scores_of(inward + head * R, R, queries, plain, some, R, true, score, t);
-    const Straight beside = floats(keys, b, split, t, some);
-    scores_of(asked_beside + head * beside_stride, beside_stride, queries, beside, some, T, false,
-              score, t);
-  }
+  kv::with_numbers(latents.format, R, [&](auto numbers) {
+    scores_of(inward + head * R, R, queries, numbers, plain, count, R, true, score);
+  });
+  kv::with_numbers(keys.format, T, [&](auto numbers) {
+    scores_of(asked_beside + head * beside_stride, beside_stride, queries, numbers, beside, count,
+              T, false, score);
+  });
   float* to[HEADS_A_TASK];
   for (long i = 0; i < queries; ++i) {
     partial[(head + i) * longest + split] = weights_of(b, head + i, split, score[i]);
     to[i] = sums + ((head + i) * longest + split) * R;
   }
-  weigh(latents, b, split, queries, score, R, to);
+  kv::with_numbers(latents.format, R, [&](auto numbers) {
+    weighted_all(queries, score, numbers, plain, count, R, to);
+  });
 }
 
 // Projects one head's sum of latents to its values.
@@ -185,7 +176,7 @@ inline void Pass::outward_head(long head) {
   for (long b = 0; b < B; ++b) {
     merge_head(b, head);
     const long row = b * a().heads + head;
-    scores_of(inward + row * R, Straight{w, R}, V, R, true, heads.x + row * V);
+    scores_of(inward + row * R, Straight{w, R}, V, R, heads.x + row * V);
   }
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 #include <cfloat>
 
+#include "kv.h"
 #include "norms.h"
 
 namespace decode {
@@ -16,69 +17,90 @@ struct Partial {  // of one query and split: sum of e^(score - high) and the hig
   float high, sum;
 };
 
-struct Straight {  // rows that lie `stride` apart
+struct Straight {  // rows of floats that lie `stride` apart
   const float* first;
   long stride;
-  const float* at(long t) const { return first + t * stride; }
+
+  const char* at(long t) const { return reinterpret_cast<const char*>(first + t * stride); }
+  void fetch(long) const {}  // the processor does
+};
+
+// Rows that lie anywhere. While row t is read, the one AHEAD is fetched, up to `end`.
+struct Listed {
+  const char* const* row;
+  long end, bytes;
+
+  const char* at(long t) const { return row[t]; }
+  // Inlined at once: GCC removes calls of a function that only prefetches.
+  __attribute__((always_inline)) void fetch(long t) const {
+    constexpr long AHEAD = 32;
+    if (t + AHEAD >= end) return;
+    for (long line = 0; line < bytes; line += 64) __builtin_prefetch(row[t + AHEAD] + line, 0, 3);
+  }
 };
 
 // score[i][t] (+)= q[i] . k[t] for N queries and `count` keys.
-template <int N>
-static inline void scores_each(const float* const* q, const Straight& k, long count, long size,
-                               bool first, float* const* score) {
+template <int N, class Numbers, class Keys>
+static inline void scores_each(const float* const* q, const Numbers& numbers, const Keys& keys,
+                               long count, long size, bool first, float* const* score) {
   const long whole = size / LANES * LANES;
-  const auto put = [&](int i, long t, float sum) {
-    score[i][t] = first ? sum : score[i][t] + sum;
-  };
-  long t = 0;
-  for (; t + QUAD <= count; t += QUAD) {
+  for (long t = 0; t < count; t += QUAD) {
     vf sum[N][QUAD] = {};
-    const float* row[QUAD];
-    UNROLL for (int j = 0; j < QUAD; ++j) row[j] = k.at(t + j);
+    const char* row[QUAD];
+    UNROLL for (int j = 0; j < QUAD; ++j) {
+      row[j] = keys.at(t + j < count ? t + j : count - 1);
+      keys.fetch(t + j);
+    }
     for (long c = 0; c < whole; c += LANES) {
       vf x[N];
       UNROLL for (int i = 0; i < N; ++i) x[i] = load<vf>(q[i] + c);
       UNROLL for (int j = 0; j < QUAD; ++j) {
-        const vf y = load<vf>(row[j] + c);
+        const vf y = numbers.whole(row[j], c);
         UNROLL for (int i = 0; i < N; ++i) sum[i][j] += x[i] * y;
       }
     }
-    for (int i = 0; i < N; ++i) {
+    if (whole < size)
+      UNROLL for (int j = 0; j < QUAD; ++j) {
+        const vf y = numbers.part(row[j], whole, size - whole);
+        UNROLL for (int i = 0; i < N; ++i) sum[i][j] += load_as_fp32(q[i] + whole, size - whole) * y;
+      }
+    const long some = count - t < QUAD ? count - t : QUAD;
+    UNROLL for (int i = 0; i < N; ++i) {
       v4 s = sum_lanes(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-      for (int j = 0; j < QUAD; ++j) {
-        float left = s[j];
-        for (long c = whole; c < size; ++c) left += q[i][c] * row[j][c];
-        put(i, t + j, left);
+      float* to = score[i] + t;
+      if (some == QUAD) {
+        store(to, first ? s : load<v4>(to) + s);
+      } else {
+        for (int j = 0; j < some; ++j) to[j] = first ? s[j] : to[j] + s[j];
       }
     }
   }
-  for (; t < count; ++t)
-    for (int i = 0; i < N; ++i) {
-      vf sum = {};
-      const float* row = k.at(t);
-      for (long c = 0; c < whole; c += LANES) sum += load<vf>(q[i] + c) * load<vf>(row + c);
-      float left = total(sum);
-      for (long c = whole; c < size; ++c) left += q[i][c] * row[c];
-      put(i, t, left);
-    }
 }
 
-// score[t] (+)= q . k[t]
-static inline void scores_of(const float* q, const Straight& k, long count, long size, bool first,
+// score[t] = q . k[t]
+static inline void scores_of(const float* q, const Straight& k, long count, long size,
                              float* score) {
-  scores_each<1>(&q, k, count, size, first, &score);
+  scores_each<1>(&q, kv::Floats{}, k, count, size, true, &score);
 }
 
-// The same of queries that lie `stride` apart, two at a time, into score[i] from `at` on.
-static inline void scores_of(const float* q, long stride, long queries, const Straight& k,
-                             long count, long size, bool first, float (*score)[SPLIT], long at) {
-  long i = 0;
-  for (; i + 2 <= queries; i += 2) {
-    const float* const two[] = {q + i * stride, q + (i + 1) * stride};
-    float* const to[] = {score[i] + at, score[i + 1] + at};
-    scores_each<2>(two, k, count, size, first, to);
+// score[i][t] (+)= q[i] . k[t] of queries that lie `stride` apart.
+template <class Numbers, class Keys>
+static inline void scores_of(const float* q, long stride, long queries, const Numbers& numbers,
+                             const Keys& k, long count, long size, bool first,
+                             float (*score)[SPLIT]) {
+  constexpr int TOGETHER = LANES == 16 ? 4 : 2;  // as many as the registers hold
+  for (long i = 0; i < queries;) {
+    const float* rows[TOGETHER];
+    float* to[TOGETHER];
+    UNROLL for (int n = 0; n < TOGETHER; ++n) rows[n] = q + (i + n) * stride, to[n] = score[i + n];
+    if (i + TOGETHER <= queries) {
+      scores_each<TOGETHER>(rows, numbers, k, count, size, first, to);
+      i += TOGETHER;
+    } else {
+      scores_each<1>(rows, numbers, k, count, size, first, to);
+      ++i;
+    }
   }
-  if (i < queries) scores_of(q + i * stride, k, count, size, first, score[i] + at);
 }
 
 // Turns scores into e^(score - high), after scale and soft cap (0: none).
@@ -114,46 +136,46 @@ static inline Partial exponents(float* score, long count, float scale, float sof
   return {high, total(sum)};
 }
 
-// out[g] (+)= sum over t of weight[g][first + t] * v[t], for N queries; = where `first` is 0.
-template <int N>
-static inline void weighted(const float (*weight)[SPLIT], long first, const Straight& v, long count,
-                            long size, float* const* out) {
+// out[g] = sum over t of weight[g][t] * v[t], for N queries.
+template <int N, class Numbers>
+static inline void weighted(const float (*weight)[SPLIT], const Numbers& numbers, const Listed& v,
+                            long count, long size, float* const* out) {
   constexpr int WIDE = LANES == 16 ? 4 : 2;  // as many as the registers hold
   long c = 0;
   for (; c + WIDE * LANES <= size; c += WIDE * LANES) {
     vf sum[N][WIDE] = {};
-    if (first)
-      for (int g = 0; g < N; ++g)
-        for (int i = 0; i < WIDE; ++i) sum[g][i] = load<vf>(out[g] + c + i * LANES);
-    for (long t = 0; t < count; ++t)
+    for (long t = 0; t < count; ++t) {
+      const char* row = v.at(t);
+      if (c == 0) v.fetch(t);
       UNROLL for (int i = 0; i < WIDE; ++i) {
-        vf x = load<vf>(v.at(t) + c + i * LANES);
-        UNROLL for (int g = 0; g < N; ++g) sum[g][i] += weight[g][first + t] * x;
+        const vf x = numbers.whole(row, c + i * LANES);
+        UNROLL for (int g = 0; g < N; ++g) sum[g][i] += weight[g][t] * x;
       }
-    for (int g = 0; g < N; ++g)
-      for (int i = 0; i < WIDE; ++i) store(out[g] + c + i * LANES, sum[g][i]);
+    }
+    UNROLL for (int g = 0; g < N; ++g)
+      UNROLL for (int i = 0; i < WIDE; ++i) store(out[g] + c + i * LANES, sum[g][i]);
   }
   for (; c < size; c += LANES) {
+    const long left = size - c;
     vf sum[N] = {};
-    if (first)
-      for (int g = 0; g < N; ++g) sum[g] = load_as_fp32(out[g] + c, size - c);
     for (long t = 0; t < count; ++t) {
-      vf x = load_as_fp32(v.at(t) + c, size - c);
-      UNROLL for (int g = 0; g < N; ++g) sum[g] += weight[g][first + t] * x;
+      const vf x = left < LANES ? numbers.part(v.at(t), c, left) : numbers.whole(v.at(t), c);
+      UNROLL for (int g = 0; g < N; ++g) sum[g] += weight[g][t] * x;
     }
-    for (int g = 0; g < N; ++g) store_fp32_as(out[g] + c, sum[g], size - c);
+    UNROLL for (int g = 0; g < N; ++g) store_fp32_as(out[g] + c, sum[g], left);
   }
 }
 
-// Some keys of a split for `queries` <= GROUP queries: partial sums of values into out[g].
-static inline void weighted_group(int queries, const float (*weight)[SPLIT], long first,
-                                  const Straight& v, long count, long size, float* const* out) {
-  switch (queries) {
-    case 1: return weighted<1>(weight, first, v, count, size, out);
-    case 2: return weighted<2>(weight, first, v, count, size, out);
-    case 3: return weighted<3>(weight, first, v, count, size, out);
-    default: return weighted<4>(weight, first, v, count, size, out);
-  }
+// The same for any number of queries.
+template <class Numbers>
+static inline void weighted_all(long queries, const float (*weight)[SPLIT], const Numbers& numbers,
+                                const Listed& v, long count, long size, float* const* out) {
+  for (long i = 0; i < queries; i += GROUP) switch (queries - i) {
+      case 1: weighted<1>(weight + i, numbers, v, count, size, out + i); break;
+      case 2: weighted<2>(weight + i, numbers, v, count, size, out + i); break;
+      case 3: weighted<3>(weight + i, numbers, v, count, size, out + i); break;
+      default: weighted<4>(weight + i, numbers, v, count, size, out + i);
+    }
 }
 
 // Merges the splits of one query, whose sums are `stride` floats apart, into its output; a sink is

@@ -86,7 +86,7 @@ static inline void index_scores(const Indexer& x, const float* q, const float* w
     }
     memset(sum, 0, sizeof sum);
     for (long h = 0; h < x.heads; ++h) {
-      scores_of(q + h * x.size, keys, some, x.size, true, own);
+      scores_of(q + h * x.size, keys, some, x.size, own);
       for (long i = 0; i < some; ++i) sum[i] += weights[h] * (own[i] > 0 ? own[i] : 0.0f);
     }
     memcpy(score + t, sum, some * sizeof(float));

@@ -51,38 +51,79 @@ static inline vi integers(const char* from) {
 #endif
 }
 
-static inline float scale_of(const char* at) {
+// Codes of 4 bits from number `own` of a group on: number c is in the low half of byte c, number c + 16
+// in the high half.
+static inline vf half_bytes(const char* codes, long own) {
+  const vi both = integers(codes + own % (GROUP / 2));
+  const vi code = own < GROUP / 2 ? both : both >> 4;
+#if defined(__AVX512F__)  // the low half of each lane chooses
+  const vf table = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+  return (vf)_mm512_permutexvar_ps((__m512i)code, (__m512)table);
+#else
+  return to_float((code & 15) - 8);
+#endif
+}
+
+// A scale, which is a bf16, in all lanes.
+static inline vf scales(const char* at) {
   uint16_t half;
   memcpy(&half, at, 2);
-  return bits<float>(uint32_t(half) << 16);
+#if defined(__AVX512BW__)
+  return bits<vf>((vu)_mm512_set1_epi16(half) << 16);
+#else
+  return splat(bits<float>(uint32_t(half) << 16));
+#endif
+}
+
+// How the numbers of a row lie, for loops over vectors of them: `whole` gives LANES from c on,
+// `part` the last `left` of a row from c on, and zeros (or, of codes, what pads their group).
+struct Floats {
+  vf whole(const char* row, long c) const { return load<vf>(row + 4 * c); }
+  vf part(const char* row, long c, long left) const {
+    return load_as_fp32(reinterpret_cast<const float*>(row) + c, left);
+  }
+};
+
+struct Bf16s {
+  vf whole(const char* row, long c) const { return from_bf16(load<vh>(row + 2 * c)); }
+  vf part(const char* row, long c, long left) const {
+    return load_as_fp32(reinterpret_cast<const uint16_t*>(row) + c, left);
+  }
+};
+
+template <int BITS>
+struct Codes {
+  long head;  // bytes of a row's scales
+
+  vf whole(const char* row, long c) const {
+    const long group = c / GROUP, own = c % GROUP;
+    const char* codes = row + head + group * (GROUP * BITS / 8);
+    const vf code = BITS == 8 ? to_float(integers(codes + own)) : half_bytes(codes, own);
+    return code * scales(row + 2 * group);
+  }
+  vf part(const char* row, long c, long) const { return whole(row, c); }
+};
+
+// Runs `body(numbers)` with how the numbers of a row of `size` lie.
+template <class Body>
+static inline void with_numbers(Format format, long size, const Body& body) {
+  if (format.bits == 32) return body(Floats{});
+  if (format.bits == 16) return body(Bf16s{});
+  const long head = 2 * format.groups(size);
+  format.bits == 8 ? body(Codes<8>{head}) : body(Codes<4>{head});
 }
 
 // to = the row as floats; it has room for whole groups.
 static inline void take(Format format, const char* from, long size, float* to) {
   if (format.bits == 32) {
     memcpy(to, from, size * sizeof(float));
-  } else if (format.bits == 16) {
-    const auto* row = reinterpret_cast<const uint16_t*>(from);
-    for (long c = 0; c < size; c += LANES) store(to + c, load_as_fp32(row + c, size - c));
-  } else {
-    const long groups = format.groups(size);
-    const char* codes = from + 2 * groups;
-    for (long g = 0; g < groups; ++g, to += GROUP) {
-      const vf scale = splat(scale_of(from + 2 * g));
-      if (format.bits == 8) {
-        UNROLL for (int c = 0; c < GROUP; c += LANES)
-          store(to + c, __builtin_convertvector(integers(codes + c), vf) * scale);
-        codes += GROUP;
-      } else {  // number c is in the low half of byte c, number c + 16 in the high half
-        UNROLL for (int c = 0; c < GROUP / 2; c += LANES) {
-          const vi both = integers(codes + c);
-          store(to + c, __builtin_convertvector((both & 15) - 8, vf) * scale);
-          store(to + c + GROUP / 2, __builtin_convertvector(((both >> 4) & 15) - 8, vf) * scale);
-        }
-        codes += GROUP / 2;
-      }
-    }
+    return;
   }
+  with_numbers(format, size, [&](auto numbers) {
+    long c = 0;
+    for (; c + LANES <= size; c += LANES) store(to + c, numbers.whole(from, c));
+    if (c < size) store(to + c, numbers.part(from, c, size - c));
+  });
 }
 
 static inline long whole_groups(long size) { return (size + GROUP - 1) / GROUP * GROUP; }
@@ -114,12 +155,6 @@ struct Rows {
       return stride = size, reinterpret_cast<const float*>(at(t));
     stride = whole_groups(size);
     for (long i = 0; i < count; ++i) take(format, at(t + i), size, memory + i * stride);
-    return memory;
-  }
-  // The same of chosen rows.
-  const float* floats(const int64_t* index, long count, float* memory, long& stride) const {
-    stride = whole_groups(size);
-    for (long i = 0; i < count; ++i) take(format, at(index[i]), size, memory + i * stride);
     return memory;
   }
 };

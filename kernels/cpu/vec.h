@@ -147,7 +147,13 @@ static const auto larger = [](auto a, auto b) { return b > a ? b : a; };
 
 static inline float largest_lane(vf v) { return fold_lanes(v, larger); }
 
-static inline vf from_bf16(vh h) { return bits<vf>(__builtin_convertvector(h, vu) << 16); }
+static inline vf from_bf16(vh h) {
+#if defined(__AVX512F__)  // GCC widens the halves of a vector apart
+  return bits<vf>((vu)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+#else
+  return bits<vf>(__builtin_convertvector(h, vu) << 16);
+#endif
+}
 
 static inline vh to_bf16(vf x) {  // round to nearest, ties to even; NaN stays NaN
   vu u = bits<vu>(x);
