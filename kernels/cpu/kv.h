@@ -53,7 +53,7 @@ static inline vi integers(const char* from) {
 
 // Codes of 4 bits from number `own` of a group on: number c is in the low half of byte c, number c + 16
 // in the high half.
-static inline vf half_bytes(const char* codes, long own) {
+static inline vf half_bytes(const char* codes, unsigned long own) {
   const vi both = integers(codes + own % (GROUP / 2));
   const vi code = own < GROUP / 2 ? both : both >> 4;
 #if defined(__AVX512F__)  // the low half of each lane chooses
@@ -95,8 +95,8 @@ template <int BITS>
 struct Codes {
   long head;  // bytes of a row's scales
 
-  vf whole(const char* row, long c) const {
-    const long group = c / GROUP, own = c % GROUP;
+  __attribute__((always_inline)) vf whole(const char* row, long c) const {
+    const unsigned long group = c / unsigned(GROUP), own = c % unsigned(GROUP);
     const char* codes = row + head + group * (GROUP * BITS / 8);
     const vf code = BITS == 8 ? to_float(integers(codes + own)) : half_bytes(codes, own);
     return code * scales(row + 2 * group);
