@@ -1,5 +1,9 @@
 // The attention stages of a decode step: grouped queries, and latent attention.
 #pragma once
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
 #include "decode.h"
 
 namespace decode {
@@ -31,13 +35,55 @@ inline void Pass::turn_keys(long b) {
 }
 
 // Some rows of a split, from its key t on.
-inline Straight Pass::floats(const kv::Rows& rows, long b, long split, long t, long count) const {
+inline Straight Pass::floats(const kv::Rows& rows, long b, long kv_head, long split, long t,
+                             long count) const {
   float* memory = tiles + omp_get_thread_num() * tile_floats;
   long stride;
   const int64_t* index = split_chosen(b, split);
   const float* first = index ? rows.floats(index + t, count, memory, stride)
-                             : rows.floats(split_first(b, split) + t, count, memory, stride);
+                             : rows.floats(place_of(b, kv_head, split, t), count, memory, stride);
   return {first, stride};
+}
+
+// Sets the bounds of a block that the step has filled, and chooses the blocks that a key head attends
+// to: the first, the last two (of which rows of the same step may still be written), and those with
+// the highest bounds. A block counts by the query that is nearest to its own best bound.
+inline void Pass::pick(long b, long kv_head) {
+  const kv::Bounds bounds = this->bounds(b, kv_head);
+  const long at = step.position[b], D = a().head_dim, group = a().heads / a().kv_heads;
+  if (at % kv::TOKENS == kv::TOKENS - 1) bounds.set(at / kv::TOKENS);
+  const Seen* own = seen(b);
+  if (!own || !picks_some(*own)) return;
+  struct {
+    const kv::Bounds& bounds;
+    const int32_t* list;
+    int32_t block(long i) const { return list ? list[i] : int32_t(i); }
+    const float* at(long i) const { return bounds.at(block(1 + i)); }
+  } rows{bounds, own->blocks};
+  const long task = b * a().kv_heads + kv_head, some = own->count - 3;
+  float *near = this->near + task * scored, *score = near + some, *signs = score + some;
+  for (long g = 0; g < group; ++g) {
+    const float* query = asked + (b * a().heads + kv_head * group + g) * D;
+    for (long d = 0; d < D; ++d) {
+      signs[d] = query[d] > 0 ? query[d] : 0;
+      signs[D + d] = query[d] > 0 ? 0 : query[d];
+    }
+    scores_of(signs, rows, some, 2 * D, true, score);
+    const float best = *std::max_element(score, score + some);
+    for (long i = 0; i < some; ++i)
+      near[i] = g && near[i] > score[i] - best ? near[i] : score[i] - best;
+  }
+  int32_t* list = picked + task * picks;
+  std::vector<long> order(some);
+  std::iota(order.begin(), order.end(), 0);
+  const long chosen = own->most - 3;
+  std::nth_element(order.begin(), order.begin() + chosen, order.end(), [&](long i, long j) {
+    return near[i] > near[j] || (near[i] == near[j] && i < j);
+  });
+  std::sort(order.begin(), order.begin() + chosen);
+  *list++ = rows.block(0);
+  for (long i = 0; i < chosen; ++i) *list++ = rows.block(1 + order[i]);
+  for (long i = 2; i > 0; --i) *list++ = rows.block(own->count - i);
 }
 
 // The split of one key head, for all queries that share it.
@@ -52,7 +98,7 @@ inline void Pass::attend(long b, long kv_head, long split) {
     const long queries = std::min(group - g, QUERIES), head = b * a().heads + kv_head * group + g;
     for (long t = 0; t < count; t += KEYS) {
       const long some = std::min(count - t, KEYS);
-      const Straight rows = floats(keys, b, split, t, some);
+      const Straight rows = floats(keys, b, kv_head, split, t, some);
       scores_of((beside ? q : asked) + head * D, D, queries, rows, some, D, true, score, t);
     }
     float* to[QUERIES];
@@ -60,7 +106,7 @@ inline void Pass::attend(long b, long kv_head, long split) {
       partial[(head + i) * longest + split] = weights_of(b, head + i, split, score[i]);
       to[i] = sums + ((head + i) * longest + split) * V;
     }
-    weigh(values, b, split, queries, score, V, to);
+    weigh(values, b, kv_head, split, queries, score, V, to);
     if (beside && step.values.turned)  // as the sums of the other splits
       for (long i = 0; i < queries; ++i) kv::turn(to[i], V);
   }
@@ -69,12 +115,12 @@ inline void Pass::attend(long b, long kv_head, long split) {
 }
 
 // The weighted sums of a split's values for `queries` queries.
-inline void Pass::weigh(const kv::Rows& values, long b, long split, long queries,
+inline void Pass::weigh(const kv::Rows& values, long b, long kv_head, long split, long queries,
                         const float (*weight)[SPLIT], long size, float* const* to) const {
   const long count = split_keys(b, split);
   for (long t = 0; t < count; t += KEYS) {
     const long some = std::min(count - t, KEYS);
-    const Straight rows = floats(values, b, split, t, some);
+    const Straight rows = floats(values, b, kv_head, split, t, some);
     for (long i = 0; i < queries; i += GROUP)
       weighted_group(std::min(queries - i, long(GROUP)), weight + i, t, rows, some, size, to + i);
   }
@@ -82,12 +128,13 @@ inline void Pass::weigh(const kv::Rows& values, long b, long split, long queries
 
 // Turns the scores of a split into weights; `row` counts the heads of all rows.
 inline Partial Pass::weights_of(long b, long row, long split, float* score) const {
-  const long count = split_keys(b, split), begin = split_first(b, split);
+  const long count = split_keys(b, split), group = a().heads / a().kv_heads;
   if (given.bias) {
     const float *bias = given.bias + row * given.reach, unscaled = 1.0f / a().scale;
     const int64_t* index = split_chosen(b, split);
     for (long t = 0; t < count; ++t) {
-      const long back = step.position[b] - (index ? index[t] : begin + t);
+      const long place = index ? index[t] : place_of(b, (row - b * a().heads) / group, split, t);
+      const long back = step.position[b] - place;
       if (back < given.reach) score[t] += bias[back] * unscaled;
     }
   }
@@ -115,6 +162,8 @@ inline void Pass::attend_all() {
 inline void Pass::attend_heads() {
   const long Q = a().heads, N = a().kv_heads;
   turning.run(2 * B, [&](long task) { task % 2 ? turn_keys(task / 2) : turn_queries(task / 2); });
+  if (step.bounds && !a().window)
+    picking.run(B * N, [&](long task) { pick(task / N, task % N); });
   attending.run(B * N * longest, [&](long task) {
     const long b = task / (N * longest), split = task % longest;
     if (split < splits(b)) attend(b, task / longest % N, split);
@@ -164,9 +213,9 @@ inline void Pass::attend_latent(long b, long first, long split) {
   alignas(64) float score[HEADS_A_TASK][SPLIT];
   for (long t = 0; t < count; t += KEYS) {
     const long some = std::min(count - t, KEYS);
-    const Straight plain = floats(latents, b, split, t, some);
+    const Straight plain = floats(latents, b, 0, split, t, some);
     scores_of(inward + head * R, R, queries, plain, some, R, true, score, t);
-    const Straight beside = floats(keys, b, split, t, some);
+    const Straight beside = floats(keys, b, 0, split, t, some);
     scores_of(asked_beside + head * beside_stride, beside_stride, queries, beside, some, T, false,
               score, t);
   }
@@ -175,7 +224,7 @@ inline void Pass::attend_latent(long b, long first, long split) {
     partial[(head + i) * longest + split] = weights_of(b, head + i, split, score[i]);
     to[i] = sums + ((head + i) * longest + split) * R;
   }
-  weigh(latents, b, split, queries, score, R, to);
+  weigh(latents, b, 0, split, queries, score, R, to);
 }
 
 // Projects one head's sum of latents to its values.

@@ -23,8 +23,8 @@ struct Straight {  // rows that lie `stride` apart
 };
 
 // score[i][t] (+)= q[i] . k[t] for N queries and `count` keys.
-template <int N>
-static inline void scores_each(const float* const* q, const Straight& k, long count, long size,
+template <int N, class K>
+static inline void scores_each(const float* const* q, const K& k, long count, long size,
                                bool first, float* const* score) {
   const long whole = size / LANES * LANES;
   const auto put = [&](int i, long t, float sum) {
@@ -64,7 +64,8 @@ static inline void scores_each(const float* const* q, const Straight& k, long co
 }
 
 // score[t] (+)= q . k[t]
-static inline void scores_of(const float* q, const Straight& k, long count, long size, bool first,
+template <class K>
+static inline void scores_of(const float* q, const K& k, long count, long size, bool first,
                              float* score) {
   scores_each<1>(&q, k, count, size, first, &score);
 }
