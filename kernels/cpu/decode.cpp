@@ -17,7 +17,7 @@ LAYOUT(decode::Attention, q_a, q, k, v, o, q_norm, k_norm, rotation, expansion, 
 LAYOUT(decode::Layer, attention_norm, attention_post, feed_norm, feed_post, attention, router,
        shared_gate, gate, up, down, activation, rule, attention_scale, feed_scale, routed_scale)
 LAYOUT(decode::Embedding, table, scale, dtype)
-LAYOUT(decode::Seen, blocks, count, most)
+LAYOUT(decode::Seen, blocks, count, most, newest)
 LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, tokens, position, capacity, cache, states,
        seen, keys, values, threads, bounds)
 LAYOUT(decode::Experts, forward, layer, activation, slots, index)

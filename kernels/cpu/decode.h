@@ -51,6 +51,7 @@ struct Seen {
   const int32_t* blocks;  // ascending, the last is the row's own; null: all of its sequence
   int64_t count;          // 0: no policy
   int64_t most;           // if there are more, each key head chooses so many by their bounds; 0: none does
+  int64_t newest;         // of these the last so many, which no head has to choose; 2 or more
 };
 
 struct Step {

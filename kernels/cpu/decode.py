@@ -98,7 +98,7 @@ class EmbeddingRecord(Record, struct="decode::Embedding"):
 
 
 class SeenRecord(Record, struct="decode::Seen"):
-    _fields_ = (*pointers("blocks"), *sizes("count", "most"))
+    _fields_ = (*pointers("blocks"), *sizes("count", "most", "newest"))
 
 
 class StepRecord(Record, struct="decode::Step"):

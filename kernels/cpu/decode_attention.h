@@ -46,8 +46,8 @@ inline Straight Pass::floats(const kv::Rows& rows, long b, long kv_head, long sp
 }
 
 // Sets the bounds of a block that the step has filled, and chooses the blocks that a key head attends
-// to: the first, the last two (of which rows of the same step may still be written), and those with
-// the highest bounds. A block counts by the query that is nearest to its own best bound.
+// to: the first, the newest (of the last two, rows of the same step may still be written), and those
+// with the highest bounds. A block counts by the query that is nearest to its own best bound.
 inline void Pass::pick(long b, long kv_head) {
   const kv::Bounds bounds = this->bounds(b, kv_head);
   const long at = step.position[b], D = a().head_dim, group = a().heads / a().kv_heads;
@@ -60,7 +60,7 @@ inline void Pass::pick(long b, long kv_head) {
     int32_t block(long i) const { return list ? list[i] : int32_t(i); }
     const float* at(long i) const { return bounds.at(block(1 + i)); }
   } rows{bounds, own->blocks};
-  const long task = b * a().kv_heads + kv_head, some = own->count - 3;
+  const long task = b * a().kv_heads + kv_head, some = own->count - 1 - own->newest;
   float *near = this->near + task * scored, *score = near + some, *signs = score + some;
   for (long g = 0; g < group; ++g) {
     const float* query = asked + (b * a().heads + kv_head * group + g) * D;
@@ -76,14 +76,14 @@ inline void Pass::pick(long b, long kv_head) {
   int32_t* list = picked + task * picks;
   std::vector<long> order(some);
   std::iota(order.begin(), order.end(), 0);
-  const long chosen = own->most - 3;
+  const long chosen = own->most - 1 - own->newest;
   std::nth_element(order.begin(), order.begin() + chosen, order.end(), [&](long i, long j) {
     return near[i] > near[j] || (near[i] == near[j] && i < j);
   });
   std::sort(order.begin(), order.begin() + chosen);
   *list++ = rows.block(0);
   for (long i = 0; i < chosen; ++i) *list++ = rows.block(1 + order[i]);
-  for (long i = 2; i > 0; --i) *list++ = rows.block(own->count - i);
+  for (long i = own->newest; i > 0; --i) *list++ = rows.block(own->count - i);
 }
 
 // The split of one key head, for all queries that share it.

@@ -4,10 +4,12 @@ A policy is written ``NAME:TOKENS``. Prompts are read whole, with attention to a
 a token behind the prompt then attends to at most ``TOKENS`` tokens of each layer that sees all:
 
 - ``window``: the first block and the last ones, as in StreamingLLM (2309.17453).
-- ``received``: the first block, those that got the most attention from the tokens of the prompt's
-  last block, and the last ones, as in SnapKV (2404.14469), for all layers and heads together.
-- ``select``: the first block, the last two, and those whose keys promise each key head the highest
-  scores, as in Quest (2406.10774). Each step chooses anew, so nothing is lost for later tokens.
+- ``received``: half of them are the first block and those that got the most attention from the
+  tokens of the prompt's last block, as in SnapKV (2404.14469), but for all layers and heads
+  together; half are the last ones.
+- ``select``: half of them are the first block and those whose keys promise each key head the
+  highest scores, as in Quest (2406.10774); half are the last ones. Each step chooses anew, so
+  nothing is lost for later tokens.
 
 `KVPolicy.after_prompt` says in which order blocks are given up, and `KeptBlocks.row` what a token
 attends to. Both follow from the prompt and the token's position only. So a token's bits depend
@@ -26,9 +28,6 @@ from torch import Tensor
 
 from kernels.cpu.kv import BLOCK
 
-NEWEST = 2
-"""Blocks at the end that heads attend to without choosing them: rows of a step may fill both."""
-
 
 class SeenRow(NamedTuple):
     """What a token attends to in layers that see all tokens.
@@ -37,11 +36,13 @@ class SeenRow(NamedTuple):
         blocks: int32, ascending, the last is its own; None: all of its sequence.
         count: of them.
         most: each key head chooses so many of them, if there are more; 0: none chooses.
+        newest: of these the last ones, which need not be chosen.
     """
 
     blocks: np.ndarray | None
     count: int
     most: int = 0
+    newest: int = 0
 
     @property
     def chooses(self) -> bool:
@@ -86,20 +87,21 @@ class KVPolicy(NamedTuple):
         own = max((tokens - 1) // BLOCK, 1)  # the prompt's last block goes like those behind it
         order = np.arange(1, own, dtype=np.int32)
         if received is not None:
-            order = order[np.argsort(received[1:own], kind="stable")]
-        return KeptBlocks(self, order)
+            kept = self.tokens // BLOCK // 2 - 1  # beside the first
+            order = order[np.argsort(received[1:own], kind="stable")][: max(own - 1 - kept, 0)]
+        return KeptBlocks(self, order, own)
 
 
 class KeptBlocks:
     """What the tokens behind one prompt attend to.
 
     Args:
-        order: the prompt's blocks between the first and the last, in the order in which they are
-            given up; those behind follow by age.
+        order: blocks of the prompt in the order in which they are given up.
+        behind: the block from which on the others follow, by age.
     """
 
-    def __init__(self, policy: KVPolicy, order: np.ndarray) -> None:
-        self._policy, self._order = policy, order
+    def __init__(self, policy: KVPolicy, order: np.ndarray, behind: int) -> None:
+        self._policy, self._order, self._behind = policy, order, behind
         self._last: tuple[int, SeenRow] | None = None
 
     def given_up(self, position: int) -> np.ndarray:
@@ -107,8 +109,8 @@ class KeptBlocks:
         count = position // BLOCK + 1 - self._policy.tokens // BLOCK
         if self._policy.selects or count <= 0:
             return self._order[:0]
-        behind, more = 1 + len(self._order), count - len(self._order)
-        later = np.arange(behind, behind + max(more, 0), dtype=np.int32)
+        more = max(count - len(self._order), 0)
+        later = np.arange(self._behind, self._behind + more, dtype=np.int32)
         return np.concatenate([self._order[:count], later])
 
     def row(self, position: int) -> SeenRow:
@@ -120,7 +122,8 @@ class KeptBlocks:
 
     def _row(self, own: int) -> SeenRow:
         if self._policy.selects:
-            return SeenRow(None, own + 1, self._policy.tokens // BLOCK)
+            most = self._policy.tokens // BLOCK
+            return SeenRow(None, own + 1, most, most // 2)
         kept = np.ones(own + 1, bool)
         kept[self.given_up(own * BLOCK)] = False
         blocks = np.flatnonzero(kept).astype(np.int32)
@@ -142,13 +145,16 @@ def seen_keys(row: SeenRow, query_QD: Tensor, key_NLD: Tensor, *, turned: bool) 
         query_NGD = query_QD.unflatten(0, (heads, -1))
         if turned:
             query_NGD, key_NLD = turn(query_NGD), turn(key_NLD)
-        first, middle, last = blocks.split([1, row.count - 1 - NEWEST, NEWEST], 1)
+        middle_count = row.count - 1 - row.newest
+        first, middle, last = blocks.split([1, middle_count, row.newest], 1)
         whole = key_NLD[:, : length // BLOCK * BLOCK].unflatten(1, (-1, BLOCK))
         whole = torch.stack([whole[n, middle[n]] for n in range(heads)])
         most, least = whole.amax(2), whole.amin(2)
         bounds_NGB = query_NGD.clamp_min(0) @ most.mT + query_NGD.clamp_max(0) @ least.mT
         near = (bounds_NGB - bounds_NGB.amax(-1, keepdim=True)).amax(1)
-        order = near.sort(dim=-1, descending=True, stable=True).indices[:, : row.most - 1 - NEWEST]
+        order = near.sort(dim=-1, descending=True, stable=True).indices[
+            :, : row.most - 1 - row.newest
+        ]
         blocks = torch.cat([first, middle.gather(1, order.sort(-1).values), last], 1)
     places = (blocks[..., None] * BLOCK + torch.arange(BLOCK)).flatten(1)
     return places[:, : places.shape[1] - (-length) % BLOCK]

@@ -15,6 +15,7 @@ from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
+from moe.commands.evaluate.scoring import price_kv_policy
 from moe.decode.proof import prove_policy
 from moe.describe.attention import check_views
 from moe.errors import ProfileError
@@ -72,12 +73,12 @@ def test_a_window_keeps_the_first_block_and_the_last_ones() -> None:
     assert kept.given_up(9 * BLOCK).tolist() == [1, 2, 3, 4, 5, 6]
 
 
-def test_blocks_go_by_the_attention_that_they_got_and_then_by_age() -> None:
+def test_blocks_go_by_the_attention_that_they_got_and_half_stay() -> None:
     received = np.array([0, 5, 1, 9, 1, 7, 0.5])  # of the first and the last nobody asks
     kept = KVPolicy("received", 4 * BLOCK).after_prompt(6 * BLOCK + 30, received)
     assert kept.row(6 * BLOCK + 30).blocks.tolist() == [0, 3, 5, 6]
     assert kept.row(7 * BLOCK).blocks.tolist() == [0, 3, 6, 7]
-    assert kept.row(9 * BLOCK).blocks.tolist() == [0, 7, 8, 9]
+    assert kept.row(9 * BLOCK).blocks.tolist() == [0, 3, 8, 9]
     given_up = [set(kept.given_up(at * BLOCK).tolist()) for at in range(20)]
     assert all(some <= more for some, more in pairwise(given_up))
 
@@ -88,7 +89,7 @@ def test_a_choice_has_the_best_bounds() -> None:
     keys[1, 3 * BLOCK + 7] = 20 * query[2]
     keys[0, 5 * BLOCK] = 20 * query[1]
     for turned in (False, True):
-        places = seen_keys(SeenRow(None, 10, 4), query, keys, turned=turned)
+        places = seen_keys(SeenRow(None, 10, 4, 2), query, keys, turned=turned)
         blocks = (places[:, ::BLOCK] // BLOCK).tolist()
         assert blocks == [[0, 5, 8, 9], [0, 3, 8, 9]]
         assert places.shape == (2, 3 * BLOCK + 5)
@@ -302,3 +303,15 @@ def test_ranks_refuse_policies(tiny_checkpoint: Callable[[str], Path]) -> None:
     profile = load_profile(overrides={"lossless": False, "memory.kv_policy": "window:512"})
     with pytest.raises(ProfileError, match="several ranks share the experts"):
         load_model(tiny_checkpoint("qwen3_moe"), profile.profile, ranks=2)
+
+
+def test_eval_prices_a_policy(model: MoE) -> None:
+    """By decode steps: prompts are read with attention to all."""
+    pool = pool_of(model, "select:256")
+    price = price_kv_policy(model, [*IDS, *IDS[::-1]])
+    assert price is not None
+    assert 0 < abs(price - 1) < 0.1
+    assert model.backbone.blocks is pool
+    assert price_kv_policy(model, IDS) is None  # fewer than four times 256 tokens
+    pool_of(model, None)
+    assert price_kv_policy(model, [*IDS, *IDS]) is None
