@@ -258,7 +258,9 @@ def main() -> None:
         result["answers"] = answers(256 if options.quick else 2048)
     if "policies" in options.parts:
         contexts = [2048] if options.quick else [8192, 32768]
-        result["policies"] = policy_quality(1 if options.quick else 8)
+        result["policies"] = policy_quality(
+            *((1, [512]) if options.quick else (8, [1024, 256, 512]))
+        )
         result["policy speed"] = policy_speed(contexts, 1 if options.quick else 20, 2)
     for part in ("quality", "speed", "memory", "answers", "policies", "policy speed"):
         if rows := result.get(part):

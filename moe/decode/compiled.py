@@ -299,7 +299,7 @@ class CachePlaces:
         for record, row in zip(self._records, self._rows, strict=True):
             if row is not None:
                 record.blocks = None if row.blocks is None else row.blocks.ctypes.data
-                record.count, record.most, record.newest = row.count, row.most, row.newest
+                record.count, record.most, record.newest = row.num_blocks, row.most, row.newest
         return addressof(self._records)
 
 

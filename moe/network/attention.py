@@ -166,8 +166,8 @@ def packed_attention(
     attend = _attend_steps if cache.decoding else _attend_prompt
     outputs = [attend(q, rows, *how) for q, rows in zip(queries, seen, strict=True)]
     if not cache.decoding:
-        for q, rows in zip(queries, seen, strict=True):
-            _let_watch(q, rows, *how[1:])
+        for q, known in zip(queries, seen, strict=True):
+            _let_watch(q, known, *how[1:])
     if cache.watched:
         pairs = zip(queries, seen, strict=True)
         cache.received = torch.cat([_received(q, rows.read()[0], *how) for q, rows in pairs])

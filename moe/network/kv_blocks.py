@@ -9,7 +9,9 @@ is not full; a block is freed with the last sequence that lists it.
 Layers that see a window of W last tokens have blocks of their own, which a sequence gives up behind
 the window (`Windows`); its tables show zeros there, which no query sees. A sequence whose prompt
 will be kept by the prefix cache has them all until it has been read, and so has what the cache
-keeps, so that prompts which begin alike can part anywhere (`BlockKVCache.keep_all`).
+keeps, so that prompts which begin alike can part anywhere (`BlockKVCache.keep_all`). Under a lossy
+policy (`moe.network.kv_policy`) a sequence gives up blocks of the other layers, too, once its
+prompt has been read (`BlockKVCache.prompt_read`); nothing forks from it then.
 
 Where the rows of blocks lie is the business of a `BlockMemory`: `HostBlocks` allocates them one by
 one and lists their addresses for compiled code; `moe.network.device_blocks.DeviceBlocks` has all of
@@ -273,9 +275,8 @@ class HostBlocks:
         self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
     ) -> None:
         first, second = cache.layer_tables(layer)
-        shape = cache.shapes[layer]
-        bounds = BLOCK * self.form._replace(bounds=False).token_bytes(*shape)
-        self.kernel.write(keys[0], first, start, self.form.keys, bounds if self.form.bounds else 0)
+        bounds = self.form.bounds_begin(*cache.shapes[layer])
+        self.kernel.write(keys[0], first, start, self.form.keys, bounds)
         self.kernel.write(values[0], second, start, self.form.values)
 
     def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:

@@ -54,8 +54,13 @@ class KVFormat(NamedTuple):
 
     def token_bytes(self, heads: int, key_size: int, value_size: int) -> int:
         """Bytes of a token in one layer."""
-        bounds = -(-2 * heads * key_size * 4 // BLOCK) if self.bounds else 0
-        return heads * (self.keys.row_bytes(key_size) + self.values.row_bytes(value_size)) + bounds
+        rows = heads * (self.keys.row_bytes(key_size) + self.values.row_bytes(value_size))
+        return rows + (-(-2 * heads * key_size * 4 // BLOCK) if self.bounds else 0)
+
+    def bounds_begin(self, heads: int, key_size: int, value_size: int) -> int:
+        """Where the bounds of a block begin in it; 0: there are none."""
+        rows = self._replace(bounds=False).token_bytes(heads, key_size, value_size)
+        return BLOCK * rows if self.bounds else 0
 
 
 class RowLayout(NamedTuple):

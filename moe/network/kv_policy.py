@@ -34,19 +34,19 @@ class SeenRow(NamedTuple):
 
     Attributes:
         blocks: int32, ascending, the last is its own; None: all of its sequence.
-        count: of them.
+        num_blocks: of them.
         most: each key head chooses so many of them, if there are more; 0: none chooses.
         newest: of these the last ones, which need not be chosen.
     """
 
     blocks: np.ndarray | None
-    count: int
+    num_blocks: int
     most: int = 0
     newest: int = 0
 
     @property
     def chooses(self) -> bool:
-        return 0 < self.most < self.count
+        return 0 < self.most < self.num_blocks
 
 
 class KVPolicy(NamedTuple):
@@ -139,13 +139,15 @@ def seen_keys(row: SeenRow, query_QD: Tensor, key_NLD: Tensor, *, turned: bool) 
         turned: bounds are those of keys turned by a Hadamard matrix.
     """
     heads, length = key_NLD.shape[:2]
-    blocks = torch.arange(row.count) if row.blocks is None else torch.from_numpy(row.blocks).long()
+    blocks = (
+        torch.arange(row.num_blocks) if row.blocks is None else torch.from_numpy(row.blocks).long()
+    )
     blocks = blocks.expand(heads, -1)
     if row.chooses:
         query_NGD = query_QD.unflatten(0, (heads, -1))
         if turned:
             query_NGD, key_NLD = turn(query_NGD), turn(key_NLD)
-        middle_count = row.count - 1 - row.newest
+        middle_count = row.num_blocks - 1 - row.newest
         first, middle, last = blocks.split([1, middle_count, row.newest], 1)
         whole = key_NLD[:, : length // BLOCK * BLOCK].unflatten(1, (-1, BLOCK))
         whole = torch.stack([whole[n, middle[n]] for n in range(heads)])

@@ -260,7 +260,7 @@ class MemorySettings(Settings):
     @field_validator("kv_policy")
     @classmethod
     def _check_policy(cls, value: str | None) -> str | None:
-        name, _, tokens = "" if value is None else value.partition(":")
+        name, _, tokens = (value or "").partition(":")
         known = name in _KV_POLICIES and re.fullmatch(r"[1-9]\d{0,8}", tokens, re.ASCII)
         if value is not None and not (known and int(tokens) >= 256 and int(tokens) % 64 == 0):
             raise PydanticCustomError(

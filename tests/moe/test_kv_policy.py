@@ -18,11 +18,12 @@ from moe import MoE, SamplingParams
 from moe.commands.evaluate.scoring import price_kv_policy
 from moe.decode.proof import prove_policy
 from moe.describe.attention import check_views
+from moe.engine.engine import Engine
 from moe.errors import ProfileError
 from moe.loader import load_model
 from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
 from moe.network.kv_cache import KVFormat
-from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys, turn
+from moe.network.kv_policy import KeptBlocks, KVPolicy, SeenRow, seen_keys, turn
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.sequence import Delta, RunningSequence
@@ -65,20 +66,26 @@ def pool_of(model: MoE, spec: str | None, bits: int = 16) -> BlockPool:
     return pool
 
 
+def blocks_of(kept: KeptBlocks, position: int) -> list[int]:
+    found = kept.row(position).blocks
+    assert found is not None
+    return [int(block) for block in found]
+
+
 def test_a_window_keeps_the_first_block_and_the_last_ones() -> None:
     kept = KVPolicy("window", 4 * BLOCK).after_prompt(6 * BLOCK + 1, None)
-    assert kept.row(3 * BLOCK).blocks.tolist() == [0, 1, 2, 3]
-    assert kept.row(6 * BLOCK + 1).blocks.tolist() == [0, 4, 5, 6]
-    assert kept.row(9 * BLOCK - 1).blocks.tolist() == [0, 6, 7, 8]
+    assert blocks_of(kept, 3 * BLOCK) == [0, 1, 2, 3]
+    assert blocks_of(kept, 6 * BLOCK + 1) == [0, 4, 5, 6]
+    assert blocks_of(kept, 9 * BLOCK - 1) == [0, 6, 7, 8]
     assert kept.given_up(9 * BLOCK).tolist() == [1, 2, 3, 4, 5, 6]
 
 
 def test_blocks_go_by_the_attention_that_they_got_and_half_stay() -> None:
     received = np.array([0, 5, 1, 9, 1, 7, 0.5])  # of the first and the last nobody asks
     kept = KVPolicy("received", 4 * BLOCK).after_prompt(6 * BLOCK + 30, received)
-    assert kept.row(6 * BLOCK + 30).blocks.tolist() == [0, 3, 5, 6]
-    assert kept.row(7 * BLOCK).blocks.tolist() == [0, 3, 6, 7]
-    assert kept.row(9 * BLOCK).blocks.tolist() == [0, 3, 8, 9]
+    assert blocks_of(kept, 6 * BLOCK + 30) == [0, 3, 5, 6]
+    assert blocks_of(kept, 7 * BLOCK) == [0, 3, 6, 7]
+    assert blocks_of(kept, 9 * BLOCK) == [0, 3, 8, 9]
     given_up = [set(kept.given_up(at * BLOCK).tolist()) for at in range(20)]
     assert all(some <= more for some, more in pairwise(given_up))
 
@@ -95,6 +102,29 @@ def test_a_choice_has_the_best_bounds() -> None:
         assert places.shape == (2, 3 * BLOCK + 5)
     assert torch.allclose(turn(query) @ turn(keys).mT, query @ keys.mT, atol=1e-3)
     assert torch.allclose(turn(turn(query)), query, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 3.0, 0.0])])
+def test_attention_received_is_that_of_a_softmax(bits: int, sinks: Tensor | None) -> None:
+    """Of each query over the keys up to its own; its bits do not depend on other queries."""
+    assert NATIVE is not None
+    tokens, scale, softcap = 9 * BLOCK + 5, 0.4, 7.0
+    cache = BlockPool(HostBlocks(NATIVE.kv, KVFormat.of_bits(bits))).new_cache(tokens)
+    cache.write(0, torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 8))
+    rows, (keys, _) = cache.in_blocks(0, tokens), cache.read(0, tokens)
+    assert rows is not None
+    query = torch.randn(4, 70, 16)
+    found = NATIVE.attention.received(query, rows, scale, softcap, sinks)
+    scores = softcap * torch.tanh(query @ keys[0].repeat_interleave(2, 0).mT * scale / softcap)
+    later = torch.ones(70, tokens, dtype=torch.bool).triu(tokens - 69)
+    scores = scores.masked_fill(later, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(4, 1, 1).expand(4, 70, 1)], -1)
+    wanted = torch.nn.functional.pad(scores.softmax(-1)[..., :tokens].sum(0), (0, 59))
+    assert torch.allclose(found, wanted.unflatten(1, (10, BLOCK)).sum(-1), atol=1e-4)
+    alone = NATIVE.attention.received(query[:, -1:], rows, scale, softcap, sinks)
+    assert torch.equal(alone[0], found[-1])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,8 +148,8 @@ def test_steps_choose_by_the_keys_that_are_stored(model: MoE, bits: int) -> None
     found: list[Tensor] = []
     with torch.inference_mode():
         for cuts in ([600], [100, 64, 500], [590]):
-            cache = model.backbone.new_cache(1000)
-            at = 0
+            cache, at = model.backbone.new_cache(1000), 0
+            assert isinstance(cache, BlockKVCache)
             for cut in cuts:
                 read(model, cache, IDS[at : min(at + cut, 600)], "prefill")
                 at = min(at + cut, 600)
@@ -127,7 +157,6 @@ def test_steps_choose_by_the_keys_that_are_stored(model: MoE, bits: int) -> None
             for token in IDS[at:650]:
                 last = read(model, cache, [token], "decode")
             found.append(last)
-            assert isinstance(cache, BlockKVCache)
             keys = turn(cache.read(0, 640)[0]) if bits < 16 else cache.read(0, 640)[0]
             shape, form = cache.shapes[0], KVFormat.of_bits(bits)
             rows = cache.stored_block(9).rows[0][BLOCK * form.token_bytes(*shape) :]
@@ -225,12 +254,16 @@ def test_memory_that_is_given_up_is_free(model: MoE, name: str) -> None:
     for _ in range(2):  # from the prefix cache
         again = model.request(IDS[:600], params)
         engine.submit(again)
-        while not engine.idle:
-            engine.step()
+        finish(engine)
         assert again.sequences[0].token_ids == first
     assert again.sequences[0].num_cached_tokens >= 512
     del cache
     assert pool.held_tokens <= engine.scheduler.prefixes.num_tokens + BLOCK
+
+
+def finish(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -242,7 +275,6 @@ def test_drafts_change_no_bit(model: MoE, name: str, checkpoint: Path) -> None:
     with MoE.from_pretrained(checkpoint, settings) as drafting:
         assert drafting.status()["keys_and_values"]["policy"] == f"{name}:256"
         assert answers(drafting, [IDS[:500]]) == plain
-        assert drafting.engine().runner is not None
 
 
 def test_a_cancelled_sequence_frees_all(model: MoE) -> None:
@@ -267,6 +299,7 @@ def test_a_cancelled_sequence_frees_all(model: MoE) -> None:
         ("window:192", "a multiple of 64, 256 or more"),
         ("select:1000", "a multiple of 64, 256 or more"),
         ("select", "as in select:2048"),
+        ("", "must be NAME:TOKENS"),
         ("select:512 ", "as in select:2048"),
     ],
 )
@@ -276,6 +309,7 @@ def test_a_policy_is_written_exactly(spec: str, message: str) -> None:
 
 
 def test_lossless_refuses_policies() -> None:
+    assert load_profile(overrides={"memory.kv_policy": None}).profile.memory.kv_policy is None
     with pytest.raises(ProfileError, match="select:512 leaves out keys and values, which lossless"):
         load_profile(overrides={"memory.kv_policy": "select:512"})
 
