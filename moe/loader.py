@@ -20,7 +20,9 @@ from kernels.cpu.kv import BLOCK
 from kernels.reference import AnyExperts
 from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
-from moe.describe.attention import seen_windows
+from moe.decode.proof import prove_policy
+from moe.describe.attention import check_views, seen_windows
+from moe.describe.description import NotDescribed
 from moe.describe.probe import Packing, enable_packing, stand_in
 from moe.describe.routers import enable_policies
 from moe.describe.row_wise import make_row_wise
@@ -154,6 +156,7 @@ def _load(
         if in_blocks:
             _check_block_profile(network, profile, ranks)
             set_generation(network, read_generation_config(path))
+        _check_policy(profile, planned.kv, ranks)
         on_plan(plan)
         check_fit(plan, profile, planned.why_resident)
         # Small files first: a fault in them must not show up minutes later, after the weights.
@@ -188,7 +191,8 @@ def _load(
         vision = "images are not read by models that write whole blocks"
     codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
     _alter(backbone, experts, offloaded, policies, profile, blocks)
-    kv = _keep_in_blocks(backbone, planned, found.fused)
+    kv = _keep_in_blocks(backbone, planned, found.fused, profile)
+    _check_policy(profile, kv, ranks)
     if not kv.in_blocks:
         plan = plan.in_buffers(planned.footprint.kv_plain_bytes)
     wanted, no_store = profile.memory.prefix_dir, prefix_notices(backbone, profile, ranks)
@@ -294,11 +298,12 @@ def _check_block_profile(network: PreTrainedModel, profile: Profile, ranks: int)
         ("speculation.mode", "off" if drafts == "auto" else drafts, "off"),
         ("speculation.contrast", profile.speculation.contrast, 0.0),
         ("memory.prefix_tokens", 0 if prefixes == "auto" else prefixes, 0),
+        ("memory.kv_policy", profile.memory.kv_policy, None),
     ):
         if value != instead:
             raise ProfileError(
                 f"{key} is {value}, and {name} writes whole blocks, for which that does not exist; "
-                f"set {key}: {instead}"
+                f"set {key}: {'null' if instead is None else instead}"
             )
 
 
@@ -402,9 +407,11 @@ def _alter(
         offloaded.serve_prefixes(profile.offload.late_share)
 
 
-def _keep_in_blocks(backbone: Backbone, planned: PlannedModel, fused: Fused) -> KVPrecision:
+def _keep_in_blocks(
+    backbone: Backbone, planned: PlannedModel, fused: Fused, profile: Profile
+) -> KVPrecision:
     """Keep keys and values as planned from now on if a compiled decode step reads them, or, on a
-    GPU, as probes have read them already."""
+    GPU, as probes have read them already. Raises `ProfileError` for a policy that has no effect."""
     kv = planned.kv
     if not kv.in_blocks or backbone.blocks is not None:
         return kv
@@ -412,8 +419,32 @@ def _keep_in_blocks(backbone: Backbone, planned: PlannedModel, fused: Fused) -> 
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
     windows = seen_windows(backbone, kv.form) if planned.footprint.windows else Windows()
-    backbone.blocks = BlockPool(HostBlocks(kernel.kv, kv.form), windows)
+    pool = BlockPool(HostBlocks(kernel.kv, kv.form), windows, kv.policy)
+    backbone.blocks = pool
+    if kv.policy is not None:
+        try:
+            check_views(backbone)
+            return kv.with_policy(prove_policy(backbone, pool))
+        except NotDescribed as error:
+            _check_policy(profile, kv, 1, str(error))
     return kv
+
+
+def _check_policy(profile: Profile, kv: KVPrecision, ranks: int, why: str = "") -> None:
+    """Refuse a policy on keys and values that does not take effect.
+
+    Args:
+        why: it cannot; empty: as far as this is known without it.
+    """
+    if ranks > 1:
+        why = why or "several ranks share the experts"
+    elif kv.policy is None:
+        why = why or kv.why
+    if profile.memory.kv_policy is not None and why:
+        raise ProfileError(
+            f"memory.kv_policy is {profile.memory.kv_policy}, and decode steps attend to all that "
+            f"their layers see: {why}; set memory.kv_policy: null"
+        )
 
 
 def _blocks_on_device(planned: PlannedModel, device: torch.device) -> BlockPool | None:

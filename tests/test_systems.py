@@ -20,7 +20,9 @@ CloudMatrix384; EPLB; BlockFFN; SpecMQuant; SpecKV; SpecDec++; SmartSpec, TurboS
 S2D; EasySpec; FlexDraft; MTP; SWIFT; Kangaroo; FFN-SkipLLM; SkipDecode; LoRA-Drop; Duo-LLM;
 Token Recycling; BitStack; Sparsing law; STEM; SARATHI; DistServe; Splitwise; NanoFlow;
 TokenWeave; Cache-MoE; SE-MoE; Pregated-MoE; TLP, SLP; GPTQ; BSP; Quant-SD; EAGLE; Medusa; DEED;
-Lookahead decoding; NAEE; ReMoE; Expert Choice"""
+Lookahead decoding; NAEE; ReMoE; Expert Choice; StreamingLLM; SnapKV, H2O; Quest, TokenSelect;
+ShadowKV; RazorAttention, CompressKV; KIVI, GEAR; RotateKV, OScaR; Mustafar; MiniCache; CacheGen;
+Hydragen, BatchLLM"""
 
 
 @pytest.mark.parametrize("system", re.split(r";\s+", SYSTEMS))

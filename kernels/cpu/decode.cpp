@@ -17,8 +17,9 @@ LAYOUT(decode::Attention, q_a, q, k, v, o, q_norm, k_norm, rotation, expansion, 
 LAYOUT(decode::Layer, attention_norm, attention_post, feed_norm, feed_post, attention, router,
        shared_gate, gate, up, down, activation, rule, attention_scale, feed_scale, routed_scale)
 LAYOUT(decode::Embedding, table, scale, dtype)
+LAYOUT(decode::Seen, blocks, count, most, newest)
 LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, tokens, position, capacity, cache, states,
-       keys, values, threads)
+       seen, keys, values, threads, bounds)
 LAYOUT(decode::Experts, forward, layer, activation, slots, index)
 LAYOUT(decode::Model, layers, program, experts, norm, head, embedding, count, top_k, patience)
 
@@ -53,6 +54,13 @@ void Pass::place_attention(Arena& arena) {
   asked = turned && !latent ? arena.take(B * Q * D) : q;
   asked_beside = turned && latent ? arena.take(B * Q * T) : q + a().plain_dim;
   beside_stride = turned && latent ? T : D;
+  for (long b = 0; b < B; ++b)
+    if (const Seen* own = seen(b); own && picks_some(*own)) {
+      picks = std::max(picks, long(own->most));
+      scored = std::max(scored, 2 * long(own->count) + 2 * D);
+    }
+  picked = reinterpret_cast<int32_t*>(arena.take(B * a().kv_heads * picks));
+  near = arena.take(B * a().kv_heads * scored);
 }
 
 void Pass::place(Arena& arena) {

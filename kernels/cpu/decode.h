@@ -46,6 +46,14 @@ struct Embedding {
   int32_t dtype;
 };
 
+// The blocks that a row attends to where a policy leaves some out, in layers that see all tokens.
+struct Seen {
+  const int32_t* blocks;  // ascending, the last is the row's own; null: all of its sequence
+  int64_t count;          // 0: no policy
+  int64_t most;           // if there are more, each key head chooses so many by their bounds; 0: none does
+  int64_t newest;         // of these the last so many, which no head has to choose; 2 or more
+};
+
 struct Step {
   int64_t rows, hidden, layers;  // B; H; layers that have a cache
   float *x, *h, *beside;         // (B, H) residual; a block's input; output of `down`
@@ -54,8 +62,10 @@ struct Step {
   const int64_t* capacity;       // (B,) tokens of the blocks of its caches
   const void* const* cache;      // (B, layers, 2) tables of keys and values, or latents and rotated keys
   const program::States* states; // of a program
+  const Seen* seen;              // (B,) or null
   kv::Format keys, values;       // of the caches
   int32_t threads;
+  int32_t bounds;                // blocks have the bounds of their keys
 };
 
 // A layer's routed experts: moe_forward or moe_quantized_forward, and its arguments.
@@ -125,10 +135,13 @@ struct Pass {
   float *q, *k, *v, *made, *up, *shared, *logits, *choice, *sums, *inward;
   float *asked, *asked_beside;  // queries as caches have keys, and those for rotated keys of latents
   long beside_stride;
+  int32_t* picked;  // (B, N, picks) blocks that key heads chose
+  float* near;      // (B, N, scored) scores of a key head's blocks, and behind them `signs`
+  long picks = 0, scored = 0;
   Partial* partial;
   Turns entering{stages::NORMS}, projecting{stages::PROJECTIONS}, turning{stages::POSITIONS},
       projecting_again{stages::PROJECTIONS}, inwards{stages::PROJECTIONS},
-      attending{stages::ATTENTION}, merging{stages::ATTENTION}, outwards{stages::PROJECTIONS},
+      picking{stages::ATTENTION}, attending{stages::ATTENTION}, merging{stages::ATTENTION}, outwards{stages::PROJECTIONS},
       coding{stages::OUTPUT}, leaving{stages::OUTPUT}, adding{stages::NORMS},
       scoring{stages::ROUTER}, choosing{stages::CHOICE}, sharing{stages::SHARED},
       weighing{stages::SHARED}, heading{stages::HEAD};
@@ -154,6 +167,7 @@ struct Pass {
     return window && own > window ? own - window : 0;
   }
   long keys(long b) const {  // that a row attends to, without entries
+    if (const Seen* own = seen(b)) return blocks(*own) * kv::TOKENS - (-length(b) & (kv::TOKENS - 1));
     if (!given.chosen || given.rate) return length(b) - first_key(b);
     return Indexer::most(given.most / given.pool, given.pool, length(b));
   }
@@ -172,8 +186,28 @@ struct Pass {
                                            : keys(b) - split * SPLIT;
     return left < SPLIT ? left : SPLIT;
   }
-  long split_first(long b, long split) const {  // key or entry, where none are chosen
-    return of_entries(b, split) ? (split - key_splits(b)) * SPLIT : first_key(b) + split * SPLIT;
+  const Seen* seen(long b) const {
+    const bool all = !step.seen || a().window || a().expansion || given.chosen || given.rate;
+    return all || !step.seen[b].count ? nullptr : step.seen + b;
+  }
+  static bool picks_some(const Seen& seen) { return seen.most && seen.count > seen.most; }
+  static long blocks(const Seen& seen) { return picks_some(seen) ? seen.most : seen.count; }
+  // Place of key or entry t of a split in its cache, where none are chosen. Places follow each other
+  // within a block.
+  long place_of(long b, long kv_head, long split, long t) const {
+    if (of_entries(b, split)) return (split - key_splits(b)) * SPLIT + t;
+    const Seen* own = seen(b);
+    if (!own) return first_key(b) + split * SPLIT + t;
+    const int32_t* list = picks_some(*own) ? picked + (b * a().kv_heads + kv_head) * picks
+                                           : own->blocks;
+    const long at = split * SPLIT + t;
+    return list ? (long(list[at >> kv::SHIFT]) << kv::SHIFT) + (at & (kv::TOKENS - 1)) : at;
+  }
+  kv::Bounds bounds(long b, long head) const {
+    const kv::Rows keys = cached(b, 0, head, a().head_dim);
+    const long begin = kv::bounds_begin(step.keys, keys.size, step.values, a().value_dim,
+                                        a().kv_heads);
+    return {keys, begin, head};
   }
   const int64_t* split_chosen(long b, long split) const {
     if (!given.chosen || bool(given.rate) != of_entries(b, split)) return nullptr;
@@ -187,7 +221,8 @@ struct Pass {
     const void* table = step.cache[(b * step.layers + given.entries) * 2];
     return {table, kv::Format{32, 0}, a().head_dim, 0, 0};
   }
-  void list(const kv::Rows& rows, long b, long split, const char** to) const;
+  void list(const kv::Rows& rows, long b, long kv_head, long split, const char** to) const;
+  void pick(long b, long kv_head);
   void begin(long b);
   void turn_queries(long b);
   void turn_keys(long b);

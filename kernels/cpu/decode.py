@@ -97,12 +97,17 @@ class EmbeddingRecord(Record, struct="decode::Embedding"):
     _fields_ = (*pointers("table"), *floats("scale"), *numbers("dtype"))
 
 
+class SeenRecord(Record, struct="decode::Seen"):
+    _fields_ = (*pointers("blocks"), *sizes("count", "most", "newest"))
+
+
 class StepRecord(Record, struct="decode::Step"):
     _fields_ = (
         *sizes("rows", "hidden", "layers"),
         *pointers("x", "h", "beside", "tokens", "position", "capacity", "cache", "states"),
+        *pointers("seen"),
         *((name, FormatRecord) for name in ("keys", "values")),
-        *numbers("threads"),
+        *numbers("threads", "bounds"),
     )
 
 

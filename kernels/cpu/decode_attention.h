@@ -1,5 +1,9 @@
 // The attention stages of a decode step: grouped queries, and latent attention.
 #pragma once
+#include <algorithm>
+#include <numeric>
+#include <vector>
+
 #include "decode.h"
 
 namespace decode {
@@ -30,10 +34,54 @@ inline void Pass::turn_keys(long b) {
 }
 
 // Where the keys or values of a split lie.
-inline void Pass::list(const kv::Rows& rows, long b, long split, const char** to) const {
-  const long count = split_keys(b, split), first = split_first(b, split);
+inline void Pass::list(const kv::Rows& rows, long b, long kv_head, long split,
+                       const char** to) const {
+  const long count = split_keys(b, split);
   const int64_t* index = split_chosen(b, split);
-  for (long t = 0; t < count; ++t) to[t] = rows.at(index ? index[t] : first + t);
+  for (long t = 0; t < count; ++t)
+    to[t] = rows.at(index ? index[t] : place_of(b, kv_head, split, t));
+}
+
+// Sets the bounds of a block that the step has filled, and chooses the blocks that a key head attends
+// to: the first, the newest (of the last two, rows of the same step may still be written), and those
+// with the highest bounds. A block counts by the query that is nearest to its own best bound.
+inline void Pass::pick(long b, long kv_head) {
+  const kv::Bounds bounds = this->bounds(b, kv_head);
+  const long at = step.position[b], D = a().head_dim, group = a().heads / a().kv_heads;
+  if (at % kv::TOKENS == kv::TOKENS - 1) bounds.set(at / kv::TOKENS);
+  const Seen* own = seen(b);
+  if (!own || !picks_some(*own)) return;
+  struct {
+    const kv::Bounds& bounds;
+    const int32_t* list;
+    int32_t block(long i) const { return list ? list[i] : int32_t(i); }
+    const char* at(long i) const { return reinterpret_cast<const char*>(bounds.at(block(1 + i))); }
+    void fetch(long) const {}
+  } rows{bounds, own->blocks};
+  const long task = b * a().kv_heads + kv_head, some = own->count - 1 - own->newest;
+  float *near = this->near + task * scored, *score = near + some, *signs = score + some;
+  for (long g = 0; g < group; ++g) {
+    const float* query = asked + (b * a().heads + kv_head * group + g) * D;
+    for (long d = 0; d < D; ++d) {
+      signs[d] = query[d] > 0 ? query[d] : 0;
+      signs[D + d] = query[d] > 0 ? 0 : query[d];
+    }
+    scores_of(signs, rows, some, 2 * D, score);
+    const float best = *std::max_element(score, score + some);
+    for (long i = 0; i < some; ++i)
+      near[i] = g && near[i] > score[i] - best ? near[i] : score[i] - best;
+  }
+  int32_t* list = picked + task * picks;
+  std::vector<long> order(some);
+  std::iota(order.begin(), order.end(), 0);
+  const long chosen = own->most - 1 - own->newest;
+  std::nth_element(order.begin(), order.begin() + chosen, order.end(), [&](long i, long j) {
+    return near[i] > near[j] || (near[i] == near[j] && i < j);
+  });
+  std::sort(order.begin(), order.begin() + chosen);
+  *list++ = rows.block(0);
+  for (long i = 0; i < chosen; ++i) *list++ = rows.block(1 + order[i]);
+  for (long i = own->newest; i > 0; --i) *list++ = rows.block(own->count - i);
 }
 
 // The split of one key head, for all queries that share it.
@@ -44,7 +92,7 @@ inline void Pass::attend(long b, long kv_head, long split) {
   const kv::Rows keys = beside ? entry_rows(b) : cached(b, 0, kv_head, D);
   const kv::Rows values = beside ? keys : cached(b, 1, kv_head, V);
   const char* rows[2 * SPLIT];  // values follow the keys, so that they are fetched in time
-  list(keys, b, split, rows), list(values, b, split, rows + count);
+  list(keys, b, kv_head, split, rows), list(values, b, kv_head, split, rows + count);
   const Listed all{rows, 2 * count, keys.bytes}, own{rows + count, count, values.bytes};
   alignas(64) float score[QUERIES][SPLIT];
   for (long g = 0; g < group; g += QUERIES) {
@@ -69,12 +117,13 @@ inline void Pass::attend(long b, long kv_head, long split) {
 
 // Turns the scores of a split into weights; `row` counts the heads of all rows.
 inline Partial Pass::weights_of(long b, long row, long split, float* score) const {
-  const long count = split_keys(b, split), begin = split_first(b, split);
+  const long count = split_keys(b, split), group = a().heads / a().kv_heads;
   if (given.bias) {
     const float *bias = given.bias + row * given.reach, unscaled = 1.0f / a().scale;
     const int64_t* index = split_chosen(b, split);
     for (long t = 0; t < count; ++t) {
-      const long back = step.position[b] - (index ? index[t] : begin + t);
+      const long place = index ? index[t] : place_of(b, (row - b * a().heads) / group, split, t);
+      const long back = step.position[b] - place;
       if (back < given.reach) score[t] += bias[back] * unscaled;
     }
   }
@@ -102,6 +151,8 @@ inline void Pass::attend_all() {
 inline void Pass::attend_heads() {
   const long Q = a().heads, N = a().kv_heads;
   turning.run(2 * B, [&](long task) { task % 2 ? turn_keys(task / 2) : turn_queries(task / 2); });
+  if (step.bounds && !a().window)
+    picking.run(B * N, [&](long task) { pick(task / N, task % N); });
   attending.run(B * N * longest, [&](long task) {
     const long b = task / (N * longest), split = task % longest;
     if (split < splits(b)) attend(b, task / longest % N, split);
@@ -149,7 +200,7 @@ inline void Pass::attend_latent(long b, long first, long split) {
   const kv::Rows latents = cached(b, 0, 0, R), keys = cached(b, 1, 0, T);
   const long queries = std::min(a().heads - first, HEADS_A_TASK), head = b * a().heads + first;
   const char* rows[2 * SPLIT];
-  list(latents, b, split, rows), list(keys, b, split, rows + count);
+  list(latents, b, 0, split, rows), list(keys, b, 0, split, rows + count);
   const Listed plain{rows, count, latents.bytes}, beside{rows + count, count, keys.bytes};
   alignas(64) float score[HEADS_A_TASK][SPLIT];
   kv::with_numbers(latents.format, R, [&](auto numbers) {

@@ -78,7 +78,8 @@ static inline void scores_each(const float* const* q, const Numbers& numbers, co
 }
 
 // score[t] = q . k[t]
-static inline void scores_of(const float* q, const Straight& k, long count, long size,
+template <class Keys>
+static inline void scores_of(const float* q, const Keys& k, long count, long size,
                              float* score) {
   scores_each<1>(&q, kv::Floats{}, k, count, size, true, &score);
 }

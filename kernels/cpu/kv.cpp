@@ -93,6 +93,21 @@ void turn(float* row, long size) {
   }
 }
 
+void Bounds::set(long block) const {
+  thread_local std::unique_ptr<float[]> memory;
+  thread_local long room = 0;
+  const long size = keys.size, whole = whole_groups(size);
+  if (room < whole) memory.reset(new float[room = whole]);
+  float *row = memory.get(), *most = at(block), *least = most + size;
+  for (long t = 0; t < TOKENS; ++t) {
+    take(keys.format, keys.at((block << SHIFT) + t), size, row);
+    for (long c = 0; c < size; ++c) {
+      most[c] = t && most[c] > row[c] ? most[c] : row[c];
+      least[c] = t && least[c] < row[c] ? least[c] : row[c];
+    }
+  }
+}
+
 void put(Format format, const float* row, long size, char* to) {
   if (format.bits == 32) {
     memcpy(to, row, size * sizeof(float));
@@ -123,9 +138,11 @@ extern "C" struct KvRows {
   float* rows;
   const void* table;  // of blocks
   int64_t head_stride, row_stride, heads, size, begin, count, room;
+  int64_t bounds;  // of keys, where their bounds begin in a block; 0: there are none
   int32_t bits, turned;
 };
-LAYOUT(KvRows, rows, table, head_stride, row_stride, heads, size, begin, count, room, bits, turned)
+LAYOUT(KvRows, rows, table, head_stride, row_stride, heads, size, begin, count, room, bounds,
+       bits, turned)
 
 namespace {
 
@@ -148,6 +165,15 @@ extern "C" {
 void moe_kv_write(const KvRows* k, int32_t threads) {
   const kv::Format format{k->bits, k->turned};
   each_row(*k, threads, [&](float* row, char* place) { kv::put(format, row, k->size, place); });
+  const long first = k->begin / k->room, end = (k->begin + k->count) / k->room;
+  if (!k->bounds || first >= end) return;
+  threads = team(k->heads * k->count * k->size * 4, threads);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (long i = 0; i < k->heads * (end - first); ++i) {
+    const long head = i / (end - first), block = first + i % (end - first);
+    const kv::Rows own{k->table, format, k->size, k->room, head};
+    kv::Bounds{own, k->bounds, head}.set(block);
+  }
 }
 
 // Gives rows as floats, turned back.

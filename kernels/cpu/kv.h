@@ -159,4 +159,25 @@ struct Rows {
   }
 };
 
+// Of each whole block and head, the largest and then the smallest value of each number of its keys, as
+// they are stored: (2, D) floats. They lie behind the block's values, where a cache keeps them.
+struct Bounds {
+  Rows keys;
+  long offset;  // of the head's bounds in a block of keys, in bytes
+
+  // `begin`: behind the block's values.
+  Bounds(const Rows& keys, long begin, long head)
+      : keys(keys), offset(begin + head * 2 * keys.size * long(sizeof(float))) {}
+  float* at(long block) const {
+    return reinterpret_cast<float*>(const_cast<char*>(keys.table[block]) + offset);
+  }
+  void set(long block) const;  // when the last row of a block is written
+};
+
+// Behind a block's values.
+static inline long bounds_begin(Format keys, long key_size, Format values, long value_size,
+                                long heads) {
+  return TOKENS * heads * (keys.row_bytes(key_size) + values.row_bytes(value_size));
+}
+
 }  // namespace kv

@@ -45,7 +45,7 @@ class FormatRecord(Record, struct="kv::Format"):
 class _KvRowsRecord(Record, struct="KvRows"):
     _fields_ = (
         *pointers("rows", "table"),
-        *sizes("head_stride", "row_stride", "heads", "size", "begin", "count", "room"),
+        *sizes("head_stride", "row_stride", "heads", "size", "begin", "count", "room", "bounds"),
         *numbers("bits", "turned"),
     )
 
@@ -58,11 +58,18 @@ class NativeKV:
         declare(library, {"moe_kv_write": call, "moe_kv_read": call})
         self._write, self._read = library.moe_kv_write, library.moe_kv_read
 
-    def write(self, rows_NTD: Tensor, table: int, begin: int, form: RowFormat) -> None:
-        """Store float32 rows from token ``begin`` on."""
+    def write(
+        self, rows_NTD: Tensor, table: int, begin: int, form: RowFormat, bounds: int = 0
+    ) -> None:
+        """Store float32 rows from token ``begin`` on.
+
+        Args:
+            bounds: of keys, where the bounds of a block begin in it (kernels/cpu/kv.h); 0: blocks
+                have none.
+        """
         if rows_NTD.stride(-1) != 1:
             rows_NTD = rows_NTD.contiguous()
-        self._call(self._write, rows_NTD, table, begin, form)
+        self._call(self._write, rows_NTD, table, begin, form, bounds)
 
     def read(self, table: int, heads: int, size: int, end: int, form: RowFormat) -> Tensor:
         """``(N, end, D)`` float32: the rows of the first ``end`` tokens."""
@@ -72,11 +79,17 @@ class NativeKV:
 
     @staticmethod
     def _call(
-        call: ctypes._NamedFuncPointer, rows: Tensor, table: int, begin: int, form: RowFormat
+        call: ctypes._NamedFuncPointer,
+        rows: Tensor,
+        table: int,
+        begin: int,
+        form: RowFormat,
+        bounds: int = 0,
     ) -> None:
         assert rows.dtype == torch.float32
         heads, count, size = rows.shape
         record = _KvRowsRecord(
-            rows.data_ptr(), table, *rows.stride()[:2], heads, size, begin, count, BLOCK, *form,
+            rows.data_ptr(), table, *rows.stride()[:2], heads, size, begin, count, BLOCK, bounds,
+            *form,
         )  # fmt: skip
         call(addressof(record), torch.get_num_threads())

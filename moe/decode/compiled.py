@@ -195,8 +195,8 @@ class DescribedStep(CompiledStep):
         self._embedding.fill(places, memory[0])
         x, h, beside = (memory.data_ptr() + 4 * rows * hidden * index for index in range(3))
         record = native.StepRecord(
-            rows, hidden, len(self._caches), x, h, beside, *places.pointers, None,
-            *places.formats, torch.get_num_threads(),
+            rows, hidden, len(self._caches), x, h, beside, *places.pointers, None, places.seen,
+            *places.formats, torch.get_num_threads(), places.bounds,
         )  # fmt: skip
         sizes = self._description.head.rows, self._moe_layers[-1], self._top_k
         return CompiledPass(self._kernel, record, memory[1], memory[3], *sizes, (memory, places))
@@ -258,7 +258,9 @@ class CachePlaces:
         rows: B.
         tokens: ``(B,)`` int64.
         pointers: to these four arrays.
+        seen: address of what each row attends to; None: all of them attend to all.
         formats: of keys and of values, the same of all rows.
+        bounds: whether blocks have the bounds of their keys.
         end: behind the last position.
     """
 
@@ -280,9 +282,25 @@ class CachePlaces:
         found = tables[0] if len(tables) == 1 else np.concatenate(tables)
         self._kept, self.tokens = (rows_3B, found), rows_3B[0]
         (form,) = {item.cache.form for item in work if isinstance(item.cache, KVCache)}
-        self.formats = [FormatRecord(*each) for each in form]
+        self.formats = [FormatRecord(*each) for each in form[:2]]
+        self.bounds, self.seen = form.bounds, self._seen(work, positions)
         first, each = rows_3B.ctypes.data, rows_3B.strides[0]
         self.pointers = first, first + each, first + 2 * each, found.ctypes.data
+
+    def _seen(self, work: Sequence[Work], positions: Sequence[int]) -> int | None:
+        caches = [item.cache for item in work for _ in item.token_ids]
+        self._rows = [
+            cache.seen(position) if isinstance(cache, KVCache) else None
+            for cache, position in zip(caches, positions, strict=True)
+        ]
+        if not any(self._rows):
+            return None
+        self._records = (native.SeenRecord * self.rows)()
+        for record, row in zip(self._records, self._rows, strict=True):
+            if row is not None:
+                record.blocks = None if row.blocks is None else row.blocks.ctypes.data
+                record.count, record.most, record.newest = row.num_blocks, row.most, row.newest
+        return addressof(self._records)
 
 
 class RotaryRecords:

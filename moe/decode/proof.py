@@ -21,15 +21,26 @@ from torch import Tensor, nn
 
 from experts.linear import QuantizedLinear
 from kernels import PlaneMatrix
+from kernels.cpu.kv import BLOCK
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
 from moe.describe.decoder import decoder_layers
 from moe.describe.description import Description, LatentAttention, NotDescribed
 from moe.describe.observe import observe
-from moe.describe.probe import EXACT, QUANTIZED, ComparedRun, Tolerance, compare, difference
+from moe.describe.probe import (
+    EXACT,
+    QUANTIZED,
+    ComparedRun,
+    Tolerance,
+    compare,
+    difference,
+    random_prompts,
+    stand_in,
+)
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import KVCache, LayerKey, SequenceCache
-from moe.network.lanes import run_lanes
+from moe.network.kv_blocks import BlockPool, HostBlocks
+from moe.network.kv_cache import KVCache, KVFormat, LayerKey, SequenceCache
+from moe.network.lanes import Lane, run_lanes
 from moe.network.packed_pass import Work
 from routing import Phase
 
@@ -152,6 +163,51 @@ def read_both_ways(
         ours.logits += step(work, ours.routed_experts)
         tokens = [old + more for old, more in zip(tokens, new, strict=True)]
     return theirs, ours, tokens
+
+
+@torch.inference_mode()
+def prove_policy(backbone: Backbone, pool: BlockPool) -> str:
+    """How well decode steps under a policy on keys and values agree with transformers' forward over
+    the keys that it leaves, for people.
+
+    Args:
+        pool: as the model will have it. The same kind of policy is tried with fewer tokens, and
+            with whole rows, as the two ways do not round alike.
+
+    Raises:
+        NotDescribed: they disagree, or the model keeps something else beside keys and values.
+    """
+    assert isinstance(pool.memory, HostBlocks)
+    assert pool.policy is not None
+    small = pool.policy._replace(tokens=4 * BLOCK)
+    form = KVFormat.of_bits(32, bounds=pool.policy.selects)
+    memory, before = HostBlocks(pool.memory.kernel, form), backbone.blocks
+    prompt, *tokens = random_prompts(backbone, (7 * BLOCK - 3, 2, 4, 1))
+    backbone.blocks = BlockPool(memory, pool.windows, small)
+    runs = []
+    try:
+        for plain in (False, True):
+            cache = kv_of(backbone.new_cache(7 * BLOCK + 8))
+            run_lanes(backbone.lanes([Work(prompt, cache)]), stand_in)
+            if any(isinstance(layer, tuple) for layer in cache.layers):
+                raise NotDescribed("its layers keep more of a token than keys and values")
+            cache.prompt_read()
+            for ids in tokens:
+                work = [Work(ids, cache, all_logits=True)]
+                lanes = backbone.lanes(work, "decode")
+                if plain:
+                    lanes = [Lane(partial(backbone.forward_packed, work, decoding=True), "decode")]
+                run_lanes(lanes, stand_in)
+                runs.append(lanes[0].result()[0])
+    except KeyError as error:
+        raise NotDescribed(f"what the prompt attends to in layer {error} is not seen") from error
+    finally:
+        backbone.blocks = before
+    half = len(tokens)
+    worst = max(map(difference, runs[:half], runs[half:]))
+    if not worst <= QUANTIZED.values:
+        raise NotDescribed(f"decode steps differ by {worst:.1e} from transformers' own")
+    return f"equal to transformers' forward over the same keys (difference {worst:.1e})"
 
 
 def read_plainly(

@@ -74,7 +74,8 @@ class TracedStep(CompiledStep):
         own = states.record(places.tokens, memory)
         record = native.StepRecord(
             rows, width, len(program.layers), x_BH.data_ptr(), h_BH.data_ptr(), None,
-            *places.pointers, addressof(own), *places.formats, torch.get_num_threads(),
+            *places.pointers, addressof(own), places.seen, *places.formats,
+            torch.get_num_threads(), places.bounds,
         )  # fmt: skip
         kept = x_BH, places, states, memory, own
         sizes = program.vocabulary, self._moe_layers[-1], self._top_k

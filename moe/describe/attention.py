@@ -124,6 +124,22 @@ def seen_windows(backbone: Backbone, form: KVFormat) -> Windows:
     return Windows.of(found, seen.sequences[0].layer_bytes(form))
 
 
+def check_views(backbone: Backbone) -> None:
+    """Raise `NotDescribed` unless each layer of attention sees all tokens or its last ones, some
+    layer sees all, and each layer's keys and values are read by one module, its own."""
+    seen = observe_random(backbone)
+    layers = [int(call.module.layer_idx) for call in seen.attention]  # type: ignore[arg-type]
+    if len(layers) > len(set(layers)) or set(layers) != set(seen.sequences[0].layers):
+        raise NotDescribed("not each layer keeps keys and values that one module reads")
+    views = [describe_view(call) for call in seen.attention]
+    if backbone.history_layers:
+        raise NotDescribed("it computes with all keys before it attends, as latent attention does")
+    if any(view.chunk is not None for view in views):
+        raise NotDescribed("some layers see chunks of tokens")
+    if all(view.window is not None for view in views):
+        raise NotDescribed("no layer sees all tokens")
+
+
 def position_embeddings(seen: Observation, module: nn.Module) -> Any:
     """The position embeddings that an attention module was called with."""
     call = seen.only(module)

@@ -109,6 +109,7 @@ class Engine:
             block_tokens=backbone.block_tokens,
             whole_blocks=backbone.counts_blocks,
             windows=backbone.windows,
+            policy=backbone.kv_policy,
         )
 
     @property

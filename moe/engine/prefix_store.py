@@ -43,7 +43,10 @@ from moe.settings.profile import KEYS, value_of
 _SUFFIX, _UNFINISHED = ".kv", ".unfinished"
 _PENDING_BYTES = 256 * 2**20
 _STALE_S = 600.0  # no file is being written for so long
-_SETTINGS = ("device", "kernels.", "model.", "routing.", "offload.late", "speculation.contrast")
+_SETTINGS = (
+    "device", "kernels.", "model.", "routing.", "offload.late", "speculation.contrast",
+    "memory.kv_policy",
+)  # fmt: skip
 _logger = logging.getLogger("moe")
 
 

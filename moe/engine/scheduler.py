@@ -35,6 +35,8 @@ from moe.engine.prefill_batch import (
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.engine.prefix_cache import PrefixCache
 from moe.network.kv_blocks import Windows
+from moe.network.kv_cache import KVCache
+from moe.network.kv_policy import KVPolicy
 from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
 
@@ -58,6 +60,7 @@ class Scheduler:
         block_tokens: of the blocks that samples of one prompt share; 0: each has a copy.
         whole_blocks: memory has only so many blocks, so sequences count by blocks, not by tokens.
         windows: layers of which sequences keep no more than the last tokens; None: there are none.
+        policy: which keys and values sequences keep behind their prompts; None: all.
 
     Attributes:
         waiting: groups whose prompt is not being read, in queue order.
@@ -79,6 +82,7 @@ class Scheduler:
         block_tokens: int = 0,
         whole_blocks: bool = False,
         windows: Windows | None = None,
+        policy: KVPolicy | None = None,
     ) -> None:
         self.prefill = prefill
         self.engine = engine
@@ -90,7 +94,7 @@ class Scheduler:
         self._expert_order = expert_order
         self._block_tokens = block_tokens
         self._unit = block_tokens if whole_blocks else 1  # tokens that memory is given out by
-        self._windows = windows or Windows()
+        self._windows, self._policy = windows or Windows(), policy
         self.waiting: list[SequenceGroup] = []
         self.running: list[RunningSequence] = []
         self.prefilling: PrefillBatch | None = None
@@ -107,6 +111,7 @@ class Scheduler:
         longest = max(len(s.prompt_token_ids) + s.max_new_tokens for s in group.sequences)
         group.keeps_all = self._keeps_all(group)
         most = self.kv_tokens - (self._unit - 1) * (count - 1)
+        longest = self._most(group, longest)
         needed = max(self._kept(group, longest), self._read_tokens(group) + count)
         group.check_fits(needed, most, self.engine.max_batch_size)
         self._num_arrived += 1
@@ -181,6 +186,9 @@ class Scheduler:
             return self._whole(tokens)
         unread = tokens - cache.length
         kept = self._windows.held_tokens(tokens) - self._windows.held_tokens(cache.length)
+        if unread > 0 and self._policy is not None and isinstance(cache, KVCache):
+            most = self._policy.most_held(len(sequence.prompt_token_ids), tokens)
+            kept = min(kept, max(most - cache.length + cache.dropped_tokens, 0))
         return self._whole(tokens - max(unread - kept, 0)) - cache.shared_tokens
 
     def _to_come(self, group: SequenceGroup) -> int:
@@ -193,8 +201,16 @@ class Scheduler:
     def _read_tokens(self, group: SequenceGroup) -> int:
         """Tokens of memory that the sequences of a group hold at most until their prompt has been
         read."""
-        saved = 0 if group.keeps_all else group.num_tokens - self._kept(group, group.num_tokens)
-        return group.num_kv(self._block_tokens) - saved
+        most = self._most(group, group.num_tokens)
+        if not group.keeps_all:
+            most = self._kept(group, most)
+        return group.num_kv(self._block_tokens) - (group.num_tokens - most)
+
+    def _most(self, group: SequenceGroup, length: int) -> int:
+        """The same of tokens that a policy leaves, in layers without windows."""
+        if self._policy is None:
+            return length
+        return self._policy.most_held(len(group.token_ids), length)
 
     def _kept(self, group: SequenceGroup, length: int) -> int:
         """Tokens of memory that a sequence of a group holds at most while it grows to ``length``,

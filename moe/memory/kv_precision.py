@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from kernels import backend_status
 from kernels.triton import triton_status
 from moe.network.kv_cache import KVFormat
+from moe.network.kv_policy import KVPolicy
 from moe.settings import Profile
 
 
@@ -20,20 +21,30 @@ class KVPrecision:
         bits: of a number.
         why: what decided, for people.
         in_blocks: attention reads them in blocks; else they are in buffers of the network's dtype.
+        policy: which blocks decode steps attend to; None: all.
     """
 
     bits: int
     why: str
     in_blocks: bool
+    policy: KVPolicy | None = None
 
     @property
     def form(self) -> KVFormat:
         """How a block stores rows."""
-        return KVFormat.of_bits(self.bits)
+        selects = self.policy is not None and self.policy.selects
+        return KVFormat.of_bits(self.bits, bounds=selects)
 
     def without_blocks(self, why: str) -> KVPrecision:
         """What a float32 network gets whose decode step cannot be compiled."""
         return KVPrecision(32, why, in_blocks=False)
+
+    def with_policy(self, proof: str) -> KVPrecision:
+        """The same with what shows that the policy takes effect."""
+        assert self.policy is not None
+        name, tokens = self.policy
+        why = f"{self.why}; decode steps attend to {tokens} tokens by {name}, {proof}"
+        return replace(self, why=why)
 
     def notice(self, profile: Profile) -> str:
         """What to tell a user who has asked for other bits; else empty."""
@@ -53,15 +64,17 @@ def choose_kv_precision(
         quantized: the experts have fewer than 16 bits.
     """
     wanted, own = profile.memory.kv_bits, dtype.itemsize * 8
+    spec = profile.memory.kv_policy
+    policy = None if spec is None else KVPolicy.of(spec)
     if reason := _why_buffers(profile, device, dtype):
         return KVPrecision(own, reason, in_blocks=False)
     if device.type != "cpu":
         return KVPrecision(own, f"on {device}, keys and values have the network's dtype", True)
     if wanted != "auto":
-        return KVPrecision(wanted, "memory.kv_bits", in_blocks=True)
+        return KVPrecision(wanted, "memory.kv_bits", True, policy)
     if quantized:
-        return KVPrecision(16, "the experts are quantised", in_blocks=True)
-    return KVPrecision(32, "the experts are whole", in_blocks=True)
+        return KVPrecision(16, "the experts are quantised", True, policy)
+    return KVPrecision(32, "the experts are whole", True, policy)
 
 
 def _why_buffers(profile: Profile, device: torch.device, dtype: torch.dtype) -> str:

@@ -28,6 +28,7 @@ from moe.network.block_diffusion import writes_blocks
 from moe.network.hidden import KEPT, HiddenRows
 from moe.network.kv_blocks import BlockPool, Windows
 from moe.network.kv_cache import KVCache, SequenceCache, TransformersCache
+from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import Lane
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
 from moe.network.packed_pass import PackedCache, Work, keep_hidden_rows
@@ -182,6 +183,11 @@ class Backbone:
         """Layers of which sequences keep no more than the last tokens."""
         in_blocks = self.blocks is not None and self.contrast is None
         return self.blocks.windows if self.blocks is not None and in_blocks else Windows()
+
+    @property
+    def kv_policy(self) -> KVPolicy | None:
+        """Which keys and values decode steps attend to; None: all."""
+        return self.blocks.policy if self.blocks is not None and self.contrast is None else None
 
     @property
     def counts_blocks(self) -> bool:

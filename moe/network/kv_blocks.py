@@ -9,7 +9,9 @@ is not full; a block is freed with the last sequence that lists it.
 Layers that see a window of W last tokens have blocks of their own, which a sequence gives up behind
 the window (`Windows`); its tables show zeros there, which no query sees. A sequence whose prompt
 will be kept by the prefix cache has them all until it has been read, and so has what the cache
-keeps, so that prompts which begin alike can part anywhere (`BlockKVCache.keep_all`).
+keeps, so that prompts which begin alike can part anywhere (`BlockKVCache.keep_all`). Under a lossy
+policy (`moe.network.kv_policy`) a sequence gives up blocks of the other layers, too, once its
+prompt has been read (`BlockKVCache.prompt_read`); nothing forks from it then.
 
 Where the rows of blocks lie is the business of a `BlockMemory`: `HostBlocks` allocates them one by
 one and lists their addresses for compiled code; `moe.network.device_blocks.DeviceBlocks` has all of
@@ -19,7 +21,7 @@ Legend: N key/value heads, D key size, V value size, T new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 from weakref import WeakSet, finalize
@@ -39,6 +41,7 @@ from moe.network.kv_cache import (
     RowsPass,
     StoredBlock,
 )
+from moe.network.kv_policy import KeptBlocks, KVPolicy, SeenRow, seen_keys
 
 ALL = 0
 """The window of layers that see all tokens."""
@@ -117,63 +120,69 @@ class BlockHolder:
     """What a sequence has of blocks, beside the sequence so that it outlives it.
 
     Attributes:
-        blocks: in the order of tokens, without those that it has given up.
+        blocks: in the order of tokens; None: given up.
         shared: how many of them count for another sequence.
         kept: the prefix cache keeps the sequence: what it lists counts for it.
-        dropped: how many it has given up, at the start.
+        dropped: how many it has given up.
     """
 
-    blocks: list[KVBlock] = field(default_factory=list)
+    blocks: list[KVBlock | None] = field(default_factory=list)
     shared: int = 0
     kept: bool = False
     dropped: int = 0
-
-    @property
-    def count(self) -> int:
-        """Blocks of the sequence, with those that it has given up."""
-        return self.dropped + len(self.blocks)
 
     @property
     def unpaid(self) -> int:
         """Blocks of the sequence whose memory does not count for it."""
         return self.dropped + self.shared
 
-    def add(self, block: KVBlock) -> None:
-        self.shared += bool(block.holders)
-        block.holders[self] = None
+    @property
+    def held(self) -> Iterator[KVBlock]:
+        """The blocks that it has not given up."""
+        return (block for block in self.blocks if block is not None)
+
+    def add(self, block: KVBlock | None) -> None:
+        if block is None:
+            self.dropped += 1
+        else:
+            self.shared += bool(block.holders)
+            block.holders[self] = None
         self.blocks.append(block)
 
     def keep(self, kept: bool) -> None:
         self.kept = kept
-        for block in self.blocks:
+        for block in self.held:
             self._settle(block)
 
     def sole_tokens(self, length: int, block_tokens: int) -> int:
         """Of a sequence of this length, tokens whose memory no other has."""
-        others = sum(len(block.holders) > 1 for block in self.blocks)
+        others = sum(len(block.holders) > 1 for block in self.held)
         return max(length - block_tokens * others, 0)
 
     def empty_tokens(self, length: int, block_tokens: int) -> int:
         """Tokens that its blocks have room for behind a sequence of this length."""
-        return max(block_tokens * self.count - length, 0)
+        return max(block_tokens * len(self.blocks) - length, 0)
 
     def release(self) -> None:
         """List no blocks any more; each counts for another sequence that lists it."""
         self.kept = False
-        self.drop(len(self.blocks))
+        self.drop(range(len(self.blocks)))
 
-    def drop(self, count: int) -> list[KVBlock]:
-        """List the first blocks no more; each counts for another sequence that lists it, and those
-        that none lists are given."""
-        dropped = self.blocks[:count]
-        for block in dropped:
+    def drop(self, places: Iterable[int]) -> list[KVBlock]:
+        """List these blocks no more; each counts for another sequence that lists it, and those that
+        none lists are given."""
+        dropped = []
+        for at in places:
+            block, self.blocks[at] = self.blocks[at], None
+            if block is None:
+                continue
+            dropped.append(block)
             if len(block.holders) > 1:
                 others = [holder for holder in block.holders if holder is not self]
                 _count_for(next((holder for holder in others if holder.kept), others[0]), block)
                 self.shared -= 1
             del block.holders[self]
-        del self.blocks[:count]
-        self.dropped += count
+        self.dropped += len(dropped)
         return [block for block in dropped if not block.holders]
 
     def _settle(self, block: KVBlock) -> None:
@@ -240,7 +249,7 @@ class HostBlocks:
     counts_blocks = False
 
     def __init__(self, kernel: NativeKV, form: KVFormat) -> None:
-        self._kernel, self.form = kernel, form
+        self.kernel, self.form = kernel, form
         self._zeros: dict[int, Tensor] = {}
 
     def take(self) -> int:
@@ -265,15 +274,18 @@ class HostBlocks:
     def write(
         self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
     ) -> None:
-        tables = cache.layer_tables(layer)
-        for rows, table, form in zip((keys, values), tables, self.form, strict=True):
-            self._kernel.write(rows[0], table, start, form)
+        first, second = cache.layer_tables(layer)
+        bounds = self.form.bounds_begin(*cache.shapes[layer])
+        self.kernel.write(keys[0], first, start, self.form.keys, bounds)
+        self.kernel.write(values[0], second, start, self.form.values)
 
     def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
         heads, *sizes = cache.shapes[layer]
         keys, values = (
-            self._kernel.read(table, heads, size, end, form)[None]
-            for table, size, form in zip(cache.layer_tables(layer), sizes, self.form, strict=True)
+            self.kernel.read(table, heads, size, end, form)[None]
+            for table, size, form in zip(
+                cache.layer_tables(layer), sizes, self.form[:2], strict=True
+            )
         )
         return keys, values
 
@@ -288,13 +300,20 @@ class BlockPool:
         memory: where their rows lie.
         windows: of layers that see no more than so many last tokens; none where `counts_blocks`:
             there, all layers have the same blocks.
+        policy: which blocks decode steps attend to; None: all. One that selects wants a form with
+            bounds.
 
     Attributes:
         shares: of a token's bytes, those of the layers that see so far: `ALL`, and each window.
     """
 
-    def __init__(self, memory: BlockMemory, windows: Windows | None = None) -> None:
-        self.windows = windows or Windows()
+    def __init__(
+        self,
+        memory: BlockMemory,
+        windows: Windows | None = None,
+        policy: KVPolicy | None = None,
+    ) -> None:
+        self.windows, self.policy = windows or Windows(), policy
         assert not (self.windows.of_layer and memory.counts_blocks), "all layers have these blocks"
         self.memory, self.form = memory, memory.form
         self.shares = {ALL: 1 - sum(self.windows.shares.values()), **self.windows.shares}
@@ -348,6 +367,9 @@ class BlockKVCache(KVCache):
         self._pool, self.form = pool, pool.form
         self._holders = {group: BlockHolder() for group in pool.shares}
         self._keeps_all = False
+        self._kept: KeptBlocks | None = None
+        self._due = False  # the policy gives up some of the prompt
+        self._received: dict[LayerKey, np.ndarray] = {}
         self._holder = self._holders[ALL]
         self.blocks = self._holder.blocks
         for holder in self._holders.values():
@@ -400,7 +422,7 @@ class BlockKVCache(KVCache):
     def block_numbers(self) -> np.ndarray:
         """``(blocks,)`` int32, in the order of tokens."""
         if len(self._numbers) != len(self.blocks):
-            self._numbers = np.array([block.number for block in self.blocks], np.int32)
+            self._numbers = np.array([block.number for block in self._holder.held], np.int32)
         return self._numbers
 
     @property
@@ -421,8 +443,12 @@ class BlockKVCache(KVCache):
     def longest_fork(self, length: int) -> int:
         found = super().longest_fork(length)
         for window, holder in self._holders.items():
-            if holder.dropped and found < holder.dropped * BLOCK + window:
+            if holder.dropped and (window == ALL or found < holder.dropped * BLOCK + window):
                 return 0
+        policy = self._pool.policy
+        if found % BLOCK and found < self.length and policy is not None and policy.watches:
+            # Of its last block a prompt reads all, so that what it sees there hangs on no cache.
+            return 0 if self.recurrent else found // BLOCK * BLOCK
         return found
 
     @property
@@ -461,34 +487,79 @@ class BlockKVCache(KVCache):
             return None
         heads, *sizes = self._shapes[layer]
         first, second = self.layer_tables(layer)
-        return BlockRows((first, second), heads, (sizes[0], sizes[1]), end, self.form)
+        return BlockRows((first, second), heads, (sizes[0], sizes[1]), end, self.form[:2])
+
+    def prompt_read(self) -> None:
+        policy = self._pool.policy
+        if policy is None:
+            return
+        received = None
+        if policy.watches:
+            blocks = -(-self.length // BLOCK)
+            rows = [self._received[layer] for layer in self._shapes if self.watches(layer)]
+            received = sum(found[:, :blocks].sum(0, np.float64) for found in rows)
+        self._kept = policy.after_prompt(self.length, received)
+        self._due = True
+
+    def seen(self, position: int) -> SeenRow | None:
+        return None if self._kept is None else self._kept.row(position)
+
+    def seen_keys(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
+        row = self.seen(keys.shape[2] - 1)
+        if row is None or self._pool.group_of(layer) != ALL:
+            return None
+        return seen_keys(row, query[0, :, 0], keys[0], turned=self.form.keys.turned)
+
+    def watches(self, layer: LayerKey) -> bool:
+        policy = self._pool.policy
+        wanted = policy is not None and policy.watches and self._kept is None
+        return wanted and self._pool.group_of(layer) == ALL
+
+    def watch(self, layer: LayerKey, first: int, received: Tensor) -> None:
+        """A row a token of the last block, so that a part which is read again counts once."""
+        rows, begin = received.numpy(), first % BLOCK
+        known = self._received.get(layer)
+        if known is None or known.shape[1] != rows.shape[1] or not begin:
+            known = self._received[layer] = np.zeros((BLOCK, rows.shape[1]), np.float32)
+        known[begin : begin + len(rows)] = rows
+        known[begin + len(rows) :] = 0
 
     def reserve(self, end: int) -> None:
         room = self.room
         super().reserve(end)
         if self.room > room:
             self._pointers = None
-        if end > len(self.blocks) * BLOCK:
+        if end > len(self.blocks) * BLOCK or self._due:
             for group, holder in self._holders.items():
                 # The allocator does not find holes between other blocks again, as rows are aligned.
                 spare = [] if self._keeps_all else self._drop_unseen(group, holder)
-                while end > holder.count * BLOCK:
+                while end > len(holder.blocks) * BLOCK:
                     holder.add(self._pool.new_block(group, spare.pop().rows if spare else None))
             self._place()
+            if self._due:
+                self._due, self._received = False, {}
 
     def _drop_unseen(self, window: int, holder: BlockHolder) -> list[KVBlock]:
         """Give up blocks that no later query of the sequence sees; those that none lists now."""
-        length = self.length if self._marked < 0 else min(self.length, self._marked)
-        unseen = max(length - window - _SLACK, 0) // BLOCK if window != ALL else 0
-        if unseen <= holder.dropped:
+        unseen = self._unseen(window)
+        if len(unseen) <= holder.dropped:
             return []
         assert isinstance(self.memory, HostBlocks)
         for index, (layer, shape) in enumerate(self._shapes.items()):
             if self._pool.group_of(layer) == window:
                 begin = self.memory.zeros(shape).data_ptr()
                 places = begin, begin + self._key_bytes(shape)
-                self._tables[index, :, holder.dropped : unseen] = np.array(places)[:, None]
-        return holder.drop(unseen - holder.dropped)
+                self._tables[index][:, unseen] = np.array(places)[:, None]
+        return holder.drop(unseen)
+
+    def _unseen(self, window: int) -> np.ndarray:
+        """The blocks that no later query of the sequence sees, in the order of giving them up."""
+        length = self.length if self._marked < 0 else min(self.length, self._marked)
+        if window != ALL:
+            return np.arange(max(length - window - _SLACK, 0) // BLOCK)
+        if self._kept is None:
+            return np.arange(0)
+        return self._kept.given_up(max(length - _SLACK, 0))
 
     def tables(self, layers: Sequence[LayerKey]) -> np.ndarray:
         assert self.length >= self._shared * BLOCK, "shared blocks are never written"
@@ -507,15 +578,15 @@ class BlockKVCache(KVCache):
         assert length == self.longest_fork(length)
         copy = self._pool.new_cache(capacity)
         whole = length // BLOCK
-        copy._shapes = dict(self._shapes)
+        copy._shapes, copy._received = dict(self._shapes), dict(self._received)
         for group, holder in self._holders.items():
             own = copy._holders[group]
-            own.dropped = holder.dropped
-            for block in holder.blocks[: whole - holder.dropped]:
+            for block in holder.blocks[:whole]:
                 own.add(block)
             if length % BLOCK:
                 last = self._pool.new_block(group)
-                source = holder.blocks[whole - holder.dropped]
+                source = holder.blocks[whole]
+                assert source is not None
                 for layer, shape in self._shapes.items():
                     if self._pool.group_of(layer) == group:
                         rows = self._pool.rows_of(source, layer, shape)
@@ -535,16 +606,16 @@ class BlockKVCache(KVCache):
 
     def stored_block(self, at: int) -> StoredBlock:
         """As `KVCache.stored_block`: rows of attention as they are kept; those in main memory are
-        copied only of layers with windows, whose memory the sequence uses again."""
+        copied only if the sequence may use it again."""
         assert self.whole, "it has given up blocks"
         found = super().stored_block(at)
         form, own, rows = self.memory.row_form, dict[LayerKey, RowLayout](), list[Tensor]()
         for layer, shape in self._shapes.items():
             block = self._holder_of(layer).blocks[at]
+            assert block is not None
             own[layer] = RowLayout(form, *shape)
             found_rows = self._pool.rows_of(block, layer, shape)
-            windowed = self._pool.group_of(layer) != ALL
-            rows.append(found_rows.clone() if windowed else found_rows.cpu())
+            rows.append(found_rows.clone() if self._reuses(layer) else found_rows.cpu())
         return StoredBlock(own | found.layout, [*rows, *found.rows])
 
     def append_block(self, stored: StoredBlock, device: torch.device | None = None) -> bool:
@@ -572,7 +643,7 @@ class BlockKVCache(KVCache):
             for layer, own in coded.items():
                 if self._pool.group_of(layer) == group:
                     number, shape = block.number, shapes[layer]
-                    part = own if group == ALL else own.clone()  # it will be written again
+                    part = own.clone() if self._reuses(layer) else own
                     block.rows[layer] = self.memory.take_rows(number, layer, shape, part)
             holder.add(block)
         self._place()
@@ -583,7 +654,7 @@ class BlockKVCache(KVCache):
         """Give every block memory for every layer, and list where it is, for compiled code."""
         if not isinstance(self.memory, HostBlocks):
             return
-        layers, count = len(self._shapes), self._holder.count
+        layers, count = len(self._shapes), len(self.blocks)
         if self._tables.shape[0] < layers or self._tables.shape[2] < count:
             room = self._tables.shape[2]
             if room < count:
@@ -598,11 +669,15 @@ class BlockKVCache(KVCache):
             for at in range(count - 1, -1, -1):
                 if table[0, at]:
                     break
-                if at < holder.dropped:
+                if (block := holder.blocks[at]) is None:
                     found = self.memory.zeros(shape)
                 else:
-                    found = self._pool.rows_of(holder.blocks[at - holder.dropped], layer, shape)
+                    found = self._pool.rows_of(block, layer, shape)
                 table[:, at] = found.data_ptr(), found.data_ptr() + keys
+
+    def _reuses(self, layer: LayerKey) -> bool:
+        """Whether the sequence may write again into the memory of blocks that it gives up."""
+        return self._pool.group_of(layer) != ALL or self._pool.policy is not None
 
     def _holder_of(self, layer: LayerKey) -> BlockHolder:
         return self._holders[self._pool.group_of(layer)]

@@ -21,6 +21,7 @@ from torch import Tensor
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, RowFormat
 from moe.network.hidden import KEPT, HiddenRows
+from moe.network.kv_policy import SeenRow
 
 LayerKey = int | tuple[str, int]
 """An attention layer's number, or what else it keeps: of each token, ``("indexer", layer)``, or of
@@ -41,16 +42,25 @@ class KVFormat(NamedTuple):
 
     keys: RowFormat = RowFormat()
     values: RowFormat = RowFormat()
+    bounds: bool = False
+    """Behind a block's values are the largest and smallest numbers of its keys (kernels/cpu/kv.h),
+    two rows of float32 a head."""
 
     @classmethod
-    def of_bits(cls, bits: int) -> KVFormat:
+    def of_bits(cls, bits: int, *, bounds: bool = False) -> KVFormat:
         """The format of a precision; codes are those of turned rows."""
         row = RowFormat(bits, turned=bits < 16)
-        return cls(row, row)
+        return cls(row, row, bounds)
 
     def token_bytes(self, heads: int, key_size: int, value_size: int) -> int:
         """Bytes of a token in one layer."""
-        return heads * (self.keys.row_bytes(key_size) + self.values.row_bytes(value_size))
+        rows = heads * (self.keys.row_bytes(key_size) + self.values.row_bytes(value_size))
+        return rows + (-(-2 * heads * key_size * 4 // BLOCK) if self.bounds else 0)
+
+    def bounds_begin(self, heads: int, key_size: int, value_size: int) -> int:
+        """Where the bounds of a block begin in it; 0: there are none."""
+        rows = self._replace(bounds=False).token_bytes(heads, key_size, value_size)
+        return BLOCK * rows if self.bounds else 0
 
 
 class RowLayout(NamedTuple):
@@ -197,6 +207,26 @@ class KVCache:
     def whole(self) -> bool:
         """It has the rows of all its tokens."""
         return True
+
+    def prompt_read(self) -> None:
+        """Its prompt has been read: `memory.kv_policy` holds for what follows. A fork has yet to be
+        told."""
+
+    def seen(self, position: int) -> SeenRow | None:
+        """What the token at a position attends to in layers that see all; None: all."""
+        return None
+
+    def seen_keys(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
+        """``(N, K)`` int64: the places of the keys that the last of ``(1, N, L, D)`` tokens attends
+        to with ``(1, Q, 1, D)`` queries in a layer; None: what its layer's rule lets it see."""
+        return None
+
+    def watches(self, layer: LayerKey) -> bool:
+        """Whether it wants to hear of the attention that a prompt's last block pays (`watch`)."""
+        return False
+
+    def watch(self, layer: LayerKey, first: int, received: Tensor) -> None:
+        """Hear of the attention ``(T, blocks)`` that the tokens from ``first`` on pay to blocks."""
 
     def keep(self, kept: bool) -> None:
         """Let what it shares count for it rather than for sequences that run; or no longer."""

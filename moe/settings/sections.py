@@ -25,6 +25,8 @@ DAY_S = 86_400.0
 _MOST_GIB = 1 << 20
 """More than any machine has, and so few that the number of bytes fits 64 bits."""
 
+_KV_POLICIES = ("window", "received", "select")
+
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -210,6 +212,13 @@ class MemorySettings(Settings):
     32 with a scale. auto: 16 if the experts are quantised, else 32. Without compiled decode steps
     they stay at 32, on a GPU at the dtype of the weights; the status and a notice say so."""
 
+    kv_policy: str | None = None
+    """Lossy: decode steps attend to no more than TOKENS tokens of a sequence, by blocks of 64, on a
+    CPU with compiled decode steps. window:TOKENS: the first block and the last ones;
+    received:TOKENS: those that the end of the prompt attended to most, and the last ones; both free
+    the others. select:TOKENS: those that promise most, chosen anew in each step; all are kept.
+    Prompts are read with attention to all. null: no policy."""
+
     reserve_gib: float | None = Field(default=None, ge=0.0, le=_MOST_GIB)
     """GiB that the memory plan leaves free. null: 5 % of the available memory, at most 1 GiB."""
 
@@ -247,6 +256,20 @@ class MemorySettings(Settings):
 
     prefix_dir_gib: float = Field(default=8.0, gt=0.0, le=_MOST_GIB)
     """Most GiB of files in prefix_dir; the least recently used are deleted."""
+
+    @field_validator("kv_policy")
+    @classmethod
+    def _check_policy(cls, value: str | None) -> str | None:
+        name, _, tokens = (value or "").partition(":")
+        known = name in _KV_POLICIES and re.fullmatch(r"[1-9]\d{0,8}", tokens, re.ASCII)
+        if value is not None and not (known and int(tokens) >= 256 and int(tokens) % 64 == 0):
+            raise PydanticCustomError(
+                "kv_policy",
+                "must be NAME:TOKENS, NAME one of {names} and TOKENS a multiple of 64, 256 or "
+                "more, as in select:2048",
+                {"names": ", ".join(_KV_POLICIES)},
+            )
+        return value
 
     @field_validator("kv_gib")
     @classmethod

@@ -179,7 +179,7 @@ class Sequences(RuleBasedStateMachine):
             listed = {group: len(_listed(some, group)) for group in self.pool.shares}
             for group, count in listed.items():
                 holders = [cache._holders[group] for cache in some]
-                assert sum(holder.count - holder.unpaid for holder in holders) == count
+                assert sum(len(holder.blocks) - holder.unpaid for holder in holders) == count
             counted = sum(BLOCK * len(cache.blocks) - cache.shared_tokens for cache in some)
             held = sum(BLOCK * self.pool.shares[group] * count for group, count in listed.items())
             assert held <= counted + 1e-6

@@ -73,6 +73,7 @@ def test_the_keys_are_these() -> None:
         "memory.kv_tokens",
         "memory.kv_gib",
         "memory.kv_bits",
+        "memory.kv_policy",
         "memory.reserve_gib",
         "memory.device_gib",
         "memory.host_gib",

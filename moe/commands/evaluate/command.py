@@ -19,7 +19,14 @@ from moe.commands.evaluate.policy_costs import (
     alone_and_together,
     cost_table,
 )
-from moe.commands.evaluate.scoring import Difference, Score, read, read_text, windows_of
+from moe.commands.evaluate.scoring import (
+    Difference,
+    Score,
+    price_kv_policy,
+    read,
+    read_text,
+    windows_of,
+)
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
@@ -35,6 +42,7 @@ class Quality:
         perplexity: of a token.
         difference: from the original model, if there is one to compare with.
         policies: the costs of the profile's routing policies and of self-contrast.
+        kv_policy: what `memory.kv_policy` costs, see `price_kv_policy`.
     """
 
     tokens: int
@@ -43,6 +51,7 @@ class Quality:
     perplexity: float
     difference: Difference | None = None
     policies: tuple[PolicyCost, ...] = ()
+    kv_policy: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -57,6 +66,8 @@ class Quality:
                 "top1_agreement": self.difference.agreement,
                 "routing_agreement": list(self.difference.routing),
             }
+        if self.kv_policy is not None:
+            found["kv_policy_times_bits"] = self.kv_policy
         if self.policies:
             found["policies"] = [asdict(cost) for cost in self.policies]
         return found
@@ -103,6 +114,7 @@ def evaluate(
         perplexity=2.0 ** (score.bits / score.predicted),
         difference=None if original is None else score.difference(),
         policies=prices.costs(num_bytes),
+        kv_policy=price_kv_policy(model, ids),
     )
 
 
@@ -160,6 +172,8 @@ def _table(quality: Quality) -> Table:
             ("same most likely token", f"{found.agreement:.4f}"),
             ("same experts, by layer", routing),
         ]
+    if quality.kv_policy is not None:
+        rows.append(("bits with memory.kv_policy, of those without", f"{quality.kv_policy:.5f}"))
     for row in rows:
         table.add_row(*row)
     return table

@@ -19,6 +19,9 @@ from kernels import experts_forward
 from kernels.reference import AnyExperts
 from moe.errors import RequestError
 from moe.model import MoE
+from moe.network.backbone import SHORT
+from moe.network.kv_blocks import BlockPool
+from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
 from moe.speculate.contrast import uncontrasted
@@ -137,6 +140,45 @@ def _read(
         for name in ("expert_ids", "weights")
     )
     return WindowReading(token_ids, logits.log_softmax(-1), ids, weights)
+
+
+@torch.inference_mode()
+def price_kv_policy(model: MoE, token_ids: Sequence[int]) -> float | None:
+    """How many times as many bits the second halves of windows take under `memory.kv_policy`, read
+    by decode steps behind the first halves; None if the text is shorter than four times the tokens
+    that the policy leaves, or the model has no policy."""
+    pool, policy = model.backbone.blocks, model.backbone.kv_policy
+    if pool is None or policy is None:
+        return None
+    size = min(4 * policy.tokens, model.context_length or 4 * policy.tokens)
+    windows = [token_ids[at : at + size] for at in range(0, len(token_ids) - size + 1, size)]
+    bits = []
+    for own in (policy, None):
+        model.backbone.blocks = BlockPool(pool.memory, pool.windows, own)
+        try:
+            bits.append(sum(_bits_by_steps(model, window) for window in windows))
+        finally:
+            model.backbone.blocks = pool
+    return bits[0] / bits[1] if windows else None
+
+
+def _bits_by_steps(model: MoE, token_ids: Sequence[int]) -> float:
+    half = len(token_ids) // 2
+    cache = model.backbone.new_cache(len(token_ids))
+    assert isinstance(cache, KVCache)
+    parts = [token_ids[:half]]
+    parts += [token_ids[at : at + SHORT] for at in range(half, len(token_ids) - 1, SHORT)]
+    rows = []
+    for part in parts:
+        work = [Work(list(part), cache, all_logits=part is not parts[0])]
+        lanes = model.backbone.lanes(work, "decode" if cache.length else "prefill")
+        run_lanes(lanes, model.experts.run)
+        rows.append(lanes[0].result()[0])
+        if len(rows) == 1:
+            cache.prompt_read()
+    found = torch.cat(rows)[: len(token_ids) - half].log_softmax(-1)
+    wanted = torch.tensor(token_ids[half:])[:, None]
+    return float(-found.gather(1, wanted).double().sum()) / math.log(2)
 
 
 def divergence(own_TV: Tensor, other_TV: Tensor) -> float:

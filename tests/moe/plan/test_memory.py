@@ -107,7 +107,7 @@ def test_keys_and_values_of_a_token(tiny_moe: Callable[[str], MoE], model_type: 
 def _bytes(cache: SequenceCache) -> int:
     """Bytes of a sequence's state."""
     holders = cache._holders.values() if isinstance(cache, BlockKVCache) else ()
-    blocks = [block.rows for holder in holders for block in holder.blocks]
+    blocks = [block.rows for holder in holders for block in holder.held]
     return (
         tensor_bytes([vars(cache)["_layers"], vars(cache)["_states"], blocks])
         if isinstance(cache, KVCache)

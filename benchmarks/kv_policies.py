@@ -1,0 +1,198 @@
+"""Lossy policies on keys and values: what they cost in bits per byte, and what steps gain; two
+tables of `benchmarks.keys_values`.
+
+Quality: the shipped model reads all but the last quarter of 2,048 held-out tokens as a prompt, and
+the last quarter by decode steps, whose predictions count; then the same with the first quarter
+once more in place of the last, which only those can predict that still find it. Speed: decode
+steps of a random model with the attention of Qwen3-30B-A3B behind a long context; the policies
+take turns.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from benchmarks.common import take_turns
+from benchmarks.scorer import ROOT, TEXTS
+from kernels.cpu import choose_kernel
+from moe import MoE
+from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
+from moe.network.kv_cache import KVFormat
+from moe.network.kv_policy import KVPolicy
+from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
+
+WINDOW = 2048
+NAMES = ("window", "received", "select")
+
+
+def policy_pool(bits: int, spec: str | None) -> BlockPool:
+    kernel, why = choose_kernel()
+    assert kernel is not None, why
+    policy = None if spec is None else KVPolicy.of(spec)
+    form = KVFormat.of_bits(bits, bounds=policy is not None and policy.selects)
+    return BlockPool(HostBlocks(kernel.kv, form), None, policy)
+
+
+class Score(NamedTuple):
+    """What decode steps behind some prompts said.
+
+    Attributes:
+        bits: per byte.
+        held: bytes of keys and values at the end, of a sequence.
+        positions: tokens that were predicted.
+    """
+
+    bits: float
+    held: float
+    positions: int
+
+
+class Steps:
+    """The last quarter of windows of held-out text, read by decode steps of the shipped model.
+
+    Args:
+        per_text: windows of each text.
+    """
+
+    def __init__(self, per_text: int) -> None:
+        self.model = MoE.from_pretrained(ROOT / "examples/demo-model", {"memory.kv_bits": 16})
+        self.windows: list[list[int]] = []
+        for name in TEXTS:
+            text = (ROOT / f"tests/data/heldout_{name}.txt").read_text()
+            ids = self.model.codec.encode(text)
+            cuts = [ids[at * WINDOW : (at + 1) * WINDOW] for at in range(per_text)]
+            self.windows += [cut for cut in cuts if len(cut) == WINDOW]
+
+    @torch.inference_mode()
+    def score(self, pool: BlockPool, alter: Callable[[BlockKVCache], None] | None = None) -> Score:
+        """
+        Args:
+            alter: changes the keys and values of a prompt that has been read.
+        """
+        model, begin = self.model, WINDOW * 3 // 4
+        model.backbone.blocks = pool
+        caches = [self._read(window[: begin - 1]) for window in self.windows]
+        for cache in caches:
+            cache.prompt_read() if alter is None else alter(cache)
+        lost, ends = 0.0, [torch.tensor(window[begin:]) for window in self.windows]
+        for at in range(WINDOW - begin):
+            work = [
+                Work([window[begin - 1 + at]], cache)
+                for window, cache in zip(self.windows, caches, strict=True)
+            ]
+            logits = torch.cat(run(model, work, "decode")).log_softmax(-1)
+            wanted = torch.stack([end[at] for end in ends])[:, None]
+            lost -= float(logits.gather(1, wanted).double().sum()) / math.log(2)
+        held = pool.held_tokens * caches[0].token_bytes / len(caches)
+        num_bytes = sum(len(model.codec.decode(end.tolist()).encode()) for end in ends)
+        return Score(lost / num_bytes, held, sum(map(len, ends)))
+
+    def _read(self, ids: list[int]) -> BlockKVCache:
+        cache = self.model.backbone.new_cache(WINDOW)
+        assert isinstance(cache, BlockKVCache)
+        run(self.model, [Work(ids, cache)], "prefill")
+        return cache
+
+
+def policy_quality(per_text: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """A row for each policy; see `Steps`.
+
+    Args:
+        sizes: tokens that policies leave; where text comes again, 512.
+    """
+    steps, rows = Steps(per_text), []
+    ways: list[tuple[int, str | None]] = [(16, None), (8, None)]
+    ways += [(16, f"{name}:{size}") for size in sizes for name in NAMES]
+    ways.append((8, f"select:{sizes[-1]}"))
+    scores = {way: steps.score(policy_pool(*way)) for way in ways}
+    steps.windows = [[*w[: -WINDOW // 4], *w[: WINDOW // 4]] for w in steps.windows]
+    again = {
+        way: steps.score(policy_pool(*way)) for way in ways if way[1] is None or "512" in way[1]
+    }
+    base = scores[ways[0]]
+    for (bits, spec), score in scores.items():
+        rows.append(
+            {
+                "policy": spec or "none",
+                "bits": bits,
+                "bits per byte": round(score.bits, 5),
+                "worse %": round(100 * (score.bits / base.bits - 1), 3),
+                "of text again": round(again[bits, spec].bits, 5) if (bits, spec) in again else "",
+                "KB held": round(score.held / 1e3),
+                "positions": score.positions,
+            }
+        )  # fmt: skip
+    steps.model.close()
+    return rows
+
+
+def run(model: MoE, work: list[Work], phase: Any) -> list[torch.Tensor]:
+    lanes = model.backbone.lanes(work, phase)
+    run_lanes(lanes, model.experts.run)
+    return lanes[0].result()
+
+
+def attention_bound(layers: int) -> Qwen3MoeForCausalLM:
+    """A random model whose decode steps are attention above all."""
+    of_any_size: Any = Qwen3MoeConfig
+    config = of_any_size(
+        hidden_size=256, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=64,
+        vocab_size=512, max_position_embeddings=1 << 17,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config)
+
+
+def policy_speed(contexts: list[int], seconds: float, layers: int) -> list[dict[str, Any]]:
+    """A row for each context, precision and policy."""
+    longest = max(contexts)
+    with tempfile.TemporaryDirectory() as folder:
+        attention_bound(layers).save_pretrained(folder)
+        settings = {"memory": {"kv_bits": 16}, "model": {"context_length": longest + 64}}
+        model = MoE.from_pretrained(folder, settings)
+    rows = torch.randn(2, 1, 4, 512, 128)
+
+    def filled(context: int, bits: int, spec: str | None) -> BlockKVCache:
+        cache = policy_pool(bits, spec).new_cache(context + 64)
+        while cache.length < context:
+            for layer in range(layers):
+                cache.write(layer, *rows)
+            cache.length += 512
+        cache.prompt_read()
+        return cache
+
+    def contender(cache: BlockKVCache, context: int) -> Callable[[int], object]:
+        @torch.inference_mode()
+        def step(_: int) -> None:
+            run(model, [Work([7], cache)], "decode")
+            cache.cut(context)
+
+        return step
+
+    found = []
+    for context in contexts:
+        names = [(b, spec) for b in (16, 8) for spec in (None, "window:2048", "select:2048")]
+        caches = {f"{b} bits, {spec or 'all'}": filled(context, b, spec) for b, spec in names}
+        times = take_turns({n: contender(cache, context) for n, cache in caches.items()}, seconds)
+        for name, cache in caches.items():
+            whole = times[f"{name.split(',')[0]}, all"]
+            found.append(
+                {
+                    "context": context,
+                    "keys and values": name,
+                    "ms a step": round(1e3 * times[name], 2),
+                    "times as fast": round(whole / times[name], 2),
+                    "MB held": round(cache.held_tokens * cache.token_bytes / 1e6, 1),
+                }
+            )
+        del caches
+    model.close()
+    return found

@@ -1,0 +1,174 @@
+"""Lossy policies on keys and values (`memory.kv_policy`): which blocks a decode step attends to.
+
+A policy is written ``NAME:TOKENS``. Prompts are read whole, with attention to all of their tokens;
+a token behind the prompt then attends to at most ``TOKENS`` tokens of each layer that sees all:
+
+- ``window``: the first block and the last ones, as in StreamingLLM (2309.17453).
+- ``received``: half of them are the first block and those that got the most attention from the
+  tokens of the prompt's last block, as in SnapKV (2404.14469), but for all layers and heads
+  together; half are the last ones.
+- ``select``: half of them are the first block and those whose keys promise each key head the
+  highest scores, as in Quest (2406.10774); half are the last ones. Each step chooses anew, so
+  nothing is lost for later tokens.
+
+`KVPolicy.after_prompt` says in which order blocks are given up, and `KeptBlocks.row` what a token
+attends to. Both follow from the prompt and the token's position only. So a token's bits depend
+neither on how the prompt was cut, nor on drafts, nor on a preemption. Keys keep the positions at
+which they were turned, which is not StreamingLLM's way: it counts positions within the window.
+What `window` and `received` give up is freed. Legend: N key heads, Q query heads, D their size.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kernels.cpu.kv import BLOCK
+
+
+class SeenRow(NamedTuple):
+    """What a token attends to in layers that see all tokens.
+
+    Attributes:
+        blocks: int32, ascending, the last is its own; None: all of its sequence.
+        num_blocks: of them.
+        most: each key head chooses so many of them, if there are more; 0: none chooses.
+        newest: of these the last ones, which need not be chosen.
+    """
+
+    blocks: np.ndarray | None
+    num_blocks: int
+    most: int = 0
+    newest: int = 0
+
+    @property
+    def chooses(self) -> bool:
+        return 0 < self.most < self.num_blocks
+
+
+class KVPolicy(NamedTuple):
+    """A policy by its name, and the most tokens that it leaves."""
+
+    name: str
+    tokens: int
+
+    @classmethod
+    def of(cls, spec: str) -> KVPolicy:
+        """From a profile's ``NAME:TOKENS``, which has been checked there."""
+        name, tokens = spec.split(":")
+        return cls(name, int(tokens))
+
+    @property
+    def selects(self) -> bool:
+        """Each step chooses by bounds of the keys."""
+        return self.name == "select"
+
+    @property
+    def watches(self) -> bool:
+        """It wants to know the attention that a prompt's last tokens pay."""
+        return self.name == "received"
+
+    def most_held(self, prompt: int, length: int) -> int:
+        """Tokens that a sequence holds at most while it grows from its prompt to a length."""
+        if self.selects:
+            return length
+        return min(length, max(prompt, self.tokens) + 3 * BLOCK)
+
+    def after_prompt(self, tokens: int, received: np.ndarray | None) -> KeptBlocks:
+        """The rule for what follows a prompt of so many tokens.
+
+        Args:
+            received: of each of the prompt's blocks the attention that it got; None unless the
+                policy `watches`.
+        """
+        own = max((tokens - 1) // BLOCK, 1)  # the prompt's last block goes like those behind it
+        order = np.arange(1, own, dtype=np.int32)
+        if received is not None:
+            kept = self.tokens // BLOCK // 2 - 1  # beside the first
+            order = order[np.argsort(received[1:own], kind="stable")][: max(own - 1 - kept, 0)]
+        return KeptBlocks(self, order, own)
+
+
+class KeptBlocks:
+    """What the tokens behind one prompt attend to.
+
+    Args:
+        order: blocks of the prompt in the order in which they are given up.
+        behind: the block from which on the others follow, by age.
+    """
+
+    def __init__(self, policy: KVPolicy, order: np.ndarray, behind: int) -> None:
+        self._policy, self._order, self._behind = policy, order, behind
+        self._last: tuple[int, SeenRow] | None = None
+
+    def given_up(self, position: int) -> np.ndarray:
+        """The blocks that a token at a position, and all behind it, do not attend to."""
+        count = position // BLOCK + 1 - self._policy.tokens // BLOCK
+        if self._policy.selects or count <= 0:
+            return self._order[:0]
+        more = max(count - len(self._order), 0)
+        later = np.arange(self._behind, self._behind + more, dtype=np.int32)
+        return np.concatenate([self._order[:count], later])
+
+    def row(self, position: int) -> SeenRow:
+        """What a token at a position attends to."""
+        own = position // BLOCK
+        if self._last is None or self._last[0] != own:
+            self._last = own, self._row(own)
+        return self._last[1]
+
+    def _row(self, own: int) -> SeenRow:
+        if self._policy.selects:
+            most = self._policy.tokens // BLOCK
+            return SeenRow(None, own + 1, most, most // 2)
+        kept = np.ones(own + 1, bool)
+        kept[self.given_up(own * BLOCK)] = False
+        blocks = np.flatnonzero(kept).astype(np.int32)
+        return SeenRow(blocks, len(blocks))
+
+
+def seen_keys(row: SeenRow, query_QD: Tensor, key_NLD: Tensor, *, turned: bool) -> Tensor:
+    """``(N, K)`` int64: the places of the keys that a token attends to, by key head. The oracle of
+    compiled steps, and what a step that is not compiled does.
+
+    Args:
+        key_NLD: of all tokens up to its own.
+        turned: bounds are those of keys turned by a Hadamard matrix.
+    """
+    heads, length = key_NLD.shape[:2]
+    blocks = (
+        torch.arange(row.num_blocks) if row.blocks is None else torch.from_numpy(row.blocks).long()
+    )
+    blocks = blocks.expand(heads, -1)
+    if row.chooses:
+        query_NGD = query_QD.unflatten(0, (heads, -1))
+        if turned:
+            query_NGD, key_NLD = turn(query_NGD), turn(key_NLD)
+        middle_count = row.num_blocks - 1 - row.newest
+        first, middle, last = blocks.split([1, middle_count, row.newest], 1)
+        whole = key_NLD[:, : length // BLOCK * BLOCK].unflatten(1, (-1, BLOCK))
+        whole = torch.stack([whole[n, middle[n]] for n in range(heads)])
+        most, least = whole.amax(2), whole.amin(2)
+        bounds_NGB = query_NGD.clamp_min(0) @ most.mT + query_NGD.clamp_max(0) @ least.mT
+        near = (bounds_NGB - bounds_NGB.amax(-1, keepdim=True)).amax(1)
+        order = near.sort(dim=-1, descending=True, stable=True).indices[
+            :, : row.most - 1 - row.newest
+        ]
+        blocks = torch.cat([first, middle.gather(1, order.sort(-1).values), last], 1)
+    places = (blocks[..., None] * BLOCK + torch.arange(BLOCK)).flatten(1)
+    return places[:, : places.shape[1] - (-length) % BLOCK]
+
+
+def turn(rows: Tensor) -> Tensor:
+    """Rows turned by the Hadamard matrix of `kernels/cpu/kv.h`."""
+    size = rows.shape[-1]
+    part = size & -size
+    x, half = rows.unflatten(-1, (-1, part)), 1
+    while half < part:
+        first, second = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x = torch.stack([first + second, first - second], -2).flatten(-3)
+        half *= 2
+    return (x / part**0.5).flatten(-2)

@@ -1,0 +1,351 @@
+"""Lossy policies on keys and values: what steps attend to, what is freed, what changes no bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from examples.models.tiny import tiny_config, tiny_model
+from kernels.cpu import choose_kernel
+from kernels.cpu.kv import BLOCK
+from moe import MoE, SamplingParams
+from moe.commands.evaluate.scoring import price_kv_policy
+from moe.decode.proof import prove_policy
+from moe.describe.attention import check_views
+from moe.engine.engine import Engine
+from moe.errors import ProfileError
+from moe.loader import load_model
+from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
+from moe.network.kv_cache import KVFormat
+from moe.network.kv_policy import KeptBlocks, KVPolicy, SeenRow, seen_keys, turn
+from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
+from moe.sequence import Delta, RunningSequence
+from moe.settings import PrefillSettings
+from moe.settings.profile import load_profile
+from routing import Phase
+
+NATIVE, WHY = choose_kernel()
+pytestmark = pytest.mark.skipif(NATIVE is None, reason=WHY)
+NAMES = ("window", "received", "select")
+IDS = [(7 * i * i + 3 * i) % 57 + 3 for i in range(700)]
+LOSSY = {"lossless": False, "memory.kv_bits": 16, "memory.kv_tokens": 8192}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path, config = tmp_path_factory.mktemp("models"), tiny_config("qwen3_moe")
+    config.max_position_embeddings = 2048
+    tiny_model("qwen3_moe", config=config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Iterator[MoE]:
+    with MoE.from_pretrained(checkpoint, LOSSY) as loaded:
+        yield loaded
+
+
+def pool_of(model: MoE, spec: str | None, bits: int = 16) -> BlockPool:
+    """Lets the model keep its keys and values under a policy from now on, and forget others."""
+    assert NATIVE is not None
+    prefixes = model.engine().scheduler.prefixes
+    while prefixes is not None and prefixes.evict():
+        pass
+    policy = None if spec is None else KVPolicy.of(spec)
+    form = KVFormat.of_bits(bits, bounds=policy is not None and policy.selects)
+    assert model.backbone.blocks is not None
+    pool = BlockPool(HostBlocks(NATIVE.kv, form), model.backbone.blocks.windows, policy)
+    model.backbone.blocks = pool
+    return pool
+
+
+def blocks_of(kept: KeptBlocks, position: int) -> list[int]:
+    found = kept.row(position).blocks
+    assert found is not None
+    return [int(block) for block in found]
+
+
+def test_a_window_keeps_the_first_block_and_the_last_ones() -> None:
+    kept = KVPolicy("window", 4 * BLOCK).after_prompt(6 * BLOCK + 1, None)
+    assert blocks_of(kept, 3 * BLOCK) == [0, 1, 2, 3]
+    assert blocks_of(kept, 6 * BLOCK + 1) == [0, 4, 5, 6]
+    assert blocks_of(kept, 9 * BLOCK - 1) == [0, 6, 7, 8]
+    assert kept.given_up(9 * BLOCK).tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_blocks_go_by_the_attention_that_they_got_and_half_stay() -> None:
+    received = np.array([0, 5, 1, 9, 1, 7, 0.5])  # of the first and the last nobody asks
+    kept = KVPolicy("received", 4 * BLOCK).after_prompt(6 * BLOCK + 30, received)
+    assert blocks_of(kept, 6 * BLOCK + 30) == [0, 3, 5, 6]
+    assert blocks_of(kept, 7 * BLOCK) == [0, 3, 6, 7]
+    assert blocks_of(kept, 9 * BLOCK) == [0, 3, 8, 9]
+    given_up = [set(kept.given_up(at * BLOCK).tolist()) for at in range(20)]
+    assert all(some <= more for some, more in pairwise(given_up))
+
+
+def test_a_choice_has_the_best_bounds() -> None:
+    """The oracle, beside a search through all keys; sums of turned rows are those of plain ones."""
+    query, keys = torch.randn(4, 16), torch.randn(2, 9 * BLOCK + 5, 16)
+    keys[1, 3 * BLOCK + 7] = 20 * query[2]
+    keys[0, 5 * BLOCK] = 20 * query[1]
+    for turned in (False, True):
+        places = seen_keys(SeenRow(None, 10, 4, 2), query, keys, turned=turned)
+        blocks = (places[:, ::BLOCK] // BLOCK).tolist()
+        assert blocks == [[0, 5, 8, 9], [0, 3, 8, 9]]
+        assert places.shape == (2, 3 * BLOCK + 5)
+    assert torch.allclose(turn(query) @ turn(keys).mT, query @ keys.mT, atol=1e-3)
+    assert torch.allclose(turn(turn(query)), query, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 3.0, 0.0])])
+def test_attention_received_is_that_of_a_softmax(bits: int, sinks: Tensor | None) -> None:
+    """Of each query over the keys up to its own; its bits do not depend on other queries."""
+    assert NATIVE is not None
+    tokens, scale, softcap = 9 * BLOCK + 5, 0.4, 7.0
+    cache = BlockPool(HostBlocks(NATIVE.kv, KVFormat.of_bits(bits))).new_cache(tokens)
+    cache.write(0, torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 8))
+    rows, (keys, _) = cache.in_blocks(0, tokens), cache.read(0, tokens)
+    assert rows is not None
+    query = torch.randn(4, 70, 16)
+    found = NATIVE.attention.received(query, rows, scale, softcap, sinks)
+    scores = softcap * torch.tanh(query @ keys[0].repeat_interleave(2, 0).mT * scale / softcap)
+    later = torch.ones(70, tokens, dtype=torch.bool).triu(tokens - 69)
+    scores = scores.masked_fill(later, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(4, 1, 1).expand(4, 70, 1)], -1)
+    wanted = torch.nn.functional.pad(scores.softmax(-1)[..., :tokens].sum(0), (0, 59))
+    assert torch.allclose(found, wanted.unflatten(1, (10, BLOCK)).sum(-1), atol=1e-4)
+    alone = NATIVE.attention.received(query[:, -1:], rows, scale, softcap, sinks)
+    assert torch.equal(alone[0], found[-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_compiled_steps_attend_to_what_a_policy_leaves(
+    tiny_moe: Callable[[str], MoE], model_type: str, name: str
+) -> None:
+    """Beside transformers' forward over the same keys; layers with windows keep theirs."""
+    model = tiny_moe(model_type)
+    check_views(model.backbone)
+    pool = pool_of(model, f"{name}:4096")
+    gap = float(prove_policy(model.backbone, pool).split("difference ")[1].rstrip(")"))
+    assert gap < 1e-4
+    assert model.backbone.blocks is pool
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+def test_steps_choose_by_the_keys_that_are_stored(model: MoE, bits: int) -> None:
+    """Read whole, or in parts that end within blocks, or written by decode steps."""
+    pool_of(model, "select:256", bits)
+    found: list[Tensor] = []
+    with torch.inference_mode():
+        for cuts in ([600], [100, 64, 500], [590]):
+            cache, at = model.backbone.new_cache(1000), 0
+            assert isinstance(cache, BlockKVCache)
+            for cut in cuts:
+                read(model, cache, IDS[at : min(at + cut, 600)], "prefill")
+                at = min(at + cut, 600)
+            cache.prompt_read()
+            for token in IDS[at:650]:
+                last = read(model, cache, [token], "decode")
+            found.append(last)
+            keys = turn(cache.read(0, 640)[0]) if bits < 16 else cache.read(0, 640)[0]
+            shape, form = cache.shapes[0], KVFormat.of_bits(bits)
+            rows = cache.stored_block(9).rows[0][BLOCK * form.token_bytes(*shape) :]
+            bounds = rows.clone().view(torch.float32).view(shape.heads, 2, shape.key_size)
+            whole = keys[0, :, 9 * BLOCK :]
+            assert torch.allclose(bounds[:, 0], whole.amax(1), atol=1e-5)
+            assert torch.allclose(bounds[:, 1], whole.amin(1), atol=1e-5)
+    assert torch.equal(found[0], found[1])
+
+
+def read(model: MoE, cache: object, ids: list[int], phase: Phase) -> Tensor:
+    lanes = model.backbone.lanes([Work(ids, cache)], phase)  # type: ignore[arg-type]
+    run_lanes(lanes, model.experts.run)
+    return lanes[0].result()[0]
+
+
+def answers(
+    model: MoE, prompts: list[list[int]], *, chunk: int | None = None, preempt: bool = False
+) -> list[list[tuple[int, float | None]]]:
+    """Of each prompt 90 tokens with their log probabilities.
+
+    Args:
+        chunk: prompts are read in parts of so many tokens.
+        preempt: the last one gives way in between, and is read again.
+    """
+    params = SamplingParams(max_new_tokens=90, temperature=0.0, ignore_eos=True, logprobs=0)
+    engine, pool = model.engine(), model.backbone.blocks
+    if chunk is not None:
+        engine.scheduler.prefill = PrefillSettings(mode="chunked", chunk_tokens=chunk)
+        engine.scheduler._choose_mode = None
+    groups = [model.request(prompt, params) for prompt in prompts]
+    for group in groups:
+        engine.submit(group)
+    found: dict[RunningSequence, list[tuple[int, float | None]]] = {}
+    while not engine.idle:
+        for sequence, event in engine.step():
+            assert isinstance(event, Delta)
+            token = event.token
+            found.setdefault(sequence, []).append((token.id, token.logprob))
+        running = engine.scheduler.running
+        if preempt and len(running) == len(prompts) and len(running[-1].token_ids) == 70:
+            while len(engine.scheduler.running) == len(prompts):  # known prefixes go first
+                assert engine.scheduler._preempt()
+            preempt = False
+        assert pool is not None
+        assert pool.held_tokens <= engine.scheduler.num_used_tokens() + 2 * BLOCK * len(prompts)
+    assert not preempt
+    return [found[group.sequences[0]] for group in groups]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_policy_that_keeps_all_changes_no_bit(model: MoE, name: str) -> None:
+    pool_of(model, None)
+    plain = answers(model, [IDS[:300]])
+    pool_of(model, f"{name}:1024")
+    assert answers(model, [IDS[:300]]) == plain
+    pool_of(model, f"{name}:256")
+    assert answers(model, [IDS[:300]]) != plain
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_neither_company_nor_preemption_nor_cuts_change_a_bit(model: MoE, name: str) -> None:
+    """What a token attends to follows from its prompt and its position."""
+    prompts = [IDS[:500], IDS[100:430], IDS[50:120]]
+    pool_of(model, f"{name}:256")
+    alone = [answers(model, [prompt])[0] for prompt in prompts]
+    assert answers(model, prompts) == alone
+    assert answers(model, prompts[:2], preempt=True) == alone[:2]
+    assert answers(model, prompts[:1], chunk=90) == alone[:1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_that_is_given_up_is_free(model: MoE, name: str) -> None:
+    """A sequence holds what it may attend to and a little more; the prefix cache keeps prompts
+    whole and takes no other sequence."""
+    params = SamplingParams(max_new_tokens=3 * BLOCK, temperature=0.0, ignore_eos=True)
+    pool, engine = pool_of(model, f"{name}:256"), model.engine()
+    group = model.request(IDS[:600], params)
+    engine.submit(group)
+    assert engine.scheduler.prefixes is not None
+    while not engine.idle:
+        sequence = group.sequences[0]
+        if len(sequence.token_ids) == 3 * BLOCK - 1:
+            cache = sequence.cache
+            assert isinstance(cache, BlockKVCache)
+            while engine.scheduler.prefixes.evict():
+                pass
+            most = cache.length + BLOCK if name == "select" else 256 + 2 * BLOCK
+            assert pool.held_tokens <= most
+            assert cache.whole == (name == "select")
+            assert cache.longest_fork(600) == (600 if name == "select" else 0)
+            assert cache.held_tokens <= pool.held_tokens
+        engine.step()
+    first = group.sequences[0].token_ids
+    for _ in range(2):  # from the prefix cache
+        again = model.request(IDS[:600], params)
+        engine.submit(again)
+        finish(engine)
+        assert again.sequences[0].token_ids == first
+    assert again.sequences[0].num_cached_tokens >= 512
+    del cache
+    assert pool.held_tokens <= engine.scheduler.prefixes.num_tokens + BLOCK
+
+
+def finish(engine: Engine) -> None:
+    while not engine.idle:
+        engine.step()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_change_no_bit(model: MoE, name: str, checkpoint: Path) -> None:
+    """Each row of a step attends to what it would alone."""
+    pool_of(model, f"{name}:256")
+    plain = answers(model, [IDS[:500]])
+    settings = LOSSY | {"speculation.mode": "ngram", "memory.kv_policy": f"{name}:256"}
+    with MoE.from_pretrained(checkpoint, settings) as drafting:
+        assert drafting.status()["keys_and_values"]["policy"] == f"{name}:256"
+        assert answers(drafting, [IDS[:500]]) == plain
+
+
+def test_a_cancelled_sequence_frees_all(model: MoE) -> None:
+    pool, engine = pool_of(model, "received:256"), model.engine()
+    group = model.request(IDS, SamplingParams(max_new_tokens=200, ignore_eos=True, n=2))
+    engine.submit(group)
+    while not group.sequences[0].token_ids:
+        engine.step()
+    for _ in range(5):
+        engine.step()
+    engine.cancel(group)
+    assert engine.scheduler.prefixes is not None
+    while engine.scheduler.prefixes.evict():
+        pass
+    assert pool.held_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("windows:512", "must be NAME:TOKENS, NAME one of window, received, select"),
+        ("window:192", "a multiple of 64, 256 or more"),
+        ("select:1000", "a multiple of 64, 256 or more"),
+        ("select", "as in select:2048"),
+        ("", "must be NAME:TOKENS"),
+        ("select:512 ", "as in select:2048"),
+    ],
+)
+def test_a_policy_is_written_exactly(spec: str, message: str) -> None:
+    with pytest.raises(ProfileError, match=message):
+        load_profile(overrides={"lossless": False, "memory.kv_policy": spec})
+
+
+def test_lossless_refuses_policies() -> None:
+    assert load_profile(overrides={"memory.kv_policy": None}).profile.memory.kv_policy is None
+    with pytest.raises(ProfileError, match="select:512 leaves out keys and values, which lossless"):
+        load_profile(overrides={"memory.kv_policy": "select:512"})
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "why"),
+    [
+        ("deepseek_v3", {}, "it computes with all keys before it attends"),
+        ("qwen3_moe", {"engine.fused": "off"}, "engine.fused is off"),
+        ("qwen3_moe", {"speculation.contrast": 0.5, "speculation.mode": "off"}, "of its own"),
+        ("llama4_text", {}, "some layers see chunks of tokens"),
+    ],
+)
+def test_a_policy_without_effect_is_refused(
+    tiny_checkpoint: Callable[[str], Path], model_type: str, settings: dict[str, object], why: str
+) -> None:
+    settings |= LOSSY | {"memory.kv_policy": "window:512"}
+    with pytest.raises(
+        ProfileError, match=f"memory.kv_policy is window:512.*{why}.*kv_policy: nul"
+    ):
+        MoE.from_pretrained(tiny_checkpoint(model_type), settings)
+
+
+def test_ranks_refuse_policies(tiny_checkpoint: Callable[[str], Path]) -> None:
+    profile = load_profile(overrides={"lossless": False, "memory.kv_policy": "window:512"})
+    with pytest.raises(ProfileError, match="several ranks share the experts"):
+        load_model(tiny_checkpoint("qwen3_moe"), profile.profile, ranks=2)
+
+
+def test_eval_prices_a_policy(model: MoE) -> None:
+    """By decode steps: prompts are read with attention to all."""
+    pool = pool_of(model, "select:256")
+    price = price_kv_policy(model, [*IDS, *IDS[::-1]])
+    assert price is not None
+    assert 0 < abs(price - 1) < 0.1
+    assert model.backbone.blocks is pool
+    assert price_kv_policy(model, IDS) is None  # fewer than four times 256 tokens
+    pool_of(model, None)
+    assert price_kv_policy(model, [*IDS, *IDS]) is None
