@@ -142,7 +142,9 @@ def make_groups(model: MoE, body: GenerationRequest, tenant: str = "") -> list[S
 def chat_prompt(model: MoE, body: ChatRequest) -> list[int]:
     """Token ids of a conversation. Raises `APIError` 400 and `RequestError` if it has none."""
     tools = model.codec.tools
-    if body.needs_tools and tools.format is None:
+    template = model.codec.response_template
+    readable = not isinstance(template, str) and template.has_calls
+    if body.needs_tools and tools.format is None and not readable:
         message = f"this model cannot be given tools: {tools.reason}"
         raise APIError(400, message, param="tools", code="tools_not_supported")
     settings = body.template_settings(model.codec)
