@@ -260,7 +260,7 @@ def load_processor(
         }
         processor: Processor = _text_and_images(found, parts).from_pretrained(directory, **options)
     except Exception as error:  # files may hold anything
-        if "torchvision" in str(error) and find_spec("torchvision") is None:
+        if "torchvision" in str(error).lower() and find_spec("torchvision") is None:
             return (
                 "its processor needs torchvision, which is not installed: pip install torchvision, "
                 "from the index that torch is from"
