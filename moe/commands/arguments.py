@@ -31,7 +31,7 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=False)
-    add = parser.add_argument_group("prompt").add_argument
+    add: Callable[..., object] = parser.add_argument_group("prompt").add_argument
     prompt = "the prompt; - reads stdin, @FILE reads a file; needed without --batch"
     add("--prompt", metavar="TEXT|-|@FILE", help=prompt)
     add = parser.add_argument_group("many prompts, from a file").add_argument
