@@ -125,7 +125,7 @@ class TemplateParser:
         self._parser: Any = None
         try:
             begun = prompt if any(True for _ in spec.start_anchor_re.finditer(prompt)) else ""
-            functions = [{"name": name, "parameters": tools[name]} for name in tools]
+            functions: list[Any] = [{"name": name, "parameters": tools[name]} for name in tools]
             self._parser = ResponseParser(spec, prefix=begun, tools=functions)
         except (TimeoutError, ValueError):  # the answer is text
             return
