@@ -487,8 +487,15 @@ def _status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
         "images": _image_status(loaded.codec),
         "tools": loaded.codec.tools.as_dict(),
         "reasoning": loaded.codec.reasoning.as_dict(),
+        "response_template": _template_status(loaded.codec),
         "notices": list(loaded.notices),
     }
+
+
+def _template_status(codec: TextCodec) -> dict[str, Any]:
+    why = codec.response_template
+    used = not isinstance(why, str)
+    return {"enabled": used, "why": "the tokenizer carries one" if used else why}
 
 
 def _image_status(codec: TextCodec) -> dict[str, Any]:

@@ -1,21 +1,24 @@
-"""The arguments of each subcommand of ``moe``."""
+"""The arguments of each subcommand of ``moe``.
+
+Options stand in named groups. Help texts say units, and in brackets the default of what has one.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 MODEL = "model directory, GGUF file or hub id (org/name, or org/name:QUANT for a GGUF file there)"
-SET = "override one setting of the profile, as in --set engine.max_batch_size=8"
+SET = "override one setting of the profile, as in --set engine.max_batch_size=8; may be given again"
 REVISION = "branch, tag or commit of a model on the hub (default: its main branch)"
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=True)
-    _add_sampling(parser)
-    parser.add_argument(
-        "--system", metavar="TEXT|@FILE", help="system message that leads the conversation"
-    )
-    parser.add_argument(
+    add = parser.add_argument_group("conversation").add_argument
+    system = "system message that leads the conversation (default: none)"
+    add("--system", metavar="TEXT|@FILE", help=system)
+    add(
         "--image",
         action="append",
         default=[],
@@ -23,20 +26,23 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
         help="PNG, JPEG or WebP file that the first message shows; may be given several times "
         "(sets model.images)",
     )
+    _add_sampling(parser)
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=False)
-    add = parser.add_argument
-    add("--prompt", metavar="TEXT|-|@FILE", help="the prompt; - reads stdin, @FILE reads a file")
+    add: Callable[..., object] = parser.add_argument_group("prompt").add_argument
+    prompt = "the prompt; - reads stdin, @FILE reads a file; needed without --batch"
+    add("--prompt", metavar="TEXT|-|@FILE", help=prompt)
+    add = parser.add_argument_group("many prompts, from a file").add_argument
     add("--batch", metavar="FILE", help="requests, one JSON object a line (OpenAI's batch format)")
     add("--out", metavar="FILE", help="answers of the batch; lines answered there are skipped")
-    _add_sampling(parser)
-    add(
-        "--json-schema", metavar="JSON|@FILE", help="the text must be JSON that follows this schema"
-    )
+    add = _add_sampling(parser)
+    schema = "the text must be JSON that follows this schema (default: any text)"
+    add("--json-schema", metavar="JSON|@FILE", help=schema)
     stop = "end the text before this; may be given several times"
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
+    add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object instead of the text")
     config = "print each setting and its origin, and stop"
     add("--print-config", action="store_true", help=config)
@@ -44,8 +50,7 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=True)
-    _add_sampling(parser)
-    add = parser.add_argument
+    add = _add_listening(parser)
     add(
         "--served-model-name",
         nargs="+",
@@ -54,13 +59,14 @@ def add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name, or names, by which clients ask for the model (default: directory or hub id)",
     )
-    _add_listening(parser)
     add(
         "--allowed-origins",
         nargs="+",
         metavar="ORIGIN",
-        help="origins of web pages that may use it, as https://example.org; '*': all (none)",
+        help="origins of web pages that may use it, as https://example.org; '*': all (default: "
+        "none)",
     )
+    _add_sampling(parser, "answers to requests that do not say it themselves")
 
 
 def add_top(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +75,7 @@ def add_top(parser: argparse.ArgumentParser) -> None:
         "url",
         nargs="?",
         default="http://127.0.0.1:8000",
-        help="address of the server (%(default)s)",
+        help="address of the server (default: %(default)s)",
     )
     add("--api-key", metavar="KEY", help="key of the server (default: MOE_API_KEY)")
     add("--once", action="store_true", help="print one screen, and stop")
@@ -80,6 +86,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
     add("model", help=MODEL)
     add("--revision", metavar="R", help=REVISION)
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=SET)
+    add = parser.add_argument_group("what to do").add_argument
     add("--dry-run", action="store_true", help="say what would be done, and stop")
     add("--yes", action="store_true", help="convert without asking, where that is needed")
     _add_listening(parser)
@@ -91,23 +98,27 @@ def add_convert(parser: argparse.ArgumentParser) -> None:
     add("out", nargs="?", help="directory of the store; must not exist")
     add("--revision", metavar="R", help=REVISION)
     add("--verify", action="store_true", help="read all of the store MODEL, compare checksums")
+    add = parser.add_argument_group("precision, the same for all experts").add_argument
     add(
         "--bits",
         type=int,
         choices=(2, 3, 4, 8, 16),
         default=8,
-        help="of expert weights; a profile may read fewer; 16: not quantised (%(default)s)",
+        help="bits of an expert weight; a profile may read fewer; 16: not quantised (default: "
+        "%(default)s)",
     )
     for name, what in (("trunk", "other linear layers"), ("head", "the output head")):
-        bits = f"of {what} (%(default)s)"
+        bits = f"bits of a weight of {what} (default: %(default)s)"
         add(f"--{name}-bits", type=int, choices=(4, 8, 16), default=8, help=bits)
-    group = "weights that share a scale (%(default)s)"
+    group = "weights that share a scale (default: %(default)s)"
     add("--group-size", type=int, choices=(32, 64), default=64, help=group)
+    chosen = parser.add_argument_group("precision, chosen for each expert")
+    add = chosen.add_argument
     calibration = "of moe calibrate --compression; experts then lose less at every precision"
     add("--calibration", metavar="DIR", help=calibration)
     repair = "fit routers to the outputs of compressed experts; needs --calibration"
     add("--repair-routers", action="store_true", help=repair)
-    budget = parser.add_mutually_exclusive_group()
+    budget = chosen.add_mutually_exclusive_group()
     bits = "mean bits of an expert weight, scales included; chosen for each expert by its loss"
     budget.add_argument("--target-bits", type=float, metavar="B", help=bits)
     gib = "the same as GiB of all experts together"
@@ -144,15 +155,27 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
         const=2048,
         metavar="TOKENS",
         help="also measure what fewer bits cost, for moe convert --calibration, by reading TOKENS "
-        "tokens for each layer and precision (%(const)s; fewer are faster)",
+        "tokens for each layer and precision (default: not; TOKENS left out: %(const)s)",
     )
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=True)
-    add = parser.add_argument
-    add("--prompt-tokens", type=int, default=512, metavar="N", help="to read (%(default)s)")
-    add("--new-tokens", type=int, default=64, metavar="N", help="to decode (%(default)s)")
+    add = parser.add_argument_group("what to measure").add_argument
+    add(
+        "--prompt-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens to read (default: %(default)s)",
+    )
+    add(
+        "--new-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens to decode (default: %(default)s)",
+    )
     where = "where the time of a prompt and of decode steps goes, stage by stage"
     add("--stages", action="store_true", help=where)
     _add_json(parser)
@@ -160,8 +183,9 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, required=True)
-    add = parser.add_argument
-    add("--ranks", type=int, metavar="N", help="compare 1 to N ranks, and N replicas")
+    add = parser.add_argument_group("several ranks").add_argument
+    ranks = "compare 1 to N ranks, and N replicas (default: one rank)"
+    add("--ranks", type=int, metavar="N", help=ranks)
     add("--nodes", type=int, default=1, metavar="M", help="machines of the ranks (default: 1)")
     speed = "GB/s,MICROSECONDS"
     add("--link", metavar=speed, help="between ranks of a machine (default: measured)")
@@ -177,35 +201,46 @@ def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=SET)
 
 
-def _add_listening(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on (%(default)s)")
-    add("--port", type=int, default=8000, help="0 takes a free one (%(default)s)")
-    key = "what clients must send; better set as MOE_API_KEY, as other users see command lines"
+def _add_listening(parser: argparse.ArgumentParser) -> Callable[..., object]:
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
+    key = (
+        "what clients must send; better set as MOE_API_KEY, as other users see command lines "
+        "(default: MOE_API_KEY, else nothing)"
+    )
     add("--api-key", metavar="KEY", help=key)
-    add("--api-key-file", metavar="FILE", help="several keys with names and limits, as YAML")
-    add("--ssl-certfile", metavar="FILE", help="certificate chain (PEM); HTTPS instead of HTTP")
-    add("--ssl-keyfile", metavar="FILE", help="its private key, if it is in another file")
+    keys = "several keys with names and limits, as YAML (default: none)"
+    add("--api-key-file", metavar="FILE", help=keys)
+    chain = "certificate chain (PEM); HTTPS instead of HTTP (default: HTTP)"
+    add("--ssl-certfile", metavar="FILE", help=chain)
+    private = "its private key, if it is in another file (default: the same)"
+    add("--ssl-keyfile", metavar="FILE", help=private)
+    return add
 
 
 def _add_text(parser: argparse.ArgumentParser, what: str, tokens: int | None) -> None:
     """The model, and the text that it reads."""
     _add_model(parser, required=True)
-    parser.add_argument("--text", metavar="FILE", required=True, help=what)
-    most = f"tokens to read at most ({'all' if tokens is None else '%(default)s'})"
-    parser.add_argument("--tokens", type=int, default=tokens, metavar="N", help=most)
+    add = parser.add_argument_group("text").add_argument
+    add("--text", metavar="FILE", required=True, help=what)
+    most = f"tokens to read at most (default: {'all' if tokens is None else '%(default)s'})"
+    add("--tokens", type=int, default=tokens, metavar="N", help=most)
 
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def _add_sampling(parser: argparse.ArgumentParser) -> None:
+def _add_sampling(parser: argparse.ArgumentParser, title: str = "answers") -> Callable[..., object]:
     """The profile's ``generation`` section: for requests that do not set it themselves."""
-    add = parser.add_argument
-    own = "the model's own, else "
-    add("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer (auto)")
+    add = parser.add_argument_group(title).add_argument
+    own = "default: the model's own, else "
+    most = "most tokens of an answer (auto: in chats what fits the context, else 128)"
+    add("--max-new-tokens", type=int, metavar="N", help=most)
     add("--temperature", type=float, metavar="T", help=f"0: the most likely token ({own}0)")
     add("--top-p", type=float, metavar="P", help=f"most likely tokens of this mass ({own}1)")
     add("--top-k", type=int, metavar="K", help=f"only the K most likely tokens; 0: all ({own}0)")
-    add("--seed", type=int, metavar="S", help="makes sampling repeatable (a new one each time)")
+    seed = "makes sampling repeatable (default: a new one each time)"
+    add("--seed", type=int, metavar="S", help=seed)
+    return add

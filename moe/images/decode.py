@@ -85,7 +85,8 @@ def _bytes_of(source: object, what: str) -> bytes:
         if start is None:
             raise RequestError(
                 f"{what} must be a data URL (data:image/png;base64,..., or jpeg or webp), got "
-                f"{source!r:.60}; this program opens no links and no files: send the image itself"
+                f"{source!r:.60}; no files are opened, and links only by a server with "
+                "server.allow_image_urls: send the image itself"
             )
         if len(source) > MAX_BYTES * 4 // 3 + 1024:
             raise RequestError(f"{what} may have {MAX_BYTES} bytes; send a smaller one")

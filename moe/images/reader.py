@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,13 +93,18 @@ class ImageReader:
             ) from error
 
     def inputs(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
-        """What the processor makes of them, for the model's forward."""
+        """What the processor makes of them, for the model's forward.
+
+        Pixels are in the model's dtype: Llama 4's processor writes bfloat16 for every model.
+        """
         made = self._processor(
             text=[text], images=[list(images)], return_tensors="pt", add_special_tokens=False
         )
-        device = self._model.device
+        device, dtype = self._model.device, self._model.dtype
         return {
-            name: value.to(device) if isinstance(value, Tensor) else value
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            if isinstance(value, Tensor)
+            else value
             for name, value in made.items()
         }
 
@@ -253,7 +259,12 @@ def load_processor(
             ),
         }
         processor: Processor = _text_and_images(found, parts).from_pretrained(directory, **options)
-    except Exception as error:  # files may hold anything; some classes want torchvision
+    except Exception as error:  # files may hold anything
+        if "torchvision" in str(error).lower() and find_spec("torchvision") is None:
+            return (
+                "its processor needs torchvision, which is not installed: pip install torchvision, "
+                "from the index that torch is from"
+            )
         return f"its processor cannot be loaded ({type(error).__name__}: {error!s:.300})"
     return processor
 

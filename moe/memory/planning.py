@@ -262,7 +262,10 @@ def _towers(
     if not profile.model.images:
         return "it is loaded without what reads images (model.images=true loads it)"
     if ranks > 1:
-        return "several ranks share the experts: images are read by one process only"
+        return (
+            "several ranks share the experts, and images are read by one process only: start "
+            "without the launcher for them"
+        )
     if profile.speculation.contrast:
         return "speculation.contrast reads each token twice, which images do not support"
     return plan_towers(path, config, network, _backbone_dtype(profile, device))

@@ -18,6 +18,7 @@ from moe.server.fields import Json
 from moe.text.tool_calls.channels import ChannelParser
 from moe.text.tool_calls.parser import CallParser, ParsedCall
 from moe.text.tool_calls.reasoning import ReasoningParser
+from moe.text.tool_calls.response_template import TemplateParser
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 _ID_LENGTH = 9  # some chat templates accept only ids of nine letters and digits
@@ -76,8 +77,8 @@ class AnswerParser:
     """Separates the text of one sequence into reasoning, content and tool calls.
 
     Args:
-        calls: finds tool calls, and reasoning too if both are messages on channels; None: the
-            answer cannot have any.
+        calls: finds tool calls, and reasoning too if both are messages on channels or the tokenizer
+            has a template for answers; None: the answer cannot have any.
         reasoning: finds reasoning; None: the answer cannot have any.
 
     Attributes:
@@ -85,7 +86,9 @@ class AnswerParser:
     """
 
     def __init__(
-        self, calls: CallParser | ChannelParser | None, reasoning: ReasoningParser | None
+        self,
+        calls: CallParser | ChannelParser | TemplateParser | None,
+        reasoning: ReasoningParser | None,
     ) -> None:
         self.num_reasoning_tokens = 0
         self._calls = calls
@@ -95,7 +98,7 @@ class AnswerParser:
     def take(self, text: str, finish_reason: Literal["stop", "length"] | None) -> AnswerPiece:
         """Parse the next piece of text. A finish reason marks the last piece."""
         ended = finish_reason is not None
-        if isinstance(self._calls, ChannelParser):
+        if isinstance(self._calls, ChannelParser | TemplateParser):
             reasoning, found = self._read_channels(self._calls, text, ended=ended)
         else:
             reasoning, text = self._cut_reasoning(text, ended=ended)
@@ -119,7 +122,7 @@ class AnswerParser:
         return reasoning, text
 
     def _read_channels(
-        self, parser: ChannelParser, text: str, *, ended: bool
+        self, parser: ChannelParser | TemplateParser, text: str, *, ended: bool
     ) -> tuple[str, list[str | ParsedCall]]:
         reasoning, parts = parser.push(text)
         self.num_reasoning_tokens += parser.thinking

@@ -73,7 +73,8 @@ class ImageBlock(Block):
 
     type: Literal["image"]
     source: dict[str, Any]
-    """``{"type": "base64", "media_type": "image/png", "data": ...}`` (png, jpeg or webp)."""
+    """``{"type": "base64", "media_type": "image/png", "data": ...}`` (png, jpeg or webp), or
+    ``{"type": "url", "url": ...}`` where ``server.allow_image_urls`` is set."""
 
     @model_validator(mode="after")
     def _check_source(self) -> ImageBlock:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp
 
 from moe import __version__
 from moe.errors import RequestError
-from moe.server import experts_stream, page, remote_prefill, routes
+from moe.server import experts_stream, image_links, page, remote_prefill, routes
 from moe.server.anthropic import MessagesRequest
 from moe.server.bodies import nested_schemas
 from moe.server.engine_queue import EngineQueue
@@ -61,6 +62,7 @@ def create_app(
     app.state.queue = queue
     app.state.model_names = model_names
     app.state.settings = settings
+    app.state.image_links = asyncio.Semaphore(image_links.AT_ONCE)
     app.include_router(router)
     app.state.feed = experts_stream.ExpertsFeed(queue)
     app.include_router(routes.router)

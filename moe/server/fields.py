@@ -121,8 +121,9 @@ def image_url(part: Json) -> str:
             url = f"data:{about.get('media_type')};base64,{about.get('data')}"
     if not isinstance(url, str):
         raise ValueError(
-            "an image must be a data URL: in image_url.url of a chat, in image_url of a part "
-            "input_image, or as the base64 source of a part image"
+            "an image must be a data URL, or a link where server.allow_image_urls allows it: in "
+            "image_url.url of a chat, in image_url of a part input_image, or as the base64 or url "
+            "source of a part image"
         )
     return url
 

@@ -22,6 +22,7 @@ from moe.server.connections import EventStream, while_connected
 from moe.server.engine_queue import EngineQueue, GenerationJob
 from moe.server.errors import APIError
 from moe.server.fields import Json
+from moe.server.image_links import fetch_images
 from moe.server.openai.request import ChatRequest, GenerationRequest
 from moe.server.request_memory import RequestMemory, bytes_of
 from moe.text.tokenizer import TextCodec
@@ -64,10 +65,14 @@ async def answer(
     if queue.telemetry is not None:
         route, request_id = request.url.path, request.scope["request_id"]
         trace = queue.telemetry.begin(request.headers, route, name, request_id)
-    submitting = queue.submit(
-        build, caller_of(request), heavy=heavy, timeout_s=timeout_s, trace=trace
-    )
-    job = await while_connected(request.receive, submitting)
+
+    async def submit() -> GenerationJob:
+        if isinstance(body, ChatRequest):
+            await fetch_images(request, body.messages)
+        caller = caller_of(request)
+        return await queue.submit(build, caller, heavy=heavy, timeout_s=timeout_s, trace=trace)
+
+    job = await while_connected(request.receive, submit())
     spend = _spending(request)
     spend(job.num_prompt_tokens)
     assert queue.model is not None
@@ -137,7 +142,9 @@ def make_groups(model: MoE, body: GenerationRequest, tenant: str = "") -> list[S
 def chat_prompt(model: MoE, body: ChatRequest) -> list[int]:
     """Token ids of a conversation. Raises `APIError` 400 and `RequestError` if it has none."""
     tools = model.codec.tools
-    if body.needs_tools and tools.format is None:
+    template = model.codec.response_template
+    readable = not isinstance(template, str) and template.has_calls
+    if body.needs_tools and tools.format is None and not readable:
         message = f"this model cannot be given tools: {tools.reason}"
         raise APIError(400, message, param="tools", code="tools_not_supported")
     settings = body.template_settings(model.codec)

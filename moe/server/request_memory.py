@@ -44,6 +44,18 @@ class RequestMemory:
         self._by_owner[owner] = self._by_owner.get(owner, 0) + num_bytes
         self.held += num_bytes
 
+    def take_within(self, owner: Hashable, num_bytes: int) -> None:
+        """Count bytes, and raise `APIError` 503 if there is no room for them."""
+        self.take(owner, num_bytes)
+        if self.is_exceeded:
+            raise APIError(
+                503,
+                f"requests hold all of the {self.limit >> 20} MiB that are for their bodies and "
+                "answers (half of memory.reserve_gib); try again",
+                code="out_of_memory",
+                retry_after_s=1,
+            )
+
     def give_back(self, owner: Hashable, num_bytes: int | None = None) -> None:
         """The owner holds so many bytes less; None: nothing any more."""
         had = self._by_owner.pop(owner, 0)
@@ -69,15 +81,7 @@ class RequestMemory:
         async def counting() -> Message:
             message = await receive()
             if size := len(message.get("body", b"")):
-                self.take(owner, size * BODY_COST)
-                if self.is_exceeded:
-                    raise APIError(
-                        503,
-                        f"requests hold all of the {self.limit >> 20} MiB that are for their "
-                        "bodies and answers (half of memory.reserve_gib); try again",
-                        code="out_of_memory",
-                        retry_after_s=1,
-                    )
+                self.take_within(owner, size * BODY_COST)
             return message
 
         return counting

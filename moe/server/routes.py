@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,6 +19,7 @@ from moe.server.connections import while_connected
 from moe.server.engine_queue import EngineQueue
 from moe.server.fields import MAX_MESSAGES, Items, Json
 from moe.server.generation import answer, caller_of, chat_prompt, check_model, is_heavy
+from moe.server.image_links import fetch_images
 from moe.server.openai.answers import ChatAnswer, CompletionAnswer
 from moe.server.openai.request import (
     ChatEnding,
@@ -72,7 +73,10 @@ async def count_tokens(
 ) -> Response:
     """Number of prompt tokens of the same request to ``/v1/messages``."""
     return await _with_model(
-        request, body.model, lambda model: {"input_tokens": len(chat_prompt(model, body.chat))}
+        request,
+        body.model,
+        lambda model: {"input_tokens": len(chat_prompt(model, body.chat))},
+        body.chat.messages,
     )
 
 
@@ -111,7 +115,7 @@ async def tokenize(
             raise ContextError(f"the text has {len(ids)} tokens; at most {limit} are counted here")
         return {"tokens": ids, "count": len(ids), "max_model_len": model.context_length}
 
-    return await _with_model(request, body.model, work)
+    return await _with_model(request, body.model, work, body.messages or ())
 
 
 @router.post("/detokenize", openapi_extra=schema_of(DetokenizeRequest))
@@ -141,6 +145,7 @@ async def expert_tokens(
         return ids, [model.codec.decode([token]) for token in ids]
 
     async def work() -> Response:
+        await fetch_images(request, body.messages or ())
         ids, texts = await queue.text(encode, caller_of(request), heavy=True)
         chosen = await queue.between_steps(lambda model: model.expert_choices(ids))
         return JSONResponse({"tokens": texts, "experts": chosen})
@@ -154,12 +159,22 @@ def most_tokens(model: MoE) -> int:
 
 
 async def _with_model(
-    request: Request, name: str | None, work: Callable[[MoE], dict[str, Any]]
+    request: Request,
+    name: str | None,
+    work: Callable[[MoE], dict[str, Any]],
+    messages: Sequence[ChatMessage] = (),
 ) -> Response:
-    """The answer that the model of that name gives, worked out and written off the event loop."""
+    """The answer that the model of that name gives, worked out and written off the event loop.
+
+    Args:
+        messages: those whose links to images are fetched before.
+    """
     check_model(request.app.state.model_names, name)
     queue: EngineQueue = request.app.state.queue
-    answering = queue.text(
-        lambda model: JSONResponse(work(model)), caller_of(request), heavy=is_heavy(request)
-    )
-    return await while_connected(request.receive, answering)
+
+    async def answering() -> Response:
+        await fetch_images(request, messages)
+        write = lambda model: JSONResponse(work(model))  # noqa: E731
+        return await queue.text(write, caller_of(request), heavy=is_heavy(request))
+
+    return await while_connected(request.receive, answering())

@@ -511,6 +511,10 @@ class ServerSettings(Settings):
     """Send an OpenTelemetry trace of each request over OTLP/HTTP, to where the variables OTEL_...
     say (http://localhost:4318 without any). Needs the packages of the extra ``telemetry``."""
 
+    allow_image_urls: bool = False
+    """Fetch images that chats link to over http and https, from public addresses only, with at most
+    ``max_body_bytes`` for those of a request. false: images come as data URLs."""
+
     allowed_origins: tuple[Annotated[str, AfterValidator(_check_origin)], ...] = Field(
         default=(), strict=False
     )

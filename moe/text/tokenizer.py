@@ -31,6 +31,7 @@ from moe.text.generation_config import GENERATION_CONFIG, read_generation_config
 from moe.text.renderer import RENDERERS
 from moe.text.tool_calls.probe import Render, ToolSupport, probe_tools
 from moe.text.tool_calls.reasoning import ReasoningSupport, probe_reasoning
+from moe.text.tool_calls.response_template import ResponseTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -213,6 +214,22 @@ class TextCodec:
         """Texts and ids of the special tokens around reasoning."""
         format = self.reasoning.format
         return {} if format is None else self._written(format.literals)
+
+    @cached_property
+    def response_template(self) -> ResponseTemplate | str:
+        """How the tokenizer itself says that answers are read, or why it does not."""
+        if self.tokenizer is None:
+            return self.no_tokenizer_reason
+        return ResponseTemplate.of(self.tokenizer)
+
+    @cached_property
+    def template_tokens(self) -> frozenset[int]:
+        """Ids of the special tokens, but end tokens, that the response template looks for."""
+        template, ends = self.response_template, self.eos_token_ids
+        if isinstance(template, str):
+            return frozenset()
+        texts = self._special_texts().items()
+        return frozenset(i for i, text in texts if i not in ends and template.mentions(text))
 
     def opens_reasoning(self, token_ids: Sequence[int]) -> bool:
         """Whether a prompt ends inside reasoning, so that its answer continues the reasoning."""

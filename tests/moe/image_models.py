@@ -10,7 +10,12 @@ from typing import Any
 import torch
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from examples.models.tiny import OTHERS, tiny_config, tiny_model
 
@@ -30,7 +35,10 @@ class Case:
         shown: what the chat template writes for an image.
         processor: preprocessor_config.json.
         named: special tokens that the processor asks the tokenizer for by name.
-        vision: sizes of the vision tower; None: as `tiny_config` makes it.
+        vision: sizes of the vision tower that differ from those of `tiny_config`.
+        joined: processor_config.json, where there is one.
+        torchvision: its image processor needs this package.
+        within: how near logits are to transformers' own.
     """
 
     marks: dict[str, str]
@@ -38,6 +46,9 @@ class Case:
     processor: dict[str, Any]
     named: dict[str, str] = field(default_factory=dict)
     vision: dict[str, Any] = field(default_factory=dict)
+    joined: dict[str, Any] = field(default_factory=dict)
+    torchvision: bool = False
+    within: float = 1e-4
 
 
 _QWEN = {
@@ -52,6 +63,18 @@ _ERNIE = {
 _GEMMA = {
     "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>",
     "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>",
+}  # fmt: skip
+_PIXTRAL = {
+    "image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]",
+}  # fmt: skip
+_LLAMA = {
+    "image_token": "<|image|>", "patch_token": "<|patch|>", "boi_token": "<|image_start|>",
+    "eoi_token": "<|image_end|>", "x_token": "<|tile_x_separator|>",
+    "y_token": "<|tile_y_separator|>",
+}  # fmt: skip
+_KIMI = {
+    "image_token": "<|media_pad|>", "video_token": "<|kimi_k25_video_placeholder|>",
+    "vision_start_token": "<|media_begin|>", "vision_end_token": "<|media_end|>",
 }  # fmt: skip
 
 
@@ -90,12 +113,49 @@ CASES: dict[str, Case] = {
         {"image_processor_type": "Gemma4ImageProcessor", "max_soft_tokens": 70},
         _GEMMA,
         {"model_type": "gemma4_vision"},
+        within=1e-3,  # rounding alone: transformers' sdpa and eager attention differ by 1.7e-3
+    ),
+    # rows of an image end with a token of their own
+    "mistral_large4": Case(
+        {"image_token_index": "[IMG]"},
+        "[IMG]",
+        {"image_processor_type": "PixtralImageProcessor", "patch_size": 16},
+        _PIXTRAL,
+        {"image_size": 256},
+        {"processor_class": "PixtralProcessor", "patch_size": 16, "spatial_merge_size": 2},
+        torchvision=True,
+    ),
+    # an image is tiles
+    "llama4": Case(
+        {"image_token_index": "<|patch|>", "boi_token_index": "<|image_start|>",
+         "eoi_token_index": "<|image_end|>"},
+        "<|image|>",
+        {"image_processor_type": "Llama4ImageProcessor", "max_patches": 4,
+         "size": {"height": 28, "width": 28}},
+        _LLAMA,
+        {"intermediate_size": 64},
+        {"processor_class": "Llama4Processor", "patch_size": 14, "pixel_shuffle_ratio": 0.5},
+        torchvision=True,
+    ),
+    "kimi_k25": Case(
+        {f"{name}_id": mark for name, mark in _KIMI.items()},
+        "<|media_begin|> <|media_pad|> <|media_end|>",
+        {"image_processor_type": "Kimi_K25ImageProcessor", "patch_size": 14, "merge_size": 2},
+        _KIMI,
+        torchvision=True,
     ),
 }  # fmt: skip
 
 
 def make(name: str, directory: Path) -> PreTrainedModel:
     """Write a checkpoint of an architecture; the model that it holds."""
+    model = tiny_model(name, config=write_texts(name, directory))
+    model.save_pretrained(directory)
+    return model
+
+
+def write_texts(name: str, directory: Path) -> PreTrainedConfig:
+    """Write all of a checkpoint but weights and configuration; the configuration."""
     case = CASES[name]
     config = tiny_config(name)
     tokenizer = _tokenizer(case)
@@ -110,12 +170,12 @@ def make(name: str, directory: Path) -> PreTrainedModel:
     else:
         for key, value in case.vision.items():
             setattr(config.vision_config, key, value)
-    model = tiny_model(name, config=config)
-    model.save_pretrained(directory)
     tokenizer.chat_template = _TEMPLATE % case.shown
     tokenizer.save_pretrained(directory)
     (directory / "preprocessor_config.json").write_text(json.dumps(case.processor))
-    return model
+    if case.joined:
+        (directory / "processor_config.json").write_text(json.dumps(case.joined))
+    return config
 
 
 def _tokenizer(case: Case) -> PreTrainedTokenizerFast:

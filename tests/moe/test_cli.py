@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import gc
 import io
@@ -268,12 +269,23 @@ def test_interrupting_the_imports_ends_the_process(command: str, tmp_path: Path)
 def test_the_help_of_sampling_tells_the_defaults() -> None:
     helps = build_parser()._subparsers._group_actions[0].choices["chat"].format_help()  # type: ignore[union-attr, index]
     defaults = GenerationSettings()
-    neutral = {"max_new_tokens": "(auto)", "seed": "a new one each", "temperature": "else 0)"}
+    neutral = {"max_new_tokens": "(auto:", "seed": "a new one each", "temperature": "else 0)"}
     neutral |= {"top_p": "else 1)", "top_k": "else 0)"}
     for name, shown in neutral.items():
         assert getattr(defaults, name) == ("auto" if name == "max_new_tokens" else None)
         option = " ".join(helps.split(f"--{name.replace('_', '-')} ")[-1].split())
         assert shown in option[:90], (name, option)
+
+
+def test_the_help_of_each_command_tells_defaults_in_groups() -> None:
+    commands = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    for name, parser in dict(commands or {}).items():
+        for option in parser._actions:
+            if option.default not in (None, [], False, argparse.SUPPRESS):
+                shown = (option.help or "") % {"default": option.default, "const": option.const}
+                assert f"default: {option.default}" in shown, (name, option)
+        usual = {group.title: group._group_actions for group in parser._action_groups[:2]}
+        assert len(usual["options"]) <= 7, f"moe {name}: put options into named groups"
 
 
 @pytest.mark.parametrize("how", ["return 3", "sys.exit(3)", "broken pipe"])

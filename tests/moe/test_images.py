@@ -7,27 +7,30 @@ import io
 import struct
 import zlib
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
 from moe import MoE, SamplingParams
 from moe.cli import main
 from moe.commands.convert.convert import convert
 from moe.errors import RequestError
 from moe.images.decode import decode
-from moe.images.reader import ImageReader
+from moe.images.reader import ImageReader, load_processor
+from moe.memory.planning import planning
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.network.prompt_rows import NotRows, PromptRows
 from moe.settings import ModelSettings
+from moe.settings.profile import load_profile
 from moe.text.chat import take_images
 from moe.text.tokenizer import ImagePrompt, Prompt
-from tests.moe.image_models import CASES, make, picture
+from tests.moe.image_models import CASES, make, picture, write_texts
 
 COUNT = 4
 # Tokens that stand for images and sounds mean something else to transformers if they are generated.
@@ -100,7 +103,17 @@ def greedy(reference: PreTrainedModel, inputs: dict[str, Any]) -> list[int]:
     return said
 
 
-@pytest.mark.parametrize("name", CASES)
+HAS_TORCHVISION = find_spec("torchvision") is not None
+MAYBE = [
+    pytest.param(
+        name, marks=pytest.mark.skipif(case.torchvision > HAS_TORCHVISION, reason="no torchvision")
+    )
+    for name, case in CASES.items()
+    if name != "llama4"  # transformers 5.24's own forward fails with images
+]
+
+
+@pytest.mark.parametrize("name", MAYBE)
 def test_logits_and_tokens_are_those_of_the_whole_model(
     name: str, made: Callable[[str], tuple[Path, PreTrainedModel]]
 ) -> None:
@@ -122,7 +135,7 @@ def test_logits_and_tokens_are_those_of_the_whole_model(
         lanes = model.backbone.lanes([work])
         run_lanes(lanes, model.experts.run)
         expected = reference(**inputs, use_cache=False).logits[0]
-    assert float((lanes[0].result()[0] - expected).abs().max()) <= 1e-4
+    assert float((lanes[0].result()[0] - expected).abs().max()) <= CASES[name].within
     text = [5, 9, 2, 30, 31]
     (alone,) = model.generate([text], GREEDY)
     both: list[Prompt] = [messages, text]
@@ -131,6 +144,24 @@ def test_logits_and_tokens_are_those_of_the_whole_model(
     assert beside.token_ids == alone.token_ids
     (again,) = model.generate([messages], GREEDY)
     assert again.token_ids == first.token_ids
+
+
+@pytest.mark.skipif(HAS_TORCHVISION, reason="torchvision is installed")
+@pytest.mark.parametrize("name", ["mistral_large4", "llama4", "kimi_k25"])
+def test_a_processor_that_needs_torchvision_says_so(name: str, tmp_path: Path) -> None:
+    config = write_texts(name, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    found = load_processor(tmp_path, config, tokenizer)
+    assert isinstance(found, str)
+    assert "pip install torchvision" in found
+
+
+def test_several_ranks_say_that_they_read_no_images(tmp_path: Path) -> None:
+    make("qwen3_vl_moe", tmp_path)
+    profile = load_profile(SMALL, environ={}).profile
+    with planning(tmp_path, profile, torch.device("cpu"), lambda _: None, ranks=2) as planned:
+        assert isinstance(planned.towers, str)
+        assert "start without the launcher" in planned.towers
 
 
 def test_prefixes_are_shared_by_content(
@@ -221,9 +252,9 @@ def test_hostile_images_are_refused(what: str) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("https://example.org/a.png", "opens no links and no files"),
-        ("file:///etc/passwd", "opens no links and no files"),
-        ("/etc/passwd", "opens no links and no files"),
+        ("https://example.org/a.png", "no files are opened, and links only by a server"),
+        ("file:///etc/passwd", "no files are opened, and links only by a server"),
+        ("/etc/passwd", "no files are opened, and links only by a server"),
         ("data:image/svg+xml;base64,AAAA", "must be a data URL"),
         ("data:image/png;base64,!!!!", "not valid base64"),
         (7, "must be the bytes"),

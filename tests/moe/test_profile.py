@@ -128,6 +128,7 @@ def test_the_keys_are_these() -> None:
         "server.drain_timeout_s",
         "server.page",
         "server.traces",
+        "server.allow_image_urls",
         "server.allowed_origins",
     )
 

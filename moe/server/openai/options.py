@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
+from moe.errors import RequestError
 from moe.sampling.params import MAX_SOURCE, Structure
 from moe.server.answers import AnswerParser
 from moe.server.bodies import RequestBody
@@ -22,6 +23,7 @@ from moe.text.tool_calls.channels import ChannelParser
 from moe.text.tool_calls.grammar import ANY, CAN_FOLLOW, CallGrammar, Schema, after_reasoning
 from moe.text.tool_calls.parser import CallParser
 from moe.text.tool_calls.reasoning import ReasoningParser, ReasoningSupport
+from moe.text.tool_calls.response_template import PREFIX_TOKENS, ResponseTemplate
 
 SourceText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE)]
 
@@ -219,7 +221,14 @@ class ToolBody(RequestBody):
 
         Raises `RequestError` if it cannot be enforced.
         """
-        if self.offered_tools is None or codec.tools.format is None:
+        if self.offered_tools is None:
+            return None
+        if codec.tools.format is None:  # calls are read by the tokenizer's response_template
+            if self.tool_choice != "auto" or any(tool.function.strict for tool in self.tools):
+                raise RequestError(
+                    "this model's calls can be read, not enforced: its chat template does not show "
+                    "their form; leave out tool_choice and strict"
+                )
             return None
         functions = [tool.function for tool in self.tools]
         grammar = CallGrammar(codec.tools.format, codec.call_tokens)
@@ -241,11 +250,20 @@ class ToolBody(RequestBody):
         format = codec.tools.format
         if self.offered_tools is None or format is None:
             return None
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in self.tools}
-        most = None if self.parallel_tool_calls else 1
         if format.channels is not None:
-            return ChannelParser(format.channels, schemas, most)
-        return CallParser(format, schemas, most)
+            return ChannelParser(format.channels, self._schemas, self._most_calls)
+        return CallParser(format, self._schemas, self._most_calls)
+
+    @property
+    def _schemas(self) -> dict[str, dict[str, Any]]:
+        """Of the tools that may be called."""
+        if self.offered_tools is None:
+            return {}
+        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
+
+    @property
+    def _most_calls(self) -> int | None:
+        return None if self.parallel_tool_calls else 1
 
 
 def _parts(schemas: Mapping[str, Schema]) -> list[tuple[str, Structure]]:
@@ -304,15 +322,28 @@ class ReasoningBody(ToolBody, StructuredBody):
 
     def shown_tokens(self, codec: TextCodec) -> Collection[int]:
         """Ids of special tokens that stay in the answer's text, for its parser."""
+        if self._response_template(codec) is not None:
+            return codec.template_tokens
         calls = {} if self.offered_tools is None else codec.call_tokens
         return {*codec.reasoning_tokens.values(), *calls.values()}
 
     def answer_parser(self, codec: TextCodec, prompt: Sequence[int]) -> AnswerParser:
         """A parser of one answer to a prompt."""
+        if (template := self._response_template(codec)) is not None:
+            begun = codec.decode(prompt[-PREFIX_TOKENS:])
+            return AnswerParser(template.parser(begun, self._schemas, self._most_calls), None)
         format, thinking = codec.reasoning.format, None
         if format is not None and self._thinks:
             thinking = ReasoningParser(format, inside=codec.opens_reasoning(prompt))
         return AnswerParser(self.call_parser(codec), thinking)
+
+    def _response_template(self, codec: TextCodec) -> ResponseTemplate | None:
+        """What the tokenizer itself says about answers, if it says enough for this request."""
+        template = codec.response_template
+        whole = self.structure is not None and codec.reasoning.format is None
+        if isinstance(template, str) or whole or not self._thinks:
+            return None
+        return template if template.has_calls or self.offered_tools is None else None
 
     @property
     def _thinks(self) -> bool:

@@ -26,6 +26,7 @@ CODEC: Any = SimpleNamespace(
     tools=SimpleNamespace(format=CALLS),
     reasoning=SimpleNamespace(format=ReasoningFormat("<think>", "</think>")),
     opens_reasoning=lambda prompt: False,
+    response_template="the tokenizer has none",
 )
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 PARTS = st.sampled_from(["a b", " ", "<think>", "</think>", CALL, CALL[:20], "<tool_call>", "\n"])

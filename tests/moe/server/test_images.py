@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from starlette.requests import Request
 
 from moe import MoE
+from moe.server import image_links
+from moe.server.openai.request import ChatMessage
 from tests.moe.image_models import make, picture
 from tests.moe.server.conftest import Running, Serve
 from tests.moe.test_images import HOSTILE, SMALL, data_url, png
@@ -21,7 +28,7 @@ SAID = {"max_tokens": 4, "temperature": 0}
 def seeing(serve: Serve, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     path: Path = tmp_path_factory.mktemp("seeing")
     make("qwen3_vl_moe", path)
-    with serve(load=lambda: MoE.from_pretrained(path, SMALL)) as running:
+    with serve(load=lambda: MoE.from_pretrained(path, SMALL), allow_image_urls=True) as running:
         yield running
 
 
@@ -67,6 +74,131 @@ def test_hostile_images_are_refused_and_the_server_goes_on(seeing: Running) -> N
     assert answer.status_code == 400
     assert "processor refused" in answer.json()["error"]["message"]
     assert seeing.http.post("/v1/chat/completions", json=chat(URL)).status_code == 200
+
+
+PHOTO = png(picture(1, 64, 96))
+STUCK = threading.Event()
+
+
+class Host(BaseHTTPRequestHandler):
+    """Another host, with images behind some of its paths."""
+
+    def do_GET(self) -> None:
+        self.server.asked.append((self.path, self.headers["Host"]))  # type: ignore[attr-defined]
+        if self.path.startswith("/to/"):
+            self.send_response(302)
+            self.send_header("Location", self.path.removeprefix("/to/"))
+            self.end_headers()
+        elif self.path == "/slow":
+            STUCK.wait(30)
+        elif self.path.startswith("/photo"):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(PHOTO)
+        elif self.path == "/large":
+            self.send_response(200)
+            self.end_headers()
+            try:
+                while True:
+                    self.wfile.write(bytes(1 << 20))
+            except OSError:
+                pass
+        elif self.path == "/nonsense":
+            self.wfile.write(b"hello\r\n\r\n")
+        else:
+            self.send_error(404)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
+    """The other host; its address, this machine's, counts as public."""
+    monkeypatch.setattr(image_links, "is_public", lambda address: address == "127.0.0.1")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Host) as server:
+        server.asked = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server
+        STUCK.set()
+        server.shutdown()
+        thread.join()
+
+
+def test_links_are_fetched_and_limited(
+    seeing: Running, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = f"http://127.0.0.1:{host.server_port}"
+    said = seeing.http.post("/v1/chat/completions", json=chat(URL)).json()["choices"][0]["message"]
+    for link in (
+        f"{base}/photo%20of?a=\u00e4 b",
+        f"{base}/to//to//photo",
+        f"{base}/to/{base}/photo",
+    ):
+        answer = seeing.http.post("/v1/chat/completions", json=chat(link))
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["message"] == said
+    assert ("/photo%20of?a=%C3%A4%20b", f"127.0.0.1:{host.server_port}") in host.asked
+    source = {"type": "image", "source": {"type": "url", "url": f"{base}/photo"}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [source, source]}]}
+    host.asked.clear()
+    count = seeing.http.post("/v1/messages/count_tokens", json=body)
+    assert count.status_code == 200, count.text
+    assert [path for path, _ in host.asked] == ["/photo"]  # once a prompt
+    refused = {
+        f"{base}/none": "status 404",
+        f"{base}/nonsense": "no answer",
+        f"{base}/large": "4194304 bytes",
+        f"{base}/to//to//to//to//photo": "more than 3 times",
+        f"{base}/to/file:///etc/passwd": "must begin with http",
+        f"{base}/to/http://[::1]:{host.server_port}/photo": "not public",
+        f"http://me:secret@127.0.0.1:{host.server_port}/photo": "no password",
+        "http://127.0.0.1:1/photo": "no answer",
+        "http://[::/photo": "must begin with http",
+        f"https://127.0.0.1:{host.server_port}/photo": "no answer",
+    }
+    for link, why in refused.items():
+        answer = seeing.http.post("/v1/chat/completions", json=chat(link))
+        assert answer.status_code == 400, (link, answer.text)
+        assert why in answer.json()["error"]["message"], link
+    monkeypatch.setattr(image_links, "SECONDS", 0.2)
+    answer = seeing.http.post("/v1/chat/completions", json=chat(f"{base}/slow"))
+    assert answer.status_code == 400
+    assert "took more than 0.2 s" in answer.json()["error"]["message"]
+    monkeypatch.setattr(image_links, "is_public", lambda _: False)
+    host.asked.clear()
+    assert seeing.http.post("/v1/chat/completions", json=chat(f"{base}/photo")).status_code == 400
+    assert host.asked == []
+
+
+def test_links_stay_where_none_are_allowed() -> None:
+    message = ChatMessage.model_validate(
+        {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": "http://a.example/"}}],
+        }
+    )
+    queue = SimpleNamespace(model=SimpleNamespace(codec=SimpleNamespace(images=object())))
+    settings = SimpleNamespace(allow_image_urls=False)
+    request = SimpleNamespace(
+        app=SimpleNamespace(state=SimpleNamespace(queue=queue, settings=settings))
+    )
+    asyncio.run(image_links.fetch_images(cast(Request, request), [message]))
+    assert cast(Any, message.content)[0]["type"] == "image_url"
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.216.34", True), ("2606:2800:220:1::1", True), ("127.0.0.1", False),
+        ("10.1.2.3", False), ("192.168.0.1", False), ("169.254.169.254", False),
+        ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("::1", False),
+        ("::ffff:127.0.0.1", False), ("fe80::1%eth0", False), ("fd00::1", False),
+        ("2002:7f00:1::", False), ("64:ff9b::a00:1", False), ("::", False),
+    ],
+)  # fmt: skip
+def test_public_addresses(address: str, public: bool) -> None:
+    assert image_links.is_public(address) is public
 
 
 def test_a_model_that_reads_text_refuses(server: Running) -> None:
