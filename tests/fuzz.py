@@ -4,11 +4,11 @@
 
 Targets of atheris (libFuzzer for Python): header (safetensors), manifest (stores), config, gguf,
 wire (messages of ranks), greeting (of a rank that is a stranger) and grammar (structures of
-requests). `http` sends requests that schemathesis makes of the server's own description, fresh ones
-each time. What raises anything but the error that its caller expects is a finding, and what takes 20 s
-of processor time: exit code 1, and the input is kept in build/fuzz. Inputs that reached something new stay in build/fuzz/TARGET, where
-the next run begins. tests/corpora/TARGET has some of them, and those that found something; the
-suite reads them too (tests/test_fuzz.py).
+requests). `http` sends requests that schemathesis makes of the server's own description, fresh
+ones each time. What raises anything but the error that its caller expects is a finding, and what
+takes 20 s of processor time: exit code 1, and the input is kept in build/fuzz. Inputs that reached
+something new stay in build/fuzz/TARGET, where the next run begins. tests/corpora/TARGET has some of
+them, and those that found something; the suite reads them too (tests/test_fuzz.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "fuzz"
 CORPORA = Path(__file__).with_name("corpora")
 _LIMIT_S = 20
-"""Of one input. libFuzzer counts by the clock, so a pause of the process looks like a slow input."""
+"""Of one input. libFuzzer counts by the clock: a pause of the process looks like a slow input."""
 _SCRATCH = tempfile.TemporaryDirectory()
 _DIRECTORY = Path(_SCRATCH.name)
 _INSTRUMENTED = [
@@ -173,10 +173,6 @@ def seeds(target: str) -> list[bytes]:
     return [b'{"version": 1, "layers": [], "files": {}}']
 
 
-def _prefix(target: str) -> str:
-    return f"{FOLDER}/{target}-"
-
-
 def fuzz(target: str, seconds: int) -> None:
     """Run libFuzzer in this process, which it ends."""
     import atheris
@@ -188,8 +184,9 @@ def fuzz(target: str, seconds: int) -> None:
     corpus.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(seeds(target)):
         (corpus / f"seed-{number}").write_bytes(seed)
-    options = [f"-max_total_time={seconds}", f"-timeout={_LIMIT_S}", "-rss_limit_mb=4096", "-max_len=65536"]
-    options += [f"-artifact_prefix={_prefix(target)}", "-print_final_stats=1", "-verbosity=0"]
+    options = [f"-max_total_time={seconds}", f"-timeout={_LIMIT_S}", "-rss_limit_mb=4096"]
+    options += [f"-artifact_prefix={FOLDER}/{target}-", "-print_final_stats=1", "-verbosity=0"]
+    options += ["-max_len=65536"]
     known = [str(path) for path in [CORPORA / target] if path.is_dir()]
     atheris.Setup([sys.argv[0], *options, str(corpus), *known], TARGETS[target])
     atheris.Fuzz()
