@@ -69,7 +69,7 @@ WORST = {
         c, "/tokenize", [{"prompt": f"{i} {LONG_TEXT}"} for i in range(30)]
     ),
     "n=64, logprobs=20": lambda c: _many(
-        c, "/v1/completions", [{"prompt": "a", "n": 64, "max_tokens": 2000, "logprobs": 20}]
+        c, "/v1/completions", [{"prompt": "a", "n": 64, "max_tokens": 240, "logprobs": 20}]
     ),
     "half-sent bodies": lambda c: [_half_bodies(c)],
 }
