@@ -6,10 +6,13 @@ Converts the demo model and serves it with a part of its experts in memory (with
 several ranks of one machine, all experts in memory), and drives it with greedy requests whose
 answers are known from a server without faults. Meanwhile, at random: reads of experts fail or take
 long, the disk under ``memory.prefix_dir`` is full, the clock jumps by hours, a process is stopped
-for a while, a process is killed and the server started again, and clients leave. Every request must
-be accounted for: answered as without faults, refused, told by an error, left by its client, or cut
-off by a kill. Between kills the idle server's memory must not grow by more than 5 % and a few MB.
-Ends with exit code 0 or 1 and one JSON object.
+for a while, a process is killed and the server started again, and clients leave. The server lives
+in a control group that allows 128 MiB a rank more than it had without faults (its plan has 31 MiB
+for one rank), and at times a neighbour in that group takes what is left: the kernel takes back all
+pages of files, then ends the neighbour. Where no group can be made, the result says so. Every
+request must be accounted for: answered as without faults, refused, told by an error, left by its
+client, or cut off by a kill. Between kills the idle server's memory must not grow by more than 5 %
+and a few MB. Ends with exit code 0 or 1 and one JSON object.
 """
 
 from __future__ import annotations
@@ -26,32 +29,49 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import httpx
 
 from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.memory_group import GIB, MemoryGroup, memory_group
 from benchmarks.soak import MALLOC, WORDS, idle_occupancy, resident_mb
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [" ".join(WORDS[at : at + 4 + at % 40]) for at in range(0, 900, 60)]
 TOKENS = 24
 ANSWER_S = 60.0
-READY_S = 240.0
+READY_S = 600.0  # on a machine that does much else, and kernels may be compiled first
 SLOW_S = 0.05
 FINE = frozenset({"as without faults", "refused", "told", "left", "cut off by a kill"})
 MAX_GROWTH, MAX_GROWTH_MB = 0.05, 8.0
+MORE_BYTES = 128 << 20
+"""What the control group allows a rank beyond what it had without faults. With less the kernel ends
+a rank rather than its neighbour: it counts libraries (200 MB), which count for no limit."""
+# Takes memory until the kernel ends it, the first of its group.
+_NEIGHBOUR = """
+open("/proc/self/oom_score_adj", "w").write("1000")
+taken = []
+while True:
+    taken.append(b"x" * (1 << 20))
+"""
 _FAULTS = "MOE_TEST_FAULTS"
 
 
 class ChaosServer:
     """``moe serve``, which can be given faults, stopped, killed and started again."""
 
-    def __init__(self, model: Path, folder: Path, ranks: int, settings: list[str]) -> None:
+    def __init__(
+        self, model: Path, folder: Path, ranks: int, settings: list[str], group: MemoryGroup
+    ) -> None:
+        self.group = group
         self.faults = folder / "faults.json"
         self._model, self._ranks, self._settings = model, ranks, settings
-        self._log = (folder / "log").open("ab")
+        self.log = folder / "log"
+        self._log = self.log.open("ab")
         self.processes: list[subprocess.Popen[bytes]] = []
         self.url = ""
         self.kills = 0
@@ -74,6 +94,7 @@ class ChaosServer:
         command += ["--port", str(port)]
         for setting in self._settings:
             command += ["--set", setting]
+        command = self.group.command(command)
         self.url = f"http://127.0.0.1:{port}"
         for rank in range(self._ranks):
             ranks = {
@@ -97,7 +118,7 @@ class ChaosServer:
             except httpx.HTTPError:
                 pass
             time.sleep(0.2)
-        raise RuntimeError(f"the server did not get ready; see {self._log.name}")
+        raise RuntimeError(f"the server did not get ready; see {self.log}")
 
     def kill(self) -> list[int | None]:
         """Kill one process, wait until all have ended, and give their exit codes."""
@@ -108,7 +129,7 @@ class ChaosServer:
     def end(self, number: int | None = signal.SIGTERM) -> list[int | None]:
         """Tell rank 0 to end; the exit codes of all, None of one that had to be killed."""
         codes: list[int | None] = []
-        if number is not None and self.processes[0].poll() is None:
+        if number is not None and self.processes and self.processes[0].poll() is None:
             self.processes[0].send_signal(number)
         for process in self.processes:
             try:
@@ -138,6 +159,7 @@ class Chaos:
         self.events: Counter[str] = Counter()
         self.memory: list[list[float]] = []
         self.codes: list[list[int | None]] = []
+        self.ends_of_neighbours: list[int] = []
 
     async def learn(self) -> None:
         """The answers without faults, each prompt alone."""
@@ -207,6 +229,7 @@ class Chaos:
             "stopped",
             "killed",
             "nothing",
+            *(["little memory"] if self.server.group.folder else []),
         ]
         while time.monotonic() < until:
             kind = self.rng.choice(kinds)
@@ -224,6 +247,8 @@ class Chaos:
                 await self._stop_for(self.rng.choice((0.5, 3.0)))
             elif kind == "killed":
                 await self._kill()
+            elif kind == "little memory":
+                await self._press(self.rng.choice((1, 3)))
             await asyncio.sleep(self.rng.uniform(2.0, 6.0))
             self.server.set_faults()
 
@@ -232,6 +257,12 @@ class Chaos:
         process.send_signal(signal.SIGSTOP)
         await asyncio.sleep(seconds)
         process.send_signal(signal.SIGCONT)
+
+    async def _press(self, times: int) -> None:
+        command = self.server.group.command([sys.executable, "-S", "-c", _NEIGHBOUR])
+        for _ in range(times):
+            neighbour = await asyncio.create_subprocess_exec(*command)
+            self.ends_of_neighbours.append(await neighbour.wait())
 
     async def _kill(self) -> None:
         self.is_down = True
@@ -248,6 +279,9 @@ class Chaos:
             until = time.monotonic() + 60 * minutes / rounds
             asking = (self.client(f"{number}:{index}", until) for index in range(clients))
             await asyncio.gather(self.make_trouble(until), *asking)
+            if codes := [code for each in self.server.processes if (code := each.poll())]:
+                self.outcomes[f"a process ended by itself with {codes}"] += 1
+                return
             async with httpx.AsyncClient(base_url=self.server.url, timeout=ANSWER_S) as http:
                 left = await idle_occupancy(http)
             self.outcomes.update({f"left in the engine: {k}": v for k, v in left.items() if v})
@@ -267,12 +301,30 @@ def faults(chaos: Chaos, codes: list[int | None]) -> list[str]:
     for life in chaos.memory:
         if len(life) > 2 and life[-1] > life[1] * (1 + MAX_GROWTH) + MAX_GROWTH_MB:
             found.append(f"memory grew: {life}")
+    if alive := [code for code in chaos.ends_of_neighbours if code != -signal.SIGKILL]:
+        found.append(f"memory was not short: neighbours ended with {alive}")
     found += [f"a process had to be killed: {each}" for each in chaos.codes if None in each]
     if any(codes):
         found.append(f"the server ended with {codes}")
     if not chaos.outcomes["as without faults"]:
         found.append("nothing was answered")
     return found
+
+
+def _while_it_runs(
+    server: ChaosServer, what: Callable[[], Coroutine[Any, Any, None]]
+) -> list[int | None]:
+    """Exit codes of a server that ran as long as this."""
+    try:
+        server.start()
+        server.wait_until_ready()
+        asyncio.run(what())
+    except BaseException:
+        print(server.log.read_text(errors="replace")[-3000:], file=sys.stderr)
+        raise
+    finally:
+        codes = server.end()
+    return codes
 
 
 def serve(arguments: list[str]) -> None:
@@ -381,22 +433,21 @@ def main() -> int:
             settings += ["memory.reserve_gib=0", "prefill.wave_tokens=256"]
             settings += [f"memory.device_gib={options.memory_gib}", "offload.hot_set=false"]
         print(f"log: {folder / 'log'}", file=sys.stderr)
-        server = ChaosServer(model, folder, options.ranks, settings)
-        chaos = Chaos(server, random.Random(options.seed))
-        try:
-            server.start()
-            server.wait_until_ready()
-            asyncio.run(chaos.learn())
-            asyncio.run(chaos.run(options.clients, options.minutes))
-        except BaseException:
-            print((folder / "log").read_text(errors="replace")[-3000:], file=sys.stderr)
-            raise
-        finally:
-            codes = server.end()
+        ranks = options.ranks
+        with memory_group(32 * GIB) as group:  # more than it takes: to learn how much that is
+            server = ChaosServer(model, folder, ranks, settings, group)
+            chaos = Chaos(server, random.Random(options.seed))
+            codes = _while_it_runs(server, chaos.learn)
+            taken = group.usage().peak_anonymous_bytes
+        with memory_group(taken + ranks * MORE_BYTES) as group:
+            server.group = group
+            codes += _while_it_runs(server, lambda: chaos.run(options.clients, options.minutes))
+            memory = {"without_faults_bytes": taken, **asdict(group.usage())}
     result = {
         "outcomes": dict(chaos.outcomes.most_common()),
         "events": dict(chaos.events),
         "memory_mb_by_life": chaos.memory,
+        "group": memory if group.folder else f"no memory limit: {group.reason}",
         "exit_codes_of_kills": chaos.codes,
         "faults": faults(chaos, codes),
     }

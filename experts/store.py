@@ -126,24 +126,26 @@ class Store:
         """Compare the checksums of an expert's prefix that was read; without any, do nothing.
 
         Args:
-            parts: its bytes, as `prefix` has them, in tensors that follow one another.
+            parts: its bytes, as `prefix` has them, in contiguous tensors that follow one another.
 
         Raises:
             StoreError: one is wrong.
         """
         sums = self._sums_of(self.manifest.layers[key.layer].file)
-        rest = [as_bytes(part) for part in parts]
+        tensors = self.file(key.layer).tensors
+        spans = [(part.data_ptr(), part.nbytes) for part in parts]
         for name in self._blobs(key, bits) if sums else ():
-            if not rest:
+            if not spans:
                 return  # a shorter prefix
             tensor = blob_name(key, name)
-            found, left = 0, self.blob(key, name).nbytes
+            found, left = 0, tensors[tensor].nbytes
             while left:
-                part = rest[0][:left]
-                found, left = crc32(part, found), left - len(part)
-                rest[0] = rest[0][len(part) :]
-                if not len(rest[0]):
-                    del rest[0]
+                address, size = spans[0]
+                taken = min(left, size)
+                found, left = crc32(address, taken, found), left - taken
+                spans[0] = address + taken, size - taken
+                if taken == size:
+                    del spans[0]
             if found != sums[tensor]:
                 raise StoreError(
                     f"{self.file(key.layer).path} is damaged: {tensor} does not have its checksum; "

@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     survived = 0
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "tree"
-        ignored = shutil.ignore_patterns(".git", ".venv", "__pycache__", "*.unfinished")
+        ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", "*.unfinished")
         shutil.copytree(ROOT, copy, ignore=ignored)
         for mutation in chosen:
             file = copy / mutation["file"]

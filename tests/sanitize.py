@@ -8,7 +8,8 @@ threads that read files, exchange rows and run steps. GCC's OpenMP runtime is no
 ThreadSanitizer, so there each test has one thread of OpenMP.
 
 The instrumented library is compiled to build/sanitize/ (minutes, once a change). A finding ends the
-process; its report names the line of the kernel.
+process; its report names the line of the kernel. Before the tests, a library with a planted fault
+of each kind is loaded in the same way, and must end its process.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +33,20 @@ _OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "ignore_noninstrumented_modules=1:halt_on_error=1:report_signal_unsafe=0",
 }
+_PLANTED = {
+    "address": {
+        "AddressSanitizer": "int* volatile one = new int(1); delete one; volatile int read = *one;",
+        "signed integer overflow": "volatile int most = 2147483647; most = most + 1;",
+    },
+    "thread": {
+        "ThreadSanitizer: data race": """
+            static int shared;
+            const auto count = [] { for (int i = 0; i < 100000; ++i) ++shared; };
+            std::thread one(count), two(count);
+            one.join(), two.join();""",
+    },
+}
+"""What a report says, and code that must bring it about."""
 _KERNELS = [
     *(
         f"tests/kernels/test_{name}.py"
@@ -72,7 +88,23 @@ def main(kind: str, arguments: list[str]) -> int:
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider"]
     command += ["-k", "not x86", *(arguments or _TESTS[kind])]
     preloaded = environment | {"LD_PRELOAD": ":".join(found)}
+    for says, code in _PLANTED[kind].items():
+        if not _finds(says, code, wrapper, preloaded):
+            sys.exit(f"the sanitizer does not work here: a planted fault brought no {says!r}")
     return subprocess.run(command, cwd=ROOT, env=preloaded).returncode
+
+
+def _finds(says: str, code: str, compiler: Path, preloaded: dict[str, str]) -> bool:
+    """Whether a fault in a library that Python loads ends the process with this report."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "planted.cpp", Path(folder) / "planted.so"
+        source.write_text(f'#include <thread>\nextern "C" void planted() {{ {code} }}\n')
+        build = [str(compiler), "-shared", "-fPIC", str(source), "-o", str(library)]
+        subprocess.run(build, check=True)
+        load = f"import ctypes; ctypes.CDLL({str(library)!r}).planted()"
+        command = [sys.executable, "-c", load]
+        done = subprocess.run(command, env=preloaded, capture_output=True, text=True)
+        return done.returncode != 0 and says in done.stderr
 
 
 def _output(command: list[str]) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
 FAULTS = yaml.safe_load((ROOT / "tests" / "faults.yaml").read_text())
+MUTATIONS = yaml.safe_load((ROOT / "tests" / "mutations.yaml").read_text())
 NUMBERS = {"A": 19, "B": 14, "C": 24, "D": 7, "E": 14}
 
 
@@ -43,3 +45,10 @@ def test_its_tests_are_there(fault: str) -> None:
         if not (ROOT / file).is_file() or name not in names_in(file)
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation["fault"])
+def test_guards_of_mutations_are_there(mutation: dict[str, Any]) -> None:
+    """Else `make mutations` would say so, which few run."""
+    assert (ROOT / mutation["file"]).read_text().count(mutation["guard"]) == 1
+    assert mutation["without"] != mutation["guard"]

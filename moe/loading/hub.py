@@ -10,6 +10,7 @@ a kernel: CVE-2026-4372) are dropped at every level before transformers sees the
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from experts.safetensors_io import read_small
 from moe.errors import CheckpointError, UnsupportedModelError
-from moe.loading.checkpoint import LOCAL, ByteSource
+from moe.loading.checkpoint import LOCAL, ByteSource, Checkpoint
 from moe.loading.gguf.directory import gguf_directory
 from moe.loading.progress import Report
 from moe.loading.remote.download import cached, download
@@ -42,6 +43,9 @@ MAX_DEPTH = 32
 MAX_SIZE = 1 << 31
 # Counts that Python loops over when a configuration or a model is built
 MAX_COUNT = {"num_hidden_layers": 512} | dict.fromkeys(EXPERT_COUNTS, 1 << 16)
+MANY_LAYERS = 100
+"""Up to here the modules of layers that are not there are made sooner than the weights' names are
+read twice."""
 SIZE_KEYS = (
     "vocab_size",
     "hidden_size",
@@ -213,6 +217,7 @@ def read_config(path: Path) -> PreTrainedConfig:
             f"{file} is not a valid {model_type} configuration: {type(error).__name__}: {error}"
         ) from error
     _check_experts(config, file)
+    _check_layers(config, file)
     return config
 
 
@@ -285,3 +290,21 @@ def _check_experts(config: PreTrainedConfig, file: Path) -> None:
                 f"{file}: {top_k} = {chosen} must lie between 1 and {experts} = {count}: "
                 "a token cannot be sent to more experts than there are"
             )
+
+
+def _check_layers(config: PreTrainedConfig, file: Path) -> None:
+    """That there are weights of so many layers, before as many modules are made."""
+    stated = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if not isinstance(stated, int) or stated <= MANY_LAYERS:
+        return
+    try:
+        with Checkpoint.open(file.parent) as checkpoint:
+            numbers = [re.search(r"\.(\d+)\.", name) for name in checkpoint.tensors]
+    except CheckpointError:  # said by whoever opens them to read; a GGUF file has checked it
+        return
+    found = len({number[1] for number in numbers if number})
+    if found < stated:
+        raise CheckpointError(
+            f"{file}: num_hidden_layers = {stated}, and the weights beside it are of {found} "
+            "layers; correct it, or download the checkpoint again"
+        )

@@ -144,7 +144,7 @@ class GgufKeys:
             if key not in self._used and key not in (*SHOWN, *known.unused):
                 if key.startswith(_TELLING):
                     raise self.refused(key)
-                _logger.warning("the GGUF file states %s%s, which is not used", own, key)
+                _logger.warning("the GGUF file states %r, which is not used", own + key)
 
 
 def gguf_config(

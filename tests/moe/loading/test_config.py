@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +120,15 @@ def test_unknown_architecture_is_named_with_the_version(tmp_path: Path) -> None:
 def test_senseless_config(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_config(write(tmp_path, **changes))
+
+
+def test_layers_without_weights_are_not_made(
+    tmp_path: Path, tiny_checkpoint: Callable[[str], Path]
+) -> None:
+    (weights,) = tiny_checkpoint("qwen3_moe").glob("*.safetensors")
+    shutil.copy(weights, write(tmp_path, num_hidden_layers=512))
+    with pytest.raises(CheckpointError, match="= 512, and the weights beside it are of 4 layers"):
+        read_config(tmp_path)
 
 
 def test_no_code_of_the_model_directory_is_run(tmp_path: Path) -> None:

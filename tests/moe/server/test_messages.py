@@ -1,6 +1,6 @@
 """`/v1/messages` as Anthropic's clients speak it: a chat in other words.
 
-The client itself is not among what tests need; these are the bytes that it reads and writes.
+The client library itself is tried in `test_anthropic_client.py`; these are the bytes.
 """
 
 from __future__ import annotations

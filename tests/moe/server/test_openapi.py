@@ -46,7 +46,10 @@ def test_the_description_is_kept(mode: GenerationMode, server: Any) -> None:
                 limit = "max_output_tokens" if "responses" in case.path else "max_tokens"
                 if "count" not in case.path:
                     case.body.setdefault(limit, 2)  # the default takes a while
-            statuses.add(case.call_and_validate(checks=CHECKS).status_code)
+            response = case.call()
+            statuses.add(response.status_code)
+            if response.status_code != 504 or "timeout" not in case.body:  # that one is its wish
+                case.validate_response(response, checks=CHECKS)
 
         check()
     assert 400 in statuses
