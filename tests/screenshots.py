@@ -39,7 +39,7 @@ SETTINGS: dict[str, Any] = {
     "engine.max_batch_size": 8,
     "speculation.mode": "auto",
 }
-# The demo model continues code; it was not trained on chats.
+# The demo model continues code, better so than in the form of its chats.
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PROMPT = "def parse_arguments(argv):\n    parser = argparse.ArgumentParser()\n"
 TOKENS = (60, 100, 1500)
