@@ -17,6 +17,10 @@
   Ray starts new replicas before old ones go, which get no new requests and as long to finish as
   ``server.drain_timeout_s`` says.
 
+Ray starts workers with the niceness 15, and beside any busy process they get next to nothing: start
+Ray with ``RAY_worker_niceness=0`` where replicas compute on CPUs (``ray start``, or before
+``serve run`` where that starts Ray itself).
+
 With ``MOE_API_KEY`` set for the cluster, clients must send that key.
 """
 

@@ -38,6 +38,8 @@ PATIENCE_S = 120
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     os.environ["PYTHONPATH"] = str(ROOT)
+    # 15 by default, with which replicas starve beside a busy process.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -105,6 +105,7 @@ export class Live {
     this.map.setLayout(layout);
     this.plan = layout.memory_plan;
     this.block = layout.status.keys_and_values.block_tokens;
+    this.own.allow(!layout.layers[0]?.ranks);
     this.#memory(this.plan);
     this.#how(layout.status);
     const { offload, speculation } = layout.status;
