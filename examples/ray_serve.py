@@ -1,7 +1,7 @@
 """Replicas of `moe serve` behind one address, on Ray Serve (``pip install 'ray[serve]'``).
 
     serve run examples.ray_serve:build model=examples/demo-model max_replicas=4
-    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main():", "max_tokens": 20}'
+    curl http://127.0.0.1:8000/v1/completions --json '{"prompt": "def main():", "max_tokens": 20}'
 
 `FrontDoor` takes requests and gives each to a `Replica`, which runs a whole server of its own.
 
