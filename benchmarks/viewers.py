@@ -83,7 +83,9 @@ def idle_share(server: Server, viewers: int, seconds: float) -> float:
 
 
 def error_of(ratios: list[float]) -> float:
-    """Standard error of their median, were they normal."""
+    """Standard error of their median, were they normal; infinite for one."""
+    if len(ratios) < 2:
+        return float("inf")
     return 1.25 * stdev(ratios) / len(ratios) ** 0.5
 
 
