@@ -1,7 +1,7 @@
 """Replicas of `moe serve` behind one address, on Ray Serve (``pip install 'ray[serve]'``).
 
     serve run examples.ray_serve:build model=examples/demo-model max_replicas=4
-    curl http://127.0.0.1:8000/v1/completions -d '{"prompt": "def main():", "max_tokens": 20}'
+    curl http://127.0.0.1:8000/v1/completions --json '{"prompt": "def main():", "max_tokens": 20}'
 
 `FrontDoor` takes requests and gives each to a `Replica`, which runs a whole server of its own.
 
@@ -16,6 +16,10 @@
 - Rolling update and draining: deploy again with other settings (``serve run``, ``serve deploy``).
   Ray starts new replicas before old ones go, which get no new requests and as long to finish as
   ``server.drain_timeout_s`` says.
+
+Ray starts workers with the niceness 15, and beside any busy process they get next to nothing: start
+Ray with ``RAY_worker_niceness=0`` where replicas compute on CPUs (``ray start``, or before
+``serve run`` where that starts Ray itself).
 
 With ``MOE_API_KEY`` set for the cluster, clients must send that key.
 """

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from experts.placement import Placement
+from kernels.cpu.kv import BLOCK
 from moe.completion import Completion, StreamEvent, collect, stream_events
 from moe.engine.blocks import BlockEngine
 from moe.engine.borrowing import kv_borrowing
@@ -476,6 +477,7 @@ def _status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
         },
         "keys_and_values": {
             "bits": loaded.kv.bits,
+            "block_tokens": BLOCK if loaded.kv.in_blocks else None,
             "bytes_per_token": loaded.memory_plan.kv_bytes_per_token,
             "bytes_in_windows": dict(loaded.memory_plan.kv_windows),
             "policy": None if loaded.kv.policy is None else ":".join(map(str, loaded.kv.policy)),

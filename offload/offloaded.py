@@ -70,6 +70,7 @@ class Offloaded:
         they share the tiers, and nothing is forecast for them."""
         behind = self.layers[count:]
         del self.layers[count:]
+        self.bits = self.bits[:count]
         return behind
 
     @property
@@ -102,14 +103,16 @@ class Offloaded:
         }
 
     def places(self) -> NDArray[np.uint8]:
-        """``(L, E)`` for the largest E: where each expert is, as an index into `PLACES`. From any
-        thread; a step that runs meanwhile may move some."""
+        """``(L, E)`` for the largest E: where each expert of `layers` is, as an index into
+        `PLACES`. From any thread; a step that runs meanwhile may move some."""
         fastest, *slower = self.tiers
         places_U = fastest.cache.residency().astype(np.uint8)
         places_U[places_U > 1] += 1
         for tier in slower:
             places_U[(places_U == 0) & tier.cache.present] = PLACES.index("host")
-        return places_U.reshape(len(self.layers), -1)
+        # The cache has the layers of `take_behind`, too, behind the others.
+        places_LE = places_U.reshape(len(self.cache.sizes.experts), -1)
+        return places_LE[: len(self.layers)]
 
     def serve_prefixes(self, whole_share: float) -> None:
         """From now on, read missing experts with little weight by a prefix only.

@@ -86,7 +86,8 @@ class Browser:
             message = json.loads(entry["message"])["message"]
             if message["method"] == "Network.requestWillBeSent":
                 url = urlsplit(message["params"]["request"]["url"])
-                if url.scheme not in ("data", "blob", "chrome"):
+                # Chromium asks itself for its own pages: chrome:, chrome-untrusted:.
+                if url.scheme.partition("-")[0] not in ("data", "blob", "chrome"):
                     found.add(f"{url.scheme}://{url.netloc}")
         return found
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
@@ -30,14 +31,15 @@ from tests.browser import Browser, open_browser, why_no_browser
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "page"
 SLOTS = 70
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "memory.kv_tokens": 8192,
     "memory.reserve_gib": 0,
     "memory.prefix_tokens": 2048,
     "prefill.wave_tokens": 512,
     "engine.max_batch_size": 8,
+    "speculation.mode": "auto",
 }
-# The demo model continues code; it was not trained on chats.
+# The demo model continues code, better so than in the form of its chats.
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 PROMPT = "def parse_arguments(argv):\n    parser = argparse.ArgumentParser()\n"
 TOKENS = (60, 100, 1500)
@@ -65,7 +67,7 @@ def served(folder: Path) -> Iterator[str]:
     rest = sum(line.bytes for line in plan.lines if line.name != "experts")
     room = (rest + SLOTS * slot_bytes(read_manifest(store), 8) + 16) / GIB
     command = [sys.executable, "-m", "moe", "serve", str(store), "--port", "0"]
-    for setting in (*settings, f"memory.device_gib={room}", "speculation.mode=auto"):
+    for setting in (*settings, f"memory.device_gib={room}"):
         command += ["--set", setting]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -77,8 +79,8 @@ def served(folder: Path) -> Iterator[str]:
             process.terminate()
 
 
-def nested() -> dict[str, dict[str, int]]:
-    sections: dict[str, dict[str, int]] = {}
+def nested() -> dict[str, dict[str, Any]]:
+    sections: dict[str, dict[str, Any]] = {}
     for key, value in SETTINGS.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value

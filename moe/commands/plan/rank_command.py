@@ -56,7 +56,7 @@ from moe.settings import Profile
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile
 
-MAX_RANKS = 256  # each takes the plan a second and more
+MAX_RANKS = 320  # each takes the plan a second and more
 NETWORK = Link(1.25e9, 50e-6, "taken, as of 10 Gb/s Ethernet; --network GB/s,microseconds says it")
 
 

@@ -243,7 +243,7 @@ def test_ranks_must_be_dealt_evenly_to_nodes(
     assert main(["plan", str(store), "--ranks", "3", "--nodes", "2"]) != 0
     assert "--ranks is 3 and --nodes 2" in capsys.readouterr().err
     assert main(["plan", str(store), "--ranks", "9" * 20]) == 2
-    assert "--ranks is 99999999999999999999, and plans are made for 256" in capsys.readouterr().err
+    assert "--ranks is 99999999999999999999, and plans are made for 320" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--nodes=2", "--link=1,10", "--network=1,10"])

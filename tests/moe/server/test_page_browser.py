@@ -6,14 +6,19 @@ Skipped, with the reason, where no browser is installed.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from moe import MoE
 from tests.browser import Browser, open_browser, why_no_browser
 
 pytestmark = pytest.mark.skipif(bool(why_no_browser()), reason=why_no_browser())
+ROOT = Path(__file__).parents[3]
+DEMO, DATA = ROOT / "examples" / "demo-model", ROOT / "tests" / "data"
 LIMITED = "document.querySelector('#max-tokens').value = arguments[0]"
 SENT = (
     "const input = document.querySelector('#input'); input.value = arguments[0];"
@@ -121,6 +126,51 @@ def test_the_heat_map_moves_and_an_expert_can_be_chosen_by_keys(
     page.wait(lambda: "in memory" in page.text("#busiest tbody"))
     page.type("#map", "\ue00c")  # Escape
     assert page.run("return document.querySelector('#expert').hidden")
+
+
+def test_the_heat_map_follows_the_domain_of_the_text(browser: Browser, serve: Any) -> None:
+    """On the shipped model: with prose the busiest experts are those that prose goes to, with C++
+    soon those of C++."""
+
+    def busiest() -> set[tuple[int, ...]]:
+        rows = browser.run(
+            "return [...document.querySelectorAll('#busiest tbody tr')]"
+            ".map(row => [...row.cells].slice(0, 2).map(cell => Number(cell.textContent)))"
+        )
+        return {tuple(row) for row in rows}
+
+    def tokens(model: MoE) -> NDArray[np.int64]:
+        return np.array([each["tokens_per_expert"] for each in model.stats()["layers"]])
+
+    def read(model: MoE, text: str) -> set[tuple[int, ...]]:
+        """Ask about a text; the experts that got the most of it."""
+        before = tokens(model)
+        ask(browser, text, 1)
+        ended(browser)
+        went_LE = tokens(model) - before
+        hottest = np.argsort(went_LE, axis=None)[::-1][: len(busiest()) or 12]
+        return {tuple(place) for place in np.stack(np.unravel_index(hottest, went_LE.shape), 1)}
+
+    prose, code = (
+        [text[at : at + 2000] for at in range(0, 16000, 2000)]
+        for text in ((DATA / f"heldout_{kind}.txt").read_text() for kind in ("prose", "cpp"))
+    )
+    with serve(load=lambda: MoE.from_pretrained(DEMO)) as server:
+        browser.show(server.url)
+        browser.wait(lambda: browser.text("#state") == "Live" and server.service.queue.model)
+        browser.run("document.querySelector('#busiest').open = true")
+        browser.wait(busiest)
+        model = server.service.queue.model
+        of_prose = read(model, prose[0])
+        browser.wait(lambda: len(busiest() & of_prose) > 6)
+        # What is new weighs more than what was, so it takes no more than a few texts.
+        of_code = read(model, code[0])
+        for text in code[1:]:
+            if len(busiest() & of_code) > len(busiest() & of_prose):
+                break
+            read(model, text)
+        browser.wait(lambda: len(busiest() & of_code) > len(busiest() & of_prose))
+        browser.driver.get("about:blank")
 
 
 def test_the_panels_say_what_the_status_says(page: Browser, model: MoE) -> None:

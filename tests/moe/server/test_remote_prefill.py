@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from kernels import ExpertWeights
@@ -71,6 +73,16 @@ def outcomes(server: Running) -> dict[str, float]:
     return {s.labels["outcome"]: s.value for s in family.samples if s.name.endswith("_total")}
 
 
+def serve_command(checkpoint: Path, *settings: str) -> tuple[list[Any], str]:
+    """How to start a server as a process, and its address."""
+    port = free_port()
+    room = (f"memory.{key}={value}" for key, value in (ROOM | {"kv_bits": 32}).items())
+    command: list[Any] = ["serve", checkpoint, "--port", port]
+    for setting in (*room, *settings):
+        command += ["--set", setting]
+    return command, f"http://127.0.0.1:{port}"
+
+
 @pytest.mark.parametrize("bits", [32, 8])
 def test_tokens_are_those_of_one_engine(text_checkpoint: Path, bits: int) -> None:
     asked = [body(number, length) for number, length in enumerate((20, 130, 200, 240))]
@@ -98,11 +110,7 @@ def test_a_killed_prefill_server_costs_nobody_an_answer(
     asked = [body(number) for number in range(24)]
     with serving(text_checkpoint) as alone:
         expected = [answer(alone, each)[0] for each in asked]
-    port = free_port()
-    command = ["serve", text_checkpoint, "--port", port, "--set", "parallel.role=prefill"]
-    for key, value in (ROOM | {"kv_bits": 32}).items():
-        command += ["--set", f"memory.{key}={value}"]
-    url = f"http://127.0.0.1:{port}"
+    command, url = serve_command(text_checkpoint, "parallel.role=prefill")
     with (
         launch(1, command, MOE_LAUNCH_SECRET=SECRET) as prefill,
         serving(text_checkpoint, "decode", prefill_servers=[url]) as decode,
@@ -116,6 +124,38 @@ def test_a_killed_prefill_server_costs_nobody_an_answer(
         assert [each.result()[0] for each in going] == expected[1:]
         assert decode.is_idle()
         assert outcomes(decode)["fetched"] >= 2
+
+
+def test_callers_of_a_killed_decode_server_are_told_and_its_prefill_server_goes_on(
+    text_checkpoint: Path, launch: Launch, wait_for: Any
+) -> None:
+    asked = [body(number) for number in range(9)]
+    with serving(text_checkpoint, "prefill") as prefill, ThreadPoolExecutor(8) as pool:
+        command, url = serve_command(
+            text_checkpoint,
+            "parallel.role=decode",
+            "parallel.prefill_tokens=64",
+            f"parallel.prefill_servers=[{prefill.url}]",
+        )
+        with launch(1, command, MOE_LAUNCH_SECRET=SECRET) as decode:
+            decode.wait_for("serving")
+            ask = partial(httpx.post, f"{url}{URL}", timeout=60)
+            assert ask(json=asked[0]).json()["usage"]["prompt_tokens_details"] == {
+                "cached_tokens": 192
+            }
+            going = [pool.submit(ask, json=each) for each in asked[1:]]
+            for each in going[:2]:
+                each.result()
+            decode.signal(0, signal.SIGSTOP)
+            late = pool.submit(ask, json=asked[0])  # the system takes it, and nobody answers
+            decode.signal(0, signal.SIGKILL)
+            for each in (*going, late):
+                assert isinstance(each.exception(), httpx.TransportError | None)
+            assert isinstance(late.exception(), httpx.TransportError)
+        wait_for(prefill.is_idle, "nothing is read for a server that is gone")
+        with serving(text_checkpoint, "decode", prefill_servers=[prefill.url]) as other:
+            assert answer(other, asked[-1])[1] == 192
+            assert outcomes(other) == {"fetched": 1.0}
 
 
 @contextmanager

@@ -136,6 +136,8 @@ def test_a_store_keeps_the_layer(kind: str, tmp_path: Path) -> None:
         assert len(model._loaded.experts.layers) == layers
         assert tokens_of(model) == tokens_of(plain)
         assert model.stats()["speculation"]["modes"]["mtp"]["draft_bytes"] > 0
+        shown = [model.expert_layout()["layers"], model.expert_activity()["layers"]]
+        assert [len(each) for each in shown] == [layers, layers]
     offloaded = model._loaded.offloaded
     assert offloaded is not None
     assert len(offloaded.layers) == layers

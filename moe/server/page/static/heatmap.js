@@ -234,9 +234,13 @@ export class HeatMap {
       legend.replaceChildren(...bits.map((b) => entry(`${b} bits`, this.bitScale[this.#bitStep(b)])));
     } else if (this.mode === "rank") {
       const ranks = new Set(this.layers.flatMap((layer) => (layer.ranks ?? []).flat()));
+      const last = Math.max(...ranks, 0);
+      const alike = (first) => [...ranks].filter((rank) => rank % RANK_COLOURS === first).sort((a, b) => a - b);
       legend.replaceChildren(
-        ...[...ranks].sort((a, b) => a - b).slice(0, RANK_COLOURS)
-          .map((rank) => entry(`rank ${rank}`, this.rankColours[rank])),
+        ...this.rankColours.slice(0, last + 1)
+          .map((fill, first) => [alike(first), fill])
+          .filter(([same]) => same.length)
+          .map(([same, fill]) => entry(`rank ${same.slice(0, 3).join(", ")}${same.length > 3 ? ", …" : ""}`, fill)),
         entry("a bar: several copies", this.ink),
       );
     } else {

@@ -104,6 +104,8 @@ export class Live {
   #layout(layout) {
     this.map.setLayout(layout);
     this.plan = layout.memory_plan;
+    this.block = layout.status.keys_and_values.block_tokens;
+    this.own.allow(!layout.layers[0]?.ranks);
     this.#memory(this.plan);
     this.#how(layout.status);
     const { offload, speculation } = layout.status;
@@ -254,7 +256,7 @@ export class Live {
     const free = total - plan.needed_bytes;
     $("#memory-total").textContent =
       `${bytes(plan.needed_bytes)} planned` +
-      (plan.available_bytes ? ` of ${bytes(plan.available_bytes)} on ${plan.place}` : "");
+      (plan.available_bytes ? ` of ${bytes(plan.available_bytes)}${this.#where(plan.place)}` : "");
     const used = plan.lines.filter((line) => line.bytes);
     const lines = used.map((line, i) => ({ ...line, fill: css(colour(`--plan-${i % PLAN_COLOURS}`)) }));
     segments($("#memory"), lines.map(({ bytes: size, fill }) => [size / total, fill]));
@@ -274,11 +276,15 @@ export class Live {
     );
   }
 
+  #where = (place) => (place === "memory" ? "" : ` on ${place}`);
+
   #kv({ occupancy, kv_tokens_limit: limit, prefixes }) {
     const used = occupancy.kv_tokens ?? 0;
     const held = prefixes?.held_tokens ?? 0;
     const of = limit ? ` of ${count(limit)} tokens` : " tokens";
-    const text = `${count(used)}${of}` + (held ? `, ${count(held)} kept for known beginnings` : "");
+    const blocks = this.block ? ` in blocks of ${this.block}` : "";
+    const text =
+      `${count(used)}${of}${blocks}` + (held ? `, ${count(held)} kept for known beginnings` : "");
     $("#kv-text").textContent = text;
     $("#kv").setAttribute("aria-label", text);
     const total = limit || Math.max(used + held, 1);
@@ -324,10 +330,20 @@ export class Live {
       "Fused decode": status.fused,
       Drafts: status.speculation,
       "Expert kernel": { enabled: true, why: `${status.expert_kernel.name}: ${status.expert_kernel.reason}` },
+      "Keys and values": {
+        enabled: true, why: `${status.keys_and_values.bits} bits: ${status.keys_and_values.why}`,
+      },
       Offload: status.offload
         ? { enabled: true, why: `${status.offload.policy} keeps ${count(status.offload.slots)} of ` +
             `${count(status.offload.experts)} experts; ${status.offload.reader.name}: ${status.offload.reader.reason}` }
         : { enabled: false, why: "all experts are in memory" },
+      Ranks: status.parallel
+        ? { enabled: true, why: [
+            `${count(status.parallel.ranks.length)} share the experts`,
+            ...Object.entries(status.parallel.lost).map(([rank, why]) => `rank ${rank} ${why}`),
+          ].join("; ") }
+        : { enabled: false, why: "the experts are on one rank" },
+      Images: status.images,
       Tools: status.tools,
       Reasoning: status.reasoning,
     };

@@ -6,13 +6,13 @@ import { $, $$ } from "./dom.js";
 import { Live } from "./live.js";
 import { OwnTokens } from "./own.js";
 
-const THEMES = { auto: "Auto", light: "Light", dark: "Dark" };
+const THEMES = { auto: "◐ Auto", light: "☀ Light", dark: "☾ Dark" };
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 function showTheme(name) {
   document.documentElement.dataset.theme = name;
   $("#theme").textContent = THEMES[name];
-  $("#theme").setAttribute("aria-label", `Colours: ${THEMES[name]}`);
+  $("#theme").setAttribute("aria-label", `Colours: ${name}`);
   live.recolour();
 }
 

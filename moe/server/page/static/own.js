@@ -13,6 +13,12 @@ export class OwnTokens {
     $("#own-ask").addEventListener("click", () => this.#ask());
   }
 
+  /** Whether the server can tell: it cannot where ranks share the experts. */
+  allow(can) {
+    $("#own-ask").hidden = !can;
+    $("#own-no").hidden = can;
+  }
+
   /** Show the chosen layer and expert; null: none is. */
   show(place) {
     this.place = place;
