@@ -94,7 +94,7 @@ static inline void exchange(vu& a, vu& b, uint8_t mask, int by) {
 }
 
 // Consecutive blocks of a matrix at the precision of its first PLANES planes; chunks and groups are
-// numbered across blocks. Reading them prefetches the thread's next blocks into L2: an expert's planes
+// numbered across blocks. Reading them prefetches the thread's next blocks: an expert's planes
 // are many short streams, and a core that waits for the start of each reads at half of memory's speed.
 template <int PLANES>
 struct Nested {
@@ -125,7 +125,7 @@ struct Nested {
     };
     if (lane == 0)
       UNROLL for (int p = 0; p < PLANES; ++p)
-        UNROLL for (int v = 0; v < PLANE_BITS[p]; ++v) __builtin_prefetch(at(next, p, v), 0, 2);
+        UNROLL for (int v = 0; v < PLANE_BITS[p]; ++v) __builtin_prefetch(at(next, p, v), 0, 3);
     Chunk own{};
     UNROLL for (int half = 0; half < 2; ++half) own.first[half] = load<vu>(at(plane, 0, half) + lane);
     if constexpr (PLANES > 1) {
