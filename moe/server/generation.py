@@ -11,7 +11,7 @@ from functools import partial
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from moe.completion import StreamEvent
 from moe.engine.prefill_batch import SequenceGroup
@@ -23,6 +23,7 @@ from moe.server.engine_queue import EngineQueue, GenerationJob
 from moe.server.errors import APIError
 from moe.server.fields import Json
 from moe.server.image_links import fetch_images
+from moe.server.json_answer import JSONAnswer
 from moe.server.openai.request import ChatRequest, GenerationRequest
 from moe.server.request_memory import RequestMemory, bytes_of
 from moe.text.tokenizer import TextCodec
@@ -86,7 +87,7 @@ async def answer(
         tokens = await while_connected(request.receive, _all(job, spend))
         # Decoding the tokens of a long prompt takes too long for the event loop.
         whole = partial(made.whole, job.num_prompt_tokens, tokens)
-        return await run_in_threadpool(lambda: JSONResponse(whole()))
+        return await run_in_threadpool(lambda: JSONAnswer(whole()))
     finally:
         queue.close(job)
 

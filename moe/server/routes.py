@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from moe.errors import ContextError
 from moe.model import MoE
@@ -20,6 +20,7 @@ from moe.server.engine_queue import EngineQueue
 from moe.server.fields import MAX_MESSAGES, Items, Json
 from moe.server.generation import answer, caller_of, chat_prompt, check_model, is_heavy
 from moe.server.image_links import fetch_images
+from moe.server.json_answer import JSONAnswer
 from moe.server.openai.answers import ChatAnswer, CompletionAnswer
 from moe.server.openai.request import (
     ChatEnding,
@@ -148,7 +149,7 @@ async def expert_tokens(
         await fetch_images(request, body.messages or ())
         ids, texts = await queue.text(encode, caller_of(request), heavy=True)
         chosen = await queue.between_steps(lambda model: model.expert_choices(ids))
-        return JSONResponse({"tokens": texts, "experts": chosen})
+        return JSONAnswer({"tokens": texts, "experts": chosen})
 
     return await while_connected(request.receive, work())
 
@@ -174,7 +175,7 @@ async def _with_model(
 
     async def answering() -> Response:
         await fetch_images(request, messages)
-        write = lambda model: JSONResponse(work(model))  # noqa: E731
+        write = lambda model: JSONAnswer(work(model))  # noqa: E731
         return await queue.text(write, caller_of(request), heavy=is_heavy(request))
 
     return await while_connected(request.receive, answering())

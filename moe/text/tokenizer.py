@@ -52,6 +52,7 @@ _PATTERNS = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json"
 PROCESSOR_TEMPLATE = "chat_template.json"
 _FILE_BYTES = 1 << 28  # of any file of a tokenizer; the largest known have 35 MB
 _TOKEN_CHARACTERS = 1 << 16  # of the text of a token
+_HEAD = 4  # characters for each allowed token of the beginning that a very long text is judged by
 _TEXT_CHARACTERS = 1 << 25  # of a prompt, after a tokenizer's own replacements
 WHY_NONE = "no_tokenizer.txt"
 """A file that says why a directory has no tokenizer, where what made the directory knows."""
@@ -270,8 +271,21 @@ class TextCodec:
         """Token ids of text; `special`: with the tokenizer's own special tokens."""
         tokenizer = self.require_tokenizer("text prompts")
         self._check_text(text, max_tokens)
-        encode = partial(tokenizer.encode, add_special_tokens=special, verbose=False)
-        return list(without_panics(partial(encode, text), "take this text"))
+
+        def encode(text: str) -> list[int]:
+            work = partial(tokenizer.encode, text, add_special_tokens=special, verbose=False)
+            return list(without_panics(work, "take this text"))
+
+        if max_tokens is not None and len(text) > 2 * _HEAD * max_tokens:
+            # A text that is far too long is not tokenized to its end. What follows may change the
+            # last tokens of the head, and a few tokens more than allowed are no proof.
+            head = len(encode(text[: _HEAD * max_tokens]))
+            if head > max_tokens + max_tokens // 4 + 64:
+                raise ContextError(
+                    f"the prompt has {len(text)} characters, the first {_HEAD * max_tokens} of "
+                    f"which are {head} tokens, and at most {max_tokens} are allowed; shorten it"
+                )
+        return encode(text)
 
     def _chat_text(
         self, messages: Sequence[Any], settings: Mapping[str, object], options: Mapping[str, object]

@@ -227,6 +227,25 @@ def test_a7_texts_that_a_tokenizer_makes_much_longer_are_refused(
         TextCodec(tokenizer, VOCAB_SIZE).encode("a" * 100)
 
 
+def test_a_text_that_is_far_too_long_is_judged_by_its_beginning() -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens("x" * 40)  # 100 tokens could have all of the text
+    codec = TextCodec(tokenizer, VOCAB_SIZE)
+    text, most = "a b " * 1000, 100
+    assert len(codec.encode(text)) > 2 * most
+    lengths, encode = [], tokenizer.encode
+
+    def counted(text: str, **options: object) -> object:
+        lengths.append(len(text))
+        return encode(text, **options)
+
+    tokenizer.encode = counted  # type: ignore[method-assign]
+    with pytest.raises(ContextError, match=r"the first 400 of which are \d+ tokens, and at most 100"):
+        codec.encode(text, most)
+    assert lengths == [400]
+    assert codec.encode(text, 10_000) == codec.encode(text)
+
+
 @pytest.mark.parametrize(
     ("part", "value"),
     [
