@@ -12,7 +12,8 @@ namespace {
 
 // Powers of x modulo the polynomial, bits reversed: x^(16*128+32), x^(16*128-32), x^(4*128+32),
 // x^(4*128-32), x^(128+32), x^(128-32) and x^64; then the polynomial and its inverse.
-constexpr int64_t FOLD_16_LOW = 0x11542778a, FOLD_16_HIGH = 0x1322d1430, FOLD_4_LOW = 0x154442bd4, FOLD_4_HIGH = 0x1c6e41596, FOLD_LOW = 0x1751997d0,
+constexpr int64_t FOLD_16_LOW = 0x11542778a, FOLD_16_HIGH = 0x1322d1430,
+                  FOLD_4_LOW = 0x154442bd4, FOLD_4_HIGH = 0x1c6e41596, FOLD_LOW = 0x1751997d0,
                   FOLD_HIGH = 0x0ccaa009e, FOLD_64 = 0x163cd6124, POLYNOMIAL = 0x1db710641,
                   INVERSE = 0x1f7011641;
 
