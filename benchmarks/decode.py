@@ -2,6 +2,7 @@
 
     python -m benchmarks.decode [--quick] [--model 2b|30b|demo|PATH] [--peer transformers,llama.cpp]
     python -m benchmarks.decode --peer /path/to/ik_llama.cpp    # a checkout that is built
+    python -m benchmarks.decode --behind 2000                   # tokens of context, not 32
 
 Contenders hold the same random weights, all matrices at one width (ours at 2 bits: the experts, the
 rest at 4), and take turns in one process: tokens a second at batch 1, 4 and 16, and for prompts of
@@ -47,7 +48,7 @@ from moe.machine import give_back_freed_memory
 
 BATCHES = (1, 4, 16)
 PROMPTS = (512, 2048)
-PROMPT = 32  # tokens before decoding starts
+BEHIND = 32  # tokens before decoding starts
 
 
 def measure(
@@ -63,7 +64,7 @@ def measure(
     order = list(found)
     for _ in range(options.rounds):
         for batch in BATCHES:
-            rows = [tokens(PROMPT) for _ in range(batch)]
+            rows = [tokens(options.behind) for _ in range(batch)]
             following = [tokens(options.steps) for _ in range(batch)]
             for each in order:
                 point = times.setdefault(f"decode {batch}", {}).setdefault(each.name, [])
@@ -83,7 +84,7 @@ def bytes_by_batch(found: Sequence[Contender]) -> dict[str, dict[int, float]]:
     read: dict[str, dict[int, float]] = {}
     for each in (one for one in found if isinstance(one, Ours)):
         for batch in BATCHES:
-            rows = [[draw.randrange(1, 1000) for _ in range(PROMPT)] for _ in range(batch)]
+            rows = [[draw.randrange(1, 1000) for _ in range(BEHIND)] for _ in range(batch)]
             each.decode(rows, [row[:8] for row in rows])
             read.setdefault(each.name, {})[batch] = each.bytes_a_step
     return read
@@ -134,6 +135,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bits", **bits, help="0: as it is (8 4 2; a store: its own); none: peers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--behind", type=int, default=BEHIND, help="tokens before decoding starts")
     options = parser.parse_args()
     options.prompts = (512,) if options.quick else PROMPTS
     if options.quick:
@@ -179,6 +181,7 @@ def main() -> None:
         {
             **facts,
             "model": path.name,
+            "behind": options.behind,
             "bandwidth_gbps": round(bandwidth, 2),
             **first,
             "other_bits": others,

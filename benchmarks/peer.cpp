@@ -7,6 +7,7 @@
 // them; then the token ids, sequence by sequence, first those of the prompts. The answer is one
 // line: the seconds of the prompts, then of each step. Every command starts with an empty context.
 
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -74,7 +75,7 @@ int main(int argc, char **argv) {
             for (auto &token : row) words >> token;
         auto params = llama_context_default_params();
         params.n_ctx = sequences * ((prompt + steps + 255) / 256 * 256);
-        params.n_batch = 2048;
+        params.n_batch = std::max<size_t>(2048, sequences * prompt);
         params.n_ubatch = 512;
         params.n_seq_max = sequences;
         params.n_threads = params.n_threads_batch = std::atoi(argv[2]);

@@ -30,5 +30,5 @@ def test_long_lists_come_in_pieces() -> None:
 
 
 def test_what_json_lacks_is_an_error() -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="not JSON compliant"):
         JSONAnswer({"x": [float("nan")]})
