@@ -22,7 +22,7 @@ from moe.commands.plan.decode_speed import (
     Locality,
     estimate_decode,
 )
-from moe.commands.plan.speeds import cache_speed, disk_speed, memory_speed, to_device_speed
+from moe.commands.plan.speeds import cache_speed, disk_speed, step_speeds, to_device_speed
 from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
 from moe.loading.hub import ModelFiles, experts_per_token, public_name, reach_model
@@ -131,10 +131,11 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         except DoesNotFitError as error:
             misfit = str(error)
     locality = known_routing(files.path, planned, sizes, settings.offload.policy)
-    speeds = Bandwidths(
-        memory_speed(device),
-        disk_of(files, sizes, settings.offload.reader) if planned.memory.tiers else None,
-        to_device_speed(device) if device.type == "cuda" and planned.memory.tiers else None,
+    offloads = bool(planned.memory.tiers)
+    speeds = replace(
+        step_speeds(device, expert_bits(planned.network, sizes)),
+        disk=disk_of(files, sizes, settings.offload.reader) if offloads else None,
+        to_device=to_device_speed(device) if device.type == "cuda" and offloads else None,
     )
     all_near = replace(sizes, slots=sizes.total)
     return SpeedPlan(
@@ -200,6 +201,13 @@ def model_sizes(planned: PlannedModel) -> DecodeSizes:
         slots=total if near is None else near,
         host_slots=next((tier.experts for tier in memory.tiers if tier.name == "host"), 0),
     )
+
+
+def expert_bits(network: PreTrainedModel, sizes: DecodeSizes) -> float:
+    """Of a weight of an expert, scales included."""
+    modules = [module for _, module in experts_modules(network)]
+    numbers = sum(p.numel() for module in modules for p in module.parameters())
+    return 8 * sizes.expert_bytes * sum(module.num_experts for module in modules) / numbers
 
 
 def _looked_up(network: PreTrainedModel, weights: Mapping[str, int]) -> int:
@@ -294,10 +302,11 @@ def _keys_and_values(plan: MemoryPlan) -> str:
 
 def sentences(made: SpeedPlan) -> list[str]:
     """The text below the tables."""
-    speeds = {name: value for name, value in asdict(made.speeds).items() if value is not None}
-    figures = ", ".join(
-        f"{name.replace('_', ' ')} {value / 1e9:.2f} GB/s" for name, value in speeds.items()
-    )
+    own = made.speeds
+    paths = {"memory": own.memory, "disk": own.disk, "to device": own.to_device}
+    figures = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in paths.items() if rate)
+    if own.layer_s:
+        figures += f"; a layer beside its weights {1e6 * own.beside(1, 1):.0f} us (not measured)"
     found = [
         f"Routing: {made.locality.how}.",
         f"Measured: {figures}. At best: all transfers overlap with other work.",

@@ -2,8 +2,9 @@
 
 A step of B tokens reads the trunk (all weights but experts) once and, in every MoE layer, the
 distinct experts that its tokens choose; experts that are not in device memory come from host memory
-or disk first. The bytes of each path over its measured bandwidth are the least time of a step.
-Computation and reads that wait for each other are not counted.
+or disk first. The bytes of each path over its measured bandwidth are the least time of a step. On a
+CPU the bandwidth is that of products with bit planes, and what a layer takes beside its weights is
+added. Reads that wait for each other, and attention to long contexts, are not counted.
 Legend: E experts of a layer, K of them per token, B tokens of a step.
 """
 
@@ -21,14 +22,22 @@ class Bandwidths:
     """Measured bandwidths, in bytes per second.
 
     Attributes:
-        memory: of the device's own memory.
+        memory: at which a step reads weights from the device's own memory.
         disk: of random reads of whole experts; None if the disk is not needed.
         to_device: from pinned host memory to a CUDA device; None on a CPU.
+        layer_s: seconds of a layer beside its weights.
+        row_s: seconds that each token adds to these.
     """
 
     memory: float
     disk: float | None = None
     to_device: float | None = None
+    layer_s: float = 0.0
+    row_s: float = 0.0
+
+    def beside(self, layers: int, batch: int) -> float:
+        """Seconds of a step beside its weights."""
+        return layers * (self.layer_s + batch * self.row_s)
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ class DecodeEstimate:
         hit_ratio: share of the needed experts that are in device memory.
         host_hit_ratio: share that is in device or host memory; `hit_ratio` on a CPU.
         disk_bytes_per_token: read from disk.
-        seconds: of a step, by path: ``memory``, ``disk``, ``to_device``.
+        seconds: of a step, by path: ``memory`` (computation included), ``disk``, ``to_device``.
     """
 
     batch: int
@@ -148,7 +157,8 @@ def estimate_decode(
     hits = share_of(sizes.slots)
     near = max(hits, share_of(sizes.host_slots)) if sizes.host_slots else hits
     wanted = sizes.layers * locality.distinct(batch) * sizes.expert_bytes
-    seconds = {"memory": (sizes.trunk_bytes + wanted) / speeds.memory}
+    moved = (sizes.trunk_bytes + wanted) / speeds.memory
+    seconds = {"memory": moved + speeds.beside(sizes.layers, batch)}
     from_disk = (1 - near) * wanted
     if from_disk:
         assert speeds.disk is not None

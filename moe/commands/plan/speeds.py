@@ -1,5 +1,5 @@
-"""Measure this machine's bandwidths, in a fraction of a second each: memory, disk, and the link
-between ranks (local sockets, as the dispatcher uses them).
+"""Measure this machine's bandwidths, in a fraction of a second each: weights in memory, disk, and
+the link between ranks (local sockets, as the dispatcher uses them).
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from pathlib import Path
 import torch
 
 from experts.dispatch import SocketExchange
+from experts.safetensors_io import fresh, fresh_bytes
+from kernels.cpu import choose_kernel
 from kernels.cpu.compiler import BuildError
 from kernels.cpu.limits import read_speed
+from kernels.planes import PREFIX_BITS, PlaneLayout, PlaneMatrix, num_planes
+from moe.commands.plan.decode_speed import Bandwidths
 from moe.errors import ProfileError
 from offload.readers import choose_reader
 from offload.transfer import Read
@@ -27,6 +31,9 @@ from offload.transfer import Read
 SAMPLE_BYTES = 256 << 20
 """Larger than any CPU cache."""
 CACHE_SAMPLE_BYTES = 64 << 20
+LAYER_S, ROW_S = 30e-6, 20e-6
+"""Seconds of a decode step's layer beside its weights, and of each token in it, by two cores of a
+Zen 5: docs/results/2026-11-25-decode.md."""
 PAGE = 4096
 IN_FLIGHT = 8
 MEASURE_S = 0.3
@@ -43,6 +50,30 @@ def memory_speed(device: torch.device) -> float:
             return read_speed()
     array = torch.ones(SAMPLE_BYTES // 4, dtype=torch.float32, device=device)
     return SAMPLE_BYTES / _best_of(5, lambda: array.sum().item())
+
+
+def step_speeds(device: torch.device, bits: float) -> Bandwidths:
+    """How fast decode steps go through weights in the device's memory, which have so many bits.
+
+    On a CPU with compiled kernels, bit planes are multiplied by one row, as a step does; whole
+    weights are read as fast as memory goes.
+    """
+    native = choose_kernel()[0] if device.type == "cpu" else None
+    if native is None:
+        return Bandwidths(memory_speed(device))
+    if bits >= 16:
+        return Bandwidths(memory_speed(device), layer_s=LAYER_S, row_s=ROW_S)
+    planes = num_planes(max(own for own in PREFIX_BITS if own <= max(bits, 2)))
+    columns = 2048
+    layout = PlaneLayout(8 * SAMPLE_BYTES // (PREFIX_BITS[planes - 1] * columns), columns)
+    matrix = PlaneMatrix(
+        layout,
+        tuple(fresh_bytes(layout.plane_bytes(plane)).fill_(0x5A) for plane in range(planes)),
+        fresh([layout.num_scales], layout.scale_dtype).fill_(0.01),
+    )
+    row = torch.ones(1, columns)
+    seconds = _best_of(5, lambda: native.planes.linear(row, matrix))
+    return Bandwidths(layout.nbytes(matrix.bits) / seconds, layer_s=LAYER_S, row_s=ROW_S)
 
 
 def product_speed(device: torch.device) -> float:

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from transformers import Qwen3MoeConfig
 
 from examples.models.random_store import write_random_store
+from kernels.cpu import choose_kernel
 from moe.calibration.trace import Trace
 from moe.cli import main
+from moe.commands.plan import speeds
 from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, UniformRouting, estimate_decode
 from moe.commands.plan.traced_routing import TracedRouting
 from moe.loading.memory_plan import GIB
@@ -52,6 +54,31 @@ def test_a_resident_model_is_bound_by_memory_and_needs_no_disk() -> None:
     one = estimate_decode(sizes, Bandwidths(memory=20e9), UniformRouting(sizes), 1)
     assert (one.bound, one.disk_bytes_per_token, set(one.seconds)) == ("memory", 0.0, {"memory"})
     assert one.tokens_per_second == one.best_tokens_per_second
+
+
+def test_what_a_layer_takes_beside_its_weights_is_added() -> None:
+    sizes = replace(SIZES, slots=SIZES.total)
+    plain = Bandwidths(memory=20e9)
+    own = replace(plain, layer_s=30e-6, row_s=20e-6)
+    for batch in (1, 16):
+        alone, beside = (
+            estimate_decode(sizes, rates, UniformRouting(sizes), batch).seconds["memory"]
+            for rates in (plain, own)
+        )
+        assert beside - alone == pytest.approx(48 * (30e-6 + batch * 20e-6))
+
+
+@pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
+@pytest.mark.parametrize("bits", [2, 4.25, 8.25, 16])
+def test_the_speed_of_weights_is_that_of_products_with_them(
+    bits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speeds, "SAMPLE_BYTES", 1 << 20)
+    monkeypatch.setattr(speeds, "memory_speed", lambda _: 1e9)
+    found = speeds.step_speeds(torch.device("cpu"), bits)
+    assert (found.memory == 1e9) == (bits == 16)
+    assert 1e7 < found.memory < 1e13
+    assert (found.layer_s, found.row_s) == (speeds.LAYER_S, speeds.ROW_S)
 
 
 def test_host_memory_stands_between_the_device_and_the_disk() -> None:

@@ -13,6 +13,7 @@ from examples.models.gguf_files import write_model
 from examples.models.tiny import tiny_model
 from experts.manifest import is_store, read_manifest
 from moe.cli import main
+from moe.commands.plan.decode_speed import Bandwidths
 from moe.commands.run import choice, command, facts
 from tests.fake_hub import FakeHub
 
@@ -30,7 +31,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
         return 0
 
     monkeypatch.setattr(command, "serve", serve)
-    monkeypatch.setattr(command, "memory_speed", lambda _: 1e10)
+    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10))
     monkeypatch.setattr(choice, "SMALL", {"checkpoint": 0, "GGUF file": 0})
     monkeypatch.setattr(facts, "cache_root", lambda: tmp_path / "cache")
     return calls
@@ -39,7 +40,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
 def test_the_shipped_model_is_served_as_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "memory_speed", lambda _: 1e10)
+    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10))
     demo = str(Path(__file__).parents[3] / "examples" / "demo-model")
     assert main(["run", demo, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
