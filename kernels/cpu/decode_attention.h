@@ -37,9 +37,16 @@ inline void Pass::turn_keys(long b) {
 inline void Pass::list(const kv::Rows& rows, long b, long kv_head, long split,
                        const char** to) const {
   const long count = split_keys(b, split);
-  const int64_t* index = split_chosen(b, split);
-  for (long t = 0; t < count; ++t)
-    to[t] = rows.at(index ? index[t] : place_of(b, kv_head, split, t));
+  if (const int64_t* index = split_chosen(b, split)) {
+    for (long t = 0; t < count; ++t) to[t] = rows.at(index[t]);
+    return;
+  }
+  for (long t = 0; t < count;) {  // places follow each other within a block
+    const long first = place_of(b, kv_head, split, t), bytes = rows.bytes;
+    const long room = (1l << rows.shift) - (first & ((1l << rows.shift) - 1));
+    const char* from = rows.at(first);
+    for (const long end = std::min(count, t + room); t < end; ++t, from += bytes) to[t] = from;
+  }
 }
 
 // Sets the bounds of a block that the step has filled, and chooses the blocks that a key head attends

@@ -130,10 +130,11 @@ def test_attention_received_is_that_of_a_softmax(bits: int, sinks: Tensor | None
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
 def test_compiled_steps_attend_to_what_a_policy_leaves(
-    tiny_moe: Callable[[str], MoE], model_type: str, name: str
+    tiny_moe: Callable[[str], MoE], model_type: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside transformers' forward over the same keys; layers with windows keep theirs."""
     model = tiny_moe(model_type)
+    monkeypatch.setattr(model.backbone, "blocks", model.backbone.blocks)  # other tests use it
     check_views(model.backbone)
     pool = pool_of(model, f"{name}:4096")
     gap = float(prove_policy(model.backbone, pool).split("difference ")[1].rstrip(")"))
