@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.nn.functional import silu
 
 from experts.dispatch import SocketExchange
 from experts.safetensors_io import fresh, fresh_bytes
-from kernels.cpu import choose_kernel
+from kernels.cpu import NativeKernels, choose_kernel
 from kernels.cpu.compiler import BuildError
 from kernels.cpu.limits import read_speed
-from kernels.planes import PREFIX_BITS, PlaneLayout, PlaneMatrix, num_planes
+from kernels.planes import PREFIX_BITS, PlaneLayout, QuantizedExperts, num_planes
 from moe.commands.plan.decode_speed import Bandwidths
 from moe.errors import ProfileError
 from offload.readers import choose_reader
@@ -31,9 +33,11 @@ from offload.transfer import Read
 SAMPLE_BYTES = 256 << 20
 """Larger than any CPU cache."""
 CACHE_SAMPLE_BYTES = 64 << 20
-LAYER_S, ROW_S = 30e-6, 20e-6
+LAYER_S, ROW_S = 15e-6, 20e-6
 """Seconds of a decode step's layer beside its weights, and of each token in it, by two cores of a
 Zen 5: docs/results/2026-11-25-decode.md."""
+HIDDEN, WIDTH, CHOSEN = 1024, 512, 8
+"""Of the experts that weights are read from, and how many a layer reads."""
 PAGE = 4096
 IN_FLIGHT = 8
 MEASURE_S = 0.3
@@ -55,25 +59,43 @@ def memory_speed(device: torch.device) -> float:
 def step_speeds(device: torch.device, bits: float) -> Bandwidths:
     """How fast decode steps go through weights in the device's memory, which have so many bits.
 
-    On a CPU with compiled kernels, bit planes are multiplied by one row, as a step does; whole
-    weights are read as fast as memory goes.
+    On a CPU with compiled kernels, bit planes are read as a step does: a token's experts of a
+    layer, then those of the next. Whole weights are read as fast as memory goes.
     """
     native = choose_kernel()[0] if device.type == "cpu" else None
     if native is None:
         return Bandwidths(memory_speed(device))
-    if bits >= 16:
-        return Bandwidths(memory_speed(device), layer_s=LAYER_S, row_s=ROW_S)
+    rate = memory_speed(device) if bits >= 16 else _experts_speed(native, bits)
+    return Bandwidths(rate, layer_s=LAYER_S, row_s=ROW_S)
+
+
+def _experts_speed(native: NativeKernels, bits: float) -> float:
+    """Bytes per second of calls with `CHOSEN` experts each, of `SAMPLE_BYTES` together."""
     planes = num_planes(max(own for own in PREFIX_BITS if own <= max(bits, 2)))
-    columns = 2048
-    layout = PlaneLayout(8 * SAMPLE_BYTES // (PREFIX_BITS[planes - 1] * columns), columns)
-    matrix = PlaneMatrix(
-        layout,
-        tuple(fresh_bytes(layout.plane_bytes(plane)).fill_(0x5A) for plane in range(planes)),
-        fresh([layout.num_scales], layout.scale_dtype).fill_(0.01),
+    first, second = PlaneLayout(WIDTH, HIDDEN), PlaneLayout(HIDDEN, WIDTH)
+    blobs = [2 * first.plane_bytes(plane) + second.plane_bytes(plane) for plane in range(planes)]
+    scales = 2 * first.num_scales + second.num_scales
+    nbytes = sum(blobs) + 2 * scales
+    calls = -(-SAMPLE_BYTES // (nbytes * CHOSEN))
+    count = calls * CHOSEN
+    planes_E = [fresh_bytes(count * size).fill_(0x5A).view(count, size) for size in blobs]
+    scales_E = fresh([count, scales], first.scale_dtype).fill_(0.01)
+    experts = QuantizedExperts(
+        first, 2, second, tuple(zip(*planes_E, strict=True)), tuple(scales_E), _swiglu
     )
-    row = torch.ones(1, columns)
-    seconds = _best_of(5, lambda: native.planes.linear(row, matrix))
-    return Bandwidths(layout.nbytes(matrix.bits) / seconds, layer_s=LAYER_S, row_s=ROW_S)
+    row, weights = torch.ones(1, HIDDEN), torch.full((1, CHOSEN), 1 / CHOSEN)
+    ids = torch.randperm(count).view(calls, 1, CHOSEN)
+
+    def layers() -> None:
+        for chosen in ids:
+            native.planes.experts(row, chosen, weights, experts)
+
+    return count * nbytes / _best_of(5, layers)
+
+
+def _swiglu(rows: Tensor) -> Tensor:
+    gate, up = rows.chunk(2, -1)
+    return silu(gate) * up
 
 
 def product_speed(device: torch.device) -> float:
