@@ -7,6 +7,7 @@
 # port may ask; the line above lets only this machine.
 
 FROM python:3.12-slim-bookworm AS build
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ make \
     && rm -rf /var/lib/apt/lists/*
@@ -31,25 +32,29 @@ CMD ["--help"]
 
 # Run with `--gpus all`. Triton compiles its launchers with gcc.
 FROM base AS cuda
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
     && rm -rf /var/lib/apt/lists/*
 ENV NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# hadolint ignore=DL3013
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
     pip install --no-cache-dir torch==2.13.0 "triton>=3.4" "gguf>=0.18" /dist/*.whl
-USER moe
+USER 10001
 
 FROM base AS packages
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu
+# hadolint ignore=DL3013
 RUN --mount=type=bind,from=build,source=/src/dist,target=/dist \
     pip install --no-cache-dir "gguf>=0.18" /dist/*.whl
 
 FROM packages AS parallel
+# hadolint ignore=DL3013
 RUN pip install --no-cache-dir setuptools wheel \
     && DS_BUILD_OPS=0 pip install --no-cache-dir --no-build-isolation \
         "deepspeed>=0.18" "scipy>=1.12"
-USER moe
+USER 10001
 
 FROM packages AS cpu
-USER moe
+USER 10001

@@ -176,7 +176,7 @@ def test_containers_run_as_a_user_with_a_check_and_a_volume(target: str) -> None
     stages = dict(re.findall(r"^FROM \S+ AS (\w+)$(.*?)(?=^FROM|\Z)", text, re.M | re.S))
     assert list(stages)[-1] == "cpu"  # what `docker build .` makes
     lines = [line for line in (stages["base"] + stages[target]).splitlines() if line.strip()]
-    assert lines[-1] == "USER moe"
+    assert lines[-1] == "USER 10001"
     assert "VOLUME /models" in lines
     (check,) = re.findall(r"HEALTHCHECK .*?CMD (\[.*\])", "\n".join(lines))
     assert json.loads(check)[:2] == ["python", "-c"]

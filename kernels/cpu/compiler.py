@@ -72,6 +72,10 @@ VARIANTS = {
         KernelBuild("avx2", ("-march=x86-64-v3",), _V3),
         KernelBuild("portable", ("-march=x86-64",)),
     ),
+    "aarch64": (
+        KernelBuild("dotprod", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})),
+        KernelBuild("portable", ("-march=armv8-a",)),
+    ),
 }
 """Libraries of a wheel, by `platform.machine()`."""
 

@@ -34,6 +34,9 @@ static inline vi dot(vi sum, vu codes, int32_t x) {
   sum += (vi)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
   IN_REGISTER(sum);  // or GCC computes all products of a chunk first, and has no place for them
   return sum;
+#elif defined(__ARM_FEATURE_DOTPROD)
+  const int8x16_t w = (int8x16_t)(codes ^ 0x80808080u);
+  return (vi)vdotq_s32((int32x4_t)sum, w, vreinterpretq_s8_s32(vdupq_n_s32(x)));
 #else
   const vs w = bits<vs>(codes ^ 0x80808080u), v = bits<vs>(vi{} + x);
   const vi pairs = bits<vi>(((w << 8) >> 8) * ((v << 8) >> 8) + (w >> 8) * (v >> 8));

@@ -223,6 +223,16 @@ def test_a_cpu_gets_the_most_capable_library_that_it_runs(flags: str, name: str)
     assert found.name == name
 
 
+@pytest.mark.parametrize(
+    ("features", "name"),
+    [("fp asimd crc32", "portable"), ("fp asimd crc32 asimddp", "dotprod")],
+)
+def test_an_arm_gets_dot_products_where_it_has_them(features: str, name: str) -> None:
+    found = variant_for("aarch64", frozenset(features.split()))
+    assert found is not None
+    assert found.name == name
+
+
 def test_a_machine_that_no_wheel_is_made_for_gets_none() -> None:
     assert variant_for("riscv64", frozenset({"avx2"})) is None
 
