@@ -24,6 +24,9 @@ CONTEXT = 8192
 """Tokens for which a model with all experts in memory should have room, or its own context."""
 SMALL = {"checkpoint": 1 << 30, "GGUF file": 256 << 20}
 """Bytes up to which weights are loaded as they are at each start: that takes a few seconds."""
+LIKE_A_STORE = 1.1
+"""Weights that take at most so many times the memory of a store of 8 bits are loaded as they are,
+too, with their own numbers at their own size. A file of 1 GB takes six seconds at each start."""
 TRUNK_BITS: Literal[8] = 8
 """Of everything but experts in a store."""
 
@@ -59,6 +62,12 @@ class RunModel:
     logits_size: int
     context: int | None
     store_bits: Bits | None = None
+
+    @property
+    def is_quantized(self) -> bool:
+        """Its weights take about as much memory as they would in a store of 8 bits, or less."""
+        whole, known = sum(self.whole.values()), 8 in self.expert_bytes
+        return known and whole <= LIKE_A_STORE * self.store_bytes(8)
 
     def store_bytes(self, bits: int) -> int:
         """Disk that a store takes."""
@@ -151,9 +160,9 @@ _ATTEMPTS = (
 def choose_run(model: RunModel, machine: RunMachine) -> RunChoice:
     """The attempt of most worth that fits.
 
-    As the files are where they are small (or on a GPU); else from a store, all experts in memory,
-    at 8 bits or at 4; else at 4 bits from disk. Where the disk has no room for a store, weights are
-    quantised while they are loaded.
+    As the files are where they are small or quantised (or on a GPU); else from a store, all experts
+    in memory, at 8 bits or at 4; else at 4 bits from disk. Where the disk has no room for a store,
+    weights are quantised while they are loaded.
 
     Raises:
         DoesNotFitError: none fits; says what each lacks.
@@ -170,7 +179,8 @@ def choose_run(model: RunModel, machine: RunMachine) -> RunChoice:
 
 def _attempts(model: RunModel, machine: RunMachine) -> Iterator[_Attempt]:
     if model.store_bits is None:
-        if model.weight_bytes <= SMALL[model.kind] or machine.host is not None:
+        small = model.weight_bytes <= SMALL[model.kind]
+        if small or model.is_quantized or machine.host is not None:
             yield _AS_IT_IS
         yield from _ATTEMPTS
     elif model.store_bits in model.expert_bytes:

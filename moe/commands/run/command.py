@@ -132,7 +132,7 @@ def plan_run(name: str, overrides: Mapping[str, Any]) -> RunPlan:
             facts = look_at(source, files, settings, device)
     choice = choose_run(facts.model, facts.machine)
     speeds = replace(
-        step_speeds(device, choice.bits or 16),
+        step_speeds(device, _expert_bits(facts, choice)),
         disk=cache_speed(facts.stores, _one(facts, choice)) if choice.offload else None,
         to_device=to_device_speed(device) if choice.offload and device.type == "cuda" else None,
     )
@@ -182,6 +182,8 @@ def _store(made: RunPlan) -> str:
     if choice.bits is not None:
         return "none, for want of disk: weights are quantised at each start"
     download = f", after a download of {_size(model.weight_bytes)}" if model.remote else ""
+    if model.is_quantized:
+        return f"none: its weights are quantised, and keep their own codes{download}"
     return f"none: it is small enough to load as it is{download}"
 
 
@@ -211,6 +213,14 @@ def _one(facts: RunFacts, choice: RunChoice) -> int:
     model = facts.model
     size = model.whole["experts"] if choice.bits is None else model.expert_bytes[choice.bits]
     return size // model.num_experts
+
+
+def _expert_bits(facts: RunFacts, choice: RunChoice) -> float:
+    """Of a weight of an expert, about; scales included where they are as they are."""
+    if choice.bits is not None:
+        return choice.bits
+    at_8 = facts.model.expert_bytes.get(8)
+    return 16 if at_8 is None else 8.25 * facts.model.whole["experts"] / at_8
 
 
 def _speed(facts: RunFacts, choice: RunChoice, speeds: Bandwidths) -> DecodeEstimate:

@@ -65,6 +65,7 @@ STORE_4 = replace(THIRTY, kind="store", store_bits=4)
 STORE_16 = replace(THIRTY, kind="store", store_bits=16)
 ON_HUB = replace(THIRTY, remote=True)
 GGUF = model(2, "GGUF file")
+Q4_0 = replace(GGUF, whole={"trunk": int(0.12e9), "experts": int(1.02e9)})
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,8 @@ GGUF = model(2, "GGUF file")
         (SMALL, 16, 100, "load, as it is, memory"),
         (SMALL, 16, 0, "load, as it is, memory"),
         (replace(SMALL, remote=True), 16, 0, "nothing"),
+        (Q4_0, 64, 100, "load, as it is, memory"),
+        (Q4_0, 2.4, 100, "convert, 4 bits, memory, short"),
         (TWO, 64, 100, "convert, 8 bits, memory"),
         (TWO, 16, 100, "convert, 8 bits, memory"),
         (TWO, 3.2, 100, "convert, 4 bits, memory"),

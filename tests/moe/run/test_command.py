@@ -33,6 +33,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
     monkeypatch.setattr(command, "serve", serve)
     monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10))
     monkeypatch.setattr(choice, "SMALL", {"checkpoint": 0, "GGUF file": 0})
+    monkeypatch.setattr(choice, "LIKE_A_STORE", 0)
     monkeypatch.setattr(facts, "cache_root", lambda: tmp_path / "cache")
     return calls
 
