@@ -60,6 +60,11 @@ _ERNIE = {
     "image_end_token": "<|IMAGE_END|>", "video_token": "<|VIDEO_PLACEHOLDER|>",
     "video_start_token": "<|VIDEO_START|>", "video_end_token": "<|VIDEO_END|>",
 }  # fmt: skip
+_GLM = {
+    "image_token": "<|image|>", "image_start_token": "<|begin_of_image|>",
+    "image_end_token": "<|end_of_image|>", "video_token": "<|video|>",
+    "video_start_token": "<|begin_of_video|>", "video_end_token": "<|end_of_video|>",
+}  # fmt: skip
 _GEMMA = {
     "image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>",
     "audio_token": "<|audio|>", "boa_token": "<|audio>", "eoa_token": "<audio|>",
@@ -105,6 +110,12 @@ CASES: dict[str, Case] = {
         "<|IMAGE_START|> <|IMAGE_PLACEHOLDER|> <|IMAGE_END|>",
         _patches("Ernie4_5_VLMoeImageProcessor", 14, temporal_patch_size=1),
         _ERNIE,
+    ),
+    "glm4v_moe": Case(
+        {f"{name}_id": mark for name, mark in _GLM.items()},
+        "<|begin_of_image|> <|image|> <|end_of_image|>",
+        _patches("Glm4vImageProcessor", 14),
+        _GLM,
     ),
     # tokens of an image see each other, and embeddings of each layer
     "gemma4": Case(
