@@ -64,6 +64,11 @@ class RunModel:
     store_bits: Bits | None = None
 
     @property
+    def is_small(self) -> bool:
+        """Its weights load in a few seconds."""
+        return self.store_bits is None and self.weight_bytes <= SMALL[self.kind]
+
+    @property
     def is_quantized(self) -> bool:
         """Its weights take about as much memory as they would in a store of 8 bits, or less."""
         whole, known = sum(self.whole.values()), 8 in self.expert_bytes
@@ -179,8 +184,7 @@ def choose_run(model: RunModel, machine: RunMachine) -> RunChoice:
 
 def _attempts(model: RunModel, machine: RunMachine) -> Iterator[_Attempt]:
     if model.store_bits is None:
-        small = model.weight_bytes <= SMALL[model.kind]
-        if small or model.is_quantized or machine.host is not None:
+        if model.is_small or model.is_quantized or machine.host is not None:
             yield _AS_IT_IS
         yield from _ATTEMPTS
     elif model.store_bits in model.expert_bytes:

@@ -182,7 +182,7 @@ def _store(made: RunPlan) -> str:
     if choice.bits is not None:
         return "none, for want of disk: weights are quantised at each start"
     download = f", after a download of {_size(model.weight_bytes)}" if model.remote else ""
-    if model.is_quantized:
+    if model.is_quantized and not model.is_small:
         return f"none: its weights are quantised, and keep their own codes{download}"
     return f"none: it is small enough to load as it is{download}"
 
