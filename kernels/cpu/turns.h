@@ -25,8 +25,10 @@ inline std::atomic<Times*> times{nullptr};  // of each name; null: nobody measur
 
 }  // namespace stages
 
-// Hands one stage's tasks to the threads. A stage ends when its tasks are done, not when all threads
-// arrive: a thread that the system has not scheduled yet delays nobody.
+// Hands one stage's tasks to the threads: to each a run of neighbours, so that it reads on through
+// memory and counts on a cache line of its own, and then what others have left. A stage ends when its
+// tasks are done, not when all threads arrive: a thread that the system has not scheduled yet delays
+// nobody.
 class Turns {
  public:
   explicit Turns(stages::Name stage = stages::ROWS) : stage_(stage) {}
@@ -40,35 +42,58 @@ class Turns {
 
   template <class Task>
   void run(long count, const Task& task) {
-    measure(count, [&] {
-      for (long i; (i = take()) < count;) {
-        task(i);
-        done.fetch_add(1, std::memory_order_release);
-      }
+    measure(count, [&](Claim& claim) {
+      for (long i; (i = claim.take()) < count; ++claim.done) task(i);
     });
   }
 
   // The same with task(i, next), where `next` is the thread's next task; >= count: none.
   template <class Task>
   void run_ahead(long count, const Task& task) {
-    measure(count, [&] {
-      for (long i = take(), next; i < count; i = next) {
-        next = take();
+    measure(count, [&](Claim& claim) {
+      for (long i = claim.take(), next; i < count; i = next, ++claim.done) {
+        next = claim.take();
         task(i, next);
-        done.fetch_add(1, std::memory_order_release);
       }
     });
   }
 
  private:
+  static constexpr int MOST_SHARES = 8;  // of more threads some begin in the same one
+
+  struct alignas(64) Counter {
+    std::atomic<long> value{0};
+  };
+
+  // What a thread takes: the tasks of its share, then those of the others.
+  struct Claim {
+    Counter* taken;
+    long count, shares, share, left, done;  // left: shares, this one included
+
+    long take() {
+      for (; left; --left, share = share + 1 < shares ? share + 1 : 0) {
+        const long begin = count * share / shares, size = count * (share + 1) / shares - begin;
+        std::atomic<long>& own = taken[share].value;
+        if (own.load(std::memory_order_relaxed) >= size) continue;
+        const long i = own.fetch_add(1, std::memory_order_relaxed);
+        if (i < size) return begin + i;
+      }
+      return count;
+    }
+  };
+
   template <class Work>
   void measure(long count, const Work& work) {
+    const long threads = omp_get_num_threads();
+    const long shares = threads < MOST_SHARES ? threads : MOST_SHARES;
+    Claim claim{taken, count, shares, omp_get_thread_num() % shares, shares, 0};
     stages::Times* times = measured();
-    if (!times) return work(), wait(count);
-    const auto begun = now();
-    work();
-    const auto worked = now();
+    const auto begun = times ? now() : 0;
+    work(claim);
+    if (claim.done) done.value.fetch_add(claim.done, std::memory_order_release);
+    const auto worked = times ? now() : 0;
     wait(count);
+    if (!times) return;
     times->busy_ns += worked - begun;
     times->waiting_ns += now() - worked;
     times->runs += omp_get_thread_num() == 0;
@@ -85,12 +110,11 @@ class Turns {
         .count();
   }
 
-  long take() { return taken.fetch_add(1, std::memory_order_relaxed); }
   void wait(long count) const {
-    for (int spins = 0; done.load(std::memory_order_acquire) < count; ++spins)
+    for (int spins = 0; done.value.load(std::memory_order_acquire) < count; ++spins)
       if (spins > 1 << 14) std::this_thread::yield();
   }
 
-  std::atomic<long> taken{0}, done{0};
+  Counter taken[MOST_SHARES], done;
   const stages::Name stage_;
 };
