@@ -40,7 +40,7 @@ class Oversubscription {
     waited_ = waited, since_ = now;
     if (waited < 0 || before < 0 || passed > 10 * WINDOW_NS) return wanted;  // a window begins
     const double waiting = double(waited - before) / double(passed);        // threads, on average
-    if (waiting < FEW) {
+    if (waiting < WORTH / wanted) {
       hold_ = std::max(hold_ / 2, LEAST_HOLD_NS);
       return wanted;
     }
@@ -50,9 +50,11 @@ class Oversubscription {
   }
 
  private:
-  static constexpr int64_t WINDOW_NS = 4'000'000, LEAST_HOLD_NS = 50'000'000,
-                           MOST_HOLD_NS = 1'600'000'000;
-  static constexpr double FEW = 0.15;  // threads that wait: more than the system's own work causes
+  static constexpr int64_t WINDOW_NS = 12'000'000,  // a few time slices: one of them is no reason
+      LEAST_HOLD_NS = 20'000'000, MOST_HOLD_NS = 1'600'000'000;
+  // A region stands still while one of its threads waits, and is slower by 1 / wanted without it; a
+  // little less than break even, as the others' time slices cost more than they last.
+  static constexpr double WORTH = 0.8;
 
   static int64_t clock_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(
