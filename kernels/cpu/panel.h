@@ -95,7 +95,7 @@ class Panel {
 
   template <int PLANES>
   Nested<PLANES> source(const PlaneMatrix& next) const {
-    Nested<PLANES> source{{}, {}, w_.scales, next.scales, w_.chunks()};
+    Nested<PLANES> source{{}, {}, w_.scales, next.scales, w_.chunks(), blocks_ * w_.chunks()};
     for (int p = 0; p < PLANES; ++p) {
       source.plane[p] = w_.plane[p];
       source.next[p] = p < next.planes ? next.plane[p] : w_.plane[p];
