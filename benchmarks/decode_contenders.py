@@ -37,6 +37,9 @@ def model_folder(name: str | None) -> Path | None:
     return ROOT / "examples/demo-model" if name == "demo" else Path(str(name))
 
 
+GREEDY = SamplingParams(temperature=0)
+
+
 class _Given(Sampler):
     """Takes the likeliest token's time, gives a token from a list."""
 
@@ -45,7 +48,7 @@ class _Given(Sampler):
         self._token_ids = iter(token_ids)
 
     def rows(self, guesses: Guesses) -> Iterator[Row]:
-        yield Row(SamplingParams(temperature=0), 0.0)
+        yield Row(GREEDY, 0.0)
 
     def accept(self, token: Token) -> Token:
         return Token(next(self._token_ids))
