@@ -67,10 +67,12 @@ class Turns {
 
   // What a thread takes: the tasks of its share, then those of the others.
   struct Claim {
-    Counter* taken;
+    Counter* taken;  // null: the thread is alone, and counts by itself
     long count, shares, share, left, done;  // left: shares, this one included
+    long next = 0;
 
     long take() {
+      if (!taken) return next < count ? next++ : count;
       for (; left; --left, share = share + 1 < shares ? share + 1 : 0) {
         const long begin = count * share / shares, size = count * (share + 1) / shares - begin;
         std::atomic<long>& own = taken[share].value;
@@ -86,13 +88,14 @@ class Turns {
   void measure(long count, const Work& work) {
     const long threads = omp_get_num_threads();
     const long shares = threads < MOST_SHARES ? threads : MOST_SHARES;
-    Claim claim{taken, count, shares, omp_get_thread_num() % shares, shares, 0};
+    const bool alone = threads == 1;
+    Claim claim{alone ? nullptr : taken, count, shares, omp_get_thread_num() % shares, shares, 0};
     stages::Times* times = measured();
     const auto begun = times ? now() : 0;
     work(claim);
-    if (claim.done) done.value.fetch_add(claim.done, std::memory_order_release);
+    if (claim.done && !alone) done.value.fetch_add(claim.done, std::memory_order_release);
     const auto worked = times ? now() : 0;
-    wait(count);
+    if (!alone) wait(count);
     if (!times) return;
     times->busy_ns += worked - begun;
     times->waiting_ns += now() - worked;
