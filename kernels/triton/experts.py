@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from kernels.cpu.activation import recognise
 from kernels.planes import PlaneLayout, PlaneMatrix, QuantizedExperts
 from kernels.reference import AnyExperts, ExpertWeights, check_rows, check_shapes
+from kernels.scales import BLOCK_ROWS
 from kernels.triton.grouped import project_whole
 from kernels.triton.language import DTYPES, Epilogue, masked_by
 from kernels.triton.planes import address_table, dequantized, finish, project_planes, readable
@@ -247,7 +248,7 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
 def _linear_in_panels(
     x_TK: Tensor, table: Tensor, layout: PlaneLayout, bias: Tensor | None
 ) -> Tensor:
-    rows = max(1, PANEL_BYTES // (layout.columns * x_TK.dtype.itemsize))
+    rows = max(1, PANEL_BYTES // (layout.columns * x_TK.dtype.itemsize * BLOCK_ROWS)) * BLOCK_ROWS
     only = torch.zeros(1, dtype=torch.int32, device=x_TK.device)
     output_TN = x_TK.new_empty(len(x_TK), layout.rows)
     for begin in range(0, layout.rows, rows):

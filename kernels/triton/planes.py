@@ -81,8 +81,25 @@ def doubled(word, CENTRE: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
+def words_of_rows(plane, chunk, inside, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
+    """(COLUMNS, 4) words of a plane: of each row and u, the word that holds its bits.
+
+    Args:
+        chunk, inside: (COLUMNS / 16,) each block's chunk, and whether it is wanted.
+        WORDS: of two rows, q and ``8 + q``: 4 of 2 bits, 2 of 1 bit.
+    """
+    BLOCKS: tl.constexpr = COLUMNS // 16
+    pair = chunk[:, None, None] * 8 + tl.arange(0, 8)[None, :, None]
+    at = pair * WORDS + tl.arange(0, WORDS)[None, None, :]
+    words = tl.load(plane + at, mask=inside[:, None, None], other=0)
+    SHARED: tl.constexpr = 4 // WORDS
+    spread = tl.broadcast_to(words[:, None, :, :, None], (BLOCKS, 2, 8, WORDS, SHARED))
+    return tl.reshape(spread, (COLUMNS, 4))
+
+
+@triton.jit
 def chunk_numbers(
-    plane0, plane1, plane2, plane3, at, inside,
+    plane0, plane1, plane2, plane3, chunk, inside,
     PLANES: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """(COLUMNS, 32) whole numbers of one chunk: ``code - 136`` of 8 bits, else an eighth of it.
@@ -90,20 +107,18 @@ def chunk_numbers(
     Missing bits stand for the middle of the codes that begin with the others.
 
     Args:
-        at: (COLUMNS,) each row's place in the chunks, counted in rows.
+        chunk, inside: (COLUMNS / 16,) each block's chunk, and whether it is wanted.
     """
-    word = tl.arange(0, 4)[None, :]
-    wanted = inside[:, None]
-    two = tl.arange(0, 2)[None, :]
-    nibble = tl.load(plane0 + at[:, None] * 2 + two, mask=wanted, other=0)
-    nibble = tl.reshape(tl.broadcast_to(nibble[:, None, :], (COLUMNS, 2, 2)), (COLUMNS, 4))
-    nibble = (nibble << (2 - 2 * (word // 2)).to(tl.uint32)) & 0xCCCCCCCC
+    late = (tl.arange(0, COLUMNS) // 8 % 2).to(tl.uint32)[:, None]  # the second row of two
+    odd = (tl.arange(0, 4) % 2).to(tl.uint32)[None, :]
+    nibble = words_of_rows(plane0, chunk, inside, 4, COLUMNS) << (2 - 2 * late)
+    nibble &= 0xCCCCCCCC
     if PLANES >= 2:
-        bits = tl.load(plane1 + at, mask=inside, other=0)[:, None]
-        nibble |= ((bits >> word.to(tl.uint32)) & 0x11111111) << 1
+        bits = words_of_rows(plane1, chunk, inside, 2, COLUMNS) >> (odd + 2 * late)
+        nibble |= (bits & 0x11111111) << 1
     if PLANES >= 3:
-        bits = tl.load(plane2 + at, mask=inside, other=0)[:, None]
-        nibble |= (bits >> word.to(tl.uint32)) & 0x11111111
+        bits = words_of_rows(plane2, chunk, inside, 2, COLUMNS) >> (odd + 2 * late)
+        nibble |= bits & 0x11111111
     if PLANES >= 3:
         numbers = doubled(nibble, 0, COMPUTE, COLUMNS)
     elif PLANES == 2:
@@ -111,7 +126,11 @@ def chunk_numbers(
     else:
         numbers = doubled(nibble, 3, COMPUTE, COLUMNS)
     if PLANES == 4:
-        low = tl.load(plane3 + at[:, None] * 4 + word, mask=wanted, other=0)
+        pair = chunk[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
+        at = pair * 8 + tl.arange(0, 4)[None, None, :, None] * 2
+        at += tl.arange(0, 2)[None, None, None, :]
+        low = tl.load(plane3 + at, mask=inside[:, None, None, None], other=0)
+        low = tl.reshape(tl.permute(low, (0, 3, 1, 2)), (COLUMNS, 4))
         # 16 (high - 8) + (low - 8), all of it exact.
         numbers = numbers * 8.0 + doubled(low, 0, COMPUTE, COLUMNS) * 0.5
     return numbers
@@ -124,7 +143,7 @@ def words_at(entry, PLANE: tl.constexpr):
 
 @triton.jit
 def sum_splits(
-    entry, from_x, used, begin, rows, inside, first, last, per_split, groups, K,
+    entry, from_x, used, begin, rows, inside, first, last, per_split, groups, N, K,
     PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -134,6 +153,8 @@ def sum_splits(
     plane2, plane3 = words_at(entry, 2), words_at(entry, 3)
     scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.float16)), 16)
     block, within = rows // 16, rows % 16
+    blocks = tl.program_id(1) * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16)
+    wanted = blocks * 16 < N
     depth = tl.arange(0, 32)
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for split in range(first, last):
@@ -142,9 +163,9 @@ def sum_splits(
             dot = tl.zeros((COLUMNS, ROWS), tl.float32)
             for chunk in tl.static_range(CHUNKS):
                 index = group * CHUNKS + chunk
-                at = begin + (block * groups * CHUNKS + index) * 16 + within
+                chunk = begin // 16 + blocks * groups * CHUNKS + index
                 numbers = chunk_numbers(
-                    plane0, plane1, plane2, plane3, at, inside, PLANES, COMPUTE, COLUMNS
+                    plane0, plane1, plane2, plane3, chunk, wanted, PLANES, COMPUTE, COLUMNS
                 )
                 rest = (depth < K - index * 32)[:, None]
                 x = tl.load(from_x + index * 32, mask=used[None, :] & rest, other=0.0)
@@ -181,27 +202,27 @@ def planes_kernel(
         last = splits
     if PLANES > 0:
         sums = sum_splits(
-            entry, from_x, used, start, rows, inside, split, last, per_split, groups, K,
+            entry, from_x, used, start, rows, inside, split, last, per_split, groups, N, K,
             PLANES, COMPUTE, ROWS, COLUMNS, GROUP,
         )  # fmt: skip
     elif tl.load(entry + 3) != 0:
         sums = sum_splits(
-            entry, from_x, used, start, rows, inside, split, last, per_split, groups, K,
+            entry, from_x, used, start, rows, inside, split, last, per_split, groups, N, K,
             4, COMPUTE, ROWS, COLUMNS, GROUP,
         )  # fmt: skip
     elif tl.load(entry + 2) != 0:
         sums = sum_splits(
-            entry, from_x, used, start, rows, inside, split, last, per_split, groups, K,
+            entry, from_x, used, start, rows, inside, split, last, per_split, groups, N, K,
             3, COMPUTE, ROWS, COLUMNS, GROUP,
         )  # fmt: skip
     elif tl.load(entry + 1) != 0:
         sums = sum_splits(
-            entry, from_x, used, start, rows, inside, split, last, per_split, groups, K,
+            entry, from_x, used, start, rows, inside, split, last, per_split, groups, N, K,
             2, COMPUTE, ROWS, COLUMNS, GROUP,
         )  # fmt: skip
     else:
         sums = sum_splits(
-            entry, from_x, used, start, rows, inside, split, last, per_split, groups, K,
+            entry, from_x, used, start, rows, inside, split, last, per_split, groups, N, K,
             1, COMPUTE, ROWS, COLUMNS, GROUP,
         )  # fmt: skip
     row = split * slots_in_all + slots
@@ -331,13 +352,15 @@ def finish(
 
 @triton.jit
 def dequantize_chunks(
-    entry, output, begin, row, rows, inside, groups, K,
+    entry, output, begin, row, rows, inside, first, last_row, groups, K,
     PLANES: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = GROUP // 32
     plane0, plane1 = words_at(entry, 0), words_at(entry, 1)
     plane2, plane3 = words_at(entry, 2), words_at(entry, 3)
     scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.float16)), 16)
+    block = first // 16 + tl.arange(0, COLUMNS // 16)
+    wanted = block * 16 < last_row
     group = tl.program_id(1)
     at_scale = begin // CHUNKS + (rows // 16 * groups + group) * 16 + rows % 16
     scale = tl.load(scales + at_scale, mask=inside, other=0.0).to(tl.float32)
@@ -345,9 +368,9 @@ def dequantize_chunks(
         scale *= 8.0
     for chunk in tl.static_range(CHUNKS):
         index = group * CHUNKS + chunk
-        at = begin + (rows // 16 * groups * CHUNKS + index) * 16 + rows % 16
+        own = begin // 16 + block * groups * CHUNKS + index
         numbers = chunk_numbers(
-            plane0, plane1, plane2, plane3, at, inside, PLANES, COMPUTE, COLUMNS
+            plane0, plane1, plane2, plane3, own, wanted, PLANES, COMPUTE, COLUMNS
         )
         weights = numbers.to(tl.float32) * scale[:, None]
         columns = index * 32 + tl.arange(0, 32)
@@ -367,26 +390,31 @@ def dequantize_kernel(
     if expert < 0:
         return
     entry = table + expert * 5
-    rows = first_row + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first = first_row + tl.program_id(0) * COLUMNS
+    rows = first + tl.arange(0, COLUMNS)
     inside = rows < last_row
     start = begin + part * part_rows
     row = own.to(tl.int64) * width + (rows - first_row) * unit_stride + part * part_stride
     if tl.load(entry + 3) != 0:
         dequantize_chunks(
-            entry, output, start, row, rows, inside, groups, K, 4, COMPUTE, COLUMNS, GROUP
-        )
+            entry, output, start, row, rows, inside, first, last_row, groups, K,
+            4, COMPUTE, COLUMNS, GROUP,
+        )  # fmt: skip
     elif tl.load(entry + 2) != 0:
         dequantize_chunks(
-            entry, output, start, row, rows, inside, groups, K, 3, COMPUTE, COLUMNS, GROUP
-        )
+            entry, output, start, row, rows, inside, first, last_row, groups, K,
+            3, COMPUTE, COLUMNS, GROUP,
+        )  # fmt: skip
     elif tl.load(entry + 1) != 0:
         dequantize_chunks(
-            entry, output, start, row, rows, inside, groups, K, 2, COMPUTE, COLUMNS, GROUP
-        )
+            entry, output, start, row, rows, inside, first, last_row, groups, K,
+            2, COMPUTE, COLUMNS, GROUP,
+        )  # fmt: skip
     else:
         dequantize_chunks(
-            entry, output, start, row, rows, inside, groups, K, 1, COMPUTE, COLUMNS, GROUP
-        )
+            entry, output, start, row, rows, inside, first, last_row, groups, K,
+            1, COMPUTE, COLUMNS, GROUP,
+        )  # fmt: skip
 
 
 def dequantized(
@@ -403,7 +431,7 @@ def dequantized(
 
     Args:
         expert_P: int32; the place of a negative one holds junk.
-        rows: of a matrix of one part; None for all.
+        rows: of a matrix of one part, from a multiple of 16 on; None for all.
         epilogue: says how parts lie in the projection.
         before: codes of an expert that lie before its first part.
     """
@@ -424,41 +452,47 @@ def dequantized(
 
 
 @triton.jit
-def arrange_kernel(source, target, chunks, BITS: tl.constexpr, ROWS: tl.constexpr):
-    """The arrangement for CUDA of (chunks, 16 rows) of a plane; a program has ROWS of them."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < chunks * 16
-    word = tl.arange(0, BITS)
+def arrange_kernel(source, target, pairs, BITS: tl.constexpr, PAIRS: tl.constexpr):
+    """The arrangement for CUDA of a plane; a program has PAIRS pairs of rows of a chunk."""
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    inside = pair < pairs
+    word = tl.arange(0, 2 * BITS)
     STEPS: tl.constexpr = 8 // BITS
-    result = tl.zeros((ROWS, BITS), tl.uint32)
-    for column in tl.static_range(32):
-        step = column // 4
-        index = step % STEPS
-        if BITS == 4:
-            position = 4 * index
-        elif BITS == 2:
-            position = 6 - 2 * index
-        else:
-            position = 7 - 2 * (index % 4) - index // 4
-        from_word = (row // 16 * BITS + step // STEPS) * 16 + row % 16
-        value = tl.load(source + from_word, mask=inside, other=0)
-        code = (value >> (position + 8 * (column % 4))) & ((1 << BITS) - 1)
-        u = column % 8 // 2
-        bit = 4 * (column // 8) + 16 * (column % 2) + BITS * (u // BITS)
-        result |= tl.where((word == u % BITS)[None, :], (code << bit)[:, None], 0)
-    at = row.to(tl.int64)[:, None] * BITS + word[None, :]
+    result = tl.zeros((PAIRS, 2 * BITS), tl.uint32)
+    for late in tl.static_range(2):
+        for column in tl.static_range(32):
+            step = column // 4
+            index = step % STEPS
+            u = column % 8 // 2
+            bit = 4 * (column // 8) + 16 * (column % 2)
+            if BITS == 4:
+                position = 4 * index
+                own = 2 * u + late
+            elif BITS == 2:
+                position = 6 - 2 * index
+                own = u
+                bit += 2 * late
+            else:
+                position = 7 - 2 * (index % 4) - index // 4
+                own = u // 2
+                bit += u % 2 + 2 * late
+            from_word = (pair // 8 * BITS + step // STEPS) * 16 + pair % 8 + 8 * late
+            value = tl.load(source + from_word, mask=inside, other=0)
+            code = (value >> (position + 8 * (column % 4))) & ((1 << BITS) - 1)
+            result |= tl.where((word == own)[None, :], (code << bit)[:, None], 0)
+    at = pair.to(tl.int64)[:, None] * (2 * BITS) + word[None, :]
     tl.store(target + at, result, mask=inside[:, None])
 
 
 def arrange(source: Tensor, target: Tensor, bits: int) -> None:
     """Write a plane, or blobs that join several, arranged for CUDA; both ``(bytes,)`` uint8."""
-    chunks = source.numel() // (64 * bits)
-    arrange_kernel[(triton.cdiv(chunks * 16, 128),)](
+    pairs = source.numel() // (8 * bits)
+    arrange_kernel[(triton.cdiv(pairs, 64),)](
         source.view(torch.uint32),
         target.view(torch.uint32),
-        chunks,
+        pairs,
         BITS=bits,
-        ROWS=128,
+        PAIRS=64,
         enable_fp_fusion=False,
     )
 

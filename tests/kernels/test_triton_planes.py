@@ -34,9 +34,10 @@ def test_each_bit_lies_where_the_format_says(group_size: int) -> None:
         for row in (0, 7, 15, 19):
             for column in range(100):
                 p, u, h = column % 32 // 8, column % 8 // 2, column % 2
-                at = (row // 16 * chunks + column // 32) * 16 + row % 16
-                shift = 4 * p + 16 * h + bits * (u // bits)
-                found = words[at * bits + u % bits] >> shift & (2**bits - 1)
+                q, c = row % 8, row % 16 // 8
+                pair = (row // 16 * chunks + column // 32) * 8 + q
+                own, more = {1: (u // 2, u % 2 + 2 * c), 2: (u, 2 * c), 4: (2 * u + c, 0)}[bits]
+                found = words[pair * 2 * bits + own] >> (4 * p + 16 * h + more) & (2**bits - 1)
                 assert found == int(codes[row, column]) >> low & (2**bits - 1)
 
 
