@@ -50,7 +50,7 @@ H and S as in kernels/reference.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Literal, NamedTuple
@@ -130,8 +130,7 @@ class PlaneLayout:
         group_size: columns that share a scale.
         bits: of a code.
         scales: see kernels/scales.py; codes that are ``symmetric`` have 8 bits.
-        arrangement: of the bits, for CPUs or for CUDA devices; others than symmetric codes have
-            only the first.
+        arrangement: of the bits, for CPUs or for CUDA devices.
 
     Raises:
         ValueError: a group size or width that the kind of scales does not have, or a dimension that
@@ -155,10 +154,6 @@ class PlaneLayout:
             raise ValueError(f"group size must be 16, 32, 64 or 128, got {self.group_size}")
         if self.bits not in ((8,) if own else FILE_PLANES):
             raise ValueError(f"codes with {self.scales} scales cannot have {self.bits} bits")
-        if self.arrangement not in (("cpu", "cuda") if own else ("cpu",)):
-            raise ValueError(
-                f"codes with {self.scales} scales cannot be arranged for {self.arrangement}"
-            )
         if self.rows < 1 or self.columns < 1:
             raise ValueError(
                 f"a matrix needs at least one row and column, got {self.rows}x{self.columns}"
@@ -253,21 +248,42 @@ def pack(codes_NK: Tensor, layout: PlaneLayout) -> tuple[Tensor, ...]:
             vector |= parts[..., index, :] << position
         planes.append(vector.flatten(-3))
     if layout.arrangement == "cuda":
-        return arranged(planes, "cuda")
+        return arranged(planes, [layout], "cuda")
     return tuple(planes)
 
 
-def arranged(planes: Sequence[Tensor], arrangement: Arrangement) -> tuple[Tensor, ...]:
-    """The first planes of symmetric codes, or blobs that join several, in the other arrangement.
+def arranged(
+    planes: Sequence[Tensor], layouts: Sequence[PlaneLayout], arrangement: Arrangement
+) -> tuple[Tensor, ...]:
+    """The first planes of matrices that lie one after the other, in the other arrangement.
 
     Args:
         planes: ``(..., bytes)`` uint8, in the arrangement that is not asked for.
     """
-    made = []
-    for plane, bits in zip(planes, PLANE_BITS, strict=False):
-        pieces = plane.split(_ARRANGED_CHUNKS * _STEP_CODES * bits, -1)
-        made.append(torch.cat([_arranged(piece, bits, arrangement) for piece in pieces], -1))
-    return tuple(made)
+    return tuple(
+        torch.cat(
+            [_arranged(*piece, arrangement) for piece in pieces_of(plane, index, layouts)], -1
+        )
+        for index, plane in enumerate(planes)
+    )
+
+
+def pieces_of(
+    plane: Tensor, index: int, layouts: Sequence[PlaneLayout]
+) -> Iterator[tuple[Tensor, int]]:
+    """Pieces of a blob of planes that can be arranged each by itself, and their bits a code.
+
+    Args:
+        index: of the plane.
+        layouts: of the matrices in the blob.
+    """
+    for matrix, layout in zip(
+        plane.split([layout.plane_bytes(index) for layout in layouts], -1), layouts, strict=True
+    ):
+        if matrix.shape[-1]:
+            bits = layout.format.plane_bits[index]
+            for piece in matrix.split(_ARRANGED_CHUNKS * _STEP_CODES * bits, -1):
+                yield piece, bits
 
 
 def _arranged(plane: Tensor, bits: int, arrangement: Arrangement) -> Tensor:
@@ -307,7 +323,7 @@ def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:
     The bits of missing planes are centred in symmetric codes, else 0.
     """
     if layout.arrangement == "cuda":
-        return unpack(arranged(planes, "cpu"), replace(layout, arrangement="cpu"))
+        return unpack(arranged(planes, [layout], "cpu"), replace(layout, arrangement="cpu"))
     lead = planes[0].shape[:-1]
     steps = torch.zeros(
         *lead, layout.num_blocks, layout.padded_columns // STEP_COLUMNS, _STEP_CODES,
@@ -415,17 +431,17 @@ class PlaneMatrix:
 
     def for_device(self, device: torch.device) -> PlaneMatrix:
         """With the bits arranged for a device, moved within memory of the same size; itself where
-        they are, and where there is no other arrangement."""
-        wanted = arrangement_for(device, self.layout)
+        they are."""
+        wanted = arrangement_for(device)
         if wanted == self.layout.arrangement:
             return self
         layout = replace(self.layout, arrangement=wanted)
-        return replace(self, layout=layout, planes=arranged(self.planes, wanted))
+        return replace(self, layout=layout, planes=arranged(self.planes, [self.layout], wanted))
 
 
-def arrangement_for(device: torch.device, layout: PlaneLayout) -> Arrangement:
-    """How codes of this kind lie best on a device."""
-    return "cuda" if device.type == "cuda" and layout.scales == "symmetric" else "cpu"
+def arrangement_for(device: torch.device) -> Arrangement:
+    """How codes lie best on a device."""
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 @dataclass(frozen=True, eq=False)
@@ -475,7 +491,7 @@ class QuantizedExperts:
         if len(self.planes) != len(self.scales):
             raise ValueError(f"{len(self.planes)} experts' planes, {len(self.scales)} scales")
         for expert, (planes, scales) in enumerate(zip(self.planes, self.scales, strict=True)):
-            _check_blobs(planes, scales, self._layouts, f"expert {expert}")
+            _check_blobs(planes, scales, self.layouts, f"expert {expert}")
         if len({scales.device for scales in self.scales}) != 1:
             raise ValueError("a layer needs at least one expert, and all experts on one device")
 
@@ -517,33 +533,33 @@ class QuantizedExperts:
 
     def for_device(self, device: torch.device) -> QuantizedExperts:
         """See `PlaneMatrix.for_device`; one expert after the other."""
-        wanted = {arrangement_for(device, layout) for layout in self._layouts}
-        if wanted == {self.first.arrangement} or len(wanted) > 1:
+        own = arrangement_for(device)
+        if own == self.first.arrangement:
             return self
-        own = wanted.pop()
         first, second = (replace(x, arrangement=own) for x in (self.first, self.second))
-        planes = tuple(arranged(planes, own) for planes in self.planes)
+        planes = tuple(arranged(planes, self.layouts, own) for planes in self.planes)
         return replace(self, first=first, second=second, planes=planes)
 
     def matrices(self, expert: int) -> tuple[PlaneMatrix, ...]:
         """The parts of the expert's first projection, then the second; views, without biases."""
         planes = [
-            blob.split([layout.plane_bytes(plane) for layout in self._layouts])
+            blob.split([layout.plane_bytes(plane) for layout in self.layouts])
             for plane, blob in enumerate(self.planes[expert])
         ]
         scales = self.scales[expert].view(torch.uint8)
-        own = scales.split([layout.scale_bytes for layout in self._layouts])
+        own = scales.split([layout.scale_bytes for layout in self.layouts])
         return tuple(
             PlaneMatrix(
                 layout,
                 tuple(blobs[index] for blobs in planes[: len(layout.format.plane_bits)]),
                 own[index].view(layout.scale_dtype),
             )
-            for index, layout in enumerate(self._layouts)
+            for index, layout in enumerate(self.layouts)
         )
 
     @property
-    def _layouts(self) -> tuple[PlaneLayout, ...]:
+    def layouts(self) -> tuple[PlaneLayout, ...]:
+        """Of the matrices of a blob, in order."""
         return (self.first,) * self.parts + (self.second,)
 
 

@@ -50,26 +50,22 @@ def test_both_arrangements_hold_the_same_prefixes(bits: int) -> None:
         pack(codes, layout)[:count],
         pack(codes, replace(layout, arrangement="cuda"))[:count],
     )
-    assert all(map(torch.equal, arranged(cpu, "cuda"), cuda))
-    assert all(map(torch.equal, arranged(cuda, "cpu"), cpu))
+    assert all(map(torch.equal, arranged(cpu, [layout], "cuda"), cuda))
+    assert all(map(torch.equal, arranged(cuda, [layout], "cpu"), cpu))
     assert torch.equal(unpack(cuda, replace(layout, arrangement="cuda")), unpack(cpu, layout))
-
-
-def test_codes_of_files_have_one_arrangement() -> None:
-    with pytest.raises(ValueError, match="offset scales cannot be arranged for cuda"):
-        PlaneLayout(16, 32, 32, 4, "offset", "cuda")
 
 
 def test_the_kernel_arranges_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = PlaneLayout(48, 96, 32)
     planes = pack(torch.randint(0, 256, (48, 96), dtype=torch.uint8), layout)
-    for plane, bits, expected in zip(planes, PLANE_BITS, arranged(planes, "cuda"), strict=True):
+    made = arranged(planes, [layout], "cuda")
+    for plane, bits, expected in zip(planes, PLANE_BITS, made, strict=True):
         target = torch.empty_like(plane)
         arrange(plane, target, bits)
         assert torch.equal(target, expected)
     here = [plane.clone() for plane in planes]
-    kernels.arrange_for_cuda(here[:3])
-    assert all(map(torch.equal, here, (*arranged(planes, "cuda")[:3], planes[3])))
+    kernels.arrange_for_cuda(here[:3], [layout])
+    assert all(map(torch.equal, here, (*made[:3], planes[3])))
 
 
 def test_a_reference_reads_what_is_arranged_for_cuda() -> None:
