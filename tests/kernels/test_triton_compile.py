@@ -266,7 +266,7 @@ _MAY_SPILL = {"whole_kernel_float32": 400, "planes_kernel_float32": 40, "planes_
 _SYMMETRIC = [f"8/symmetric/64/{planes}" for planes in (1, 2, 3, 4)]
 _AWQ, _Q4_K = "4/offset/128/1", "4/super-offset/32/1"
 _FILES = [_AWQ, _Q4_K, "8/centred/32/2", "6/super/16/2"]
-"""Codes by their bits, scales (kernels/scales.py), columns of a scale, and planes that there are."""
+"""Codes: their bits, scales (kernels/scales.py), columns of a scale, and planes that there are."""
 _PLANE_STACK = {("90", _SYMMETRIC[3]): 8, ("90", _FILES[3]): 8}
 """Bytes of a thread, which are no local memory, by architecture and codes."""
 _MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 11, _FILES[3]: 15}
