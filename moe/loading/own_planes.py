@@ -240,9 +240,9 @@ def find_own(
             if (found := _own_experts(name, module, by_target, checkpoint)) is not None:
                 experts[name] = found
     tables: dict[str, tuple[str, PlaneFormat]] = {}
-    first = network.get_input_embeddings()
+    input_table = network.get_input_embeddings()
     for name in _candidates(network, settings):
-        if not embedding and network.get_submodule(name) is first:
+        if not embedding and network.get_submodule(name) is input_table:
             continue
         conversion = by_target.get(f"{name}.weight")
         if conversion is not None and len(conversion.pieces) == 1:

@@ -116,7 +116,7 @@ def test_on_a_gpu_all_but_the_embedding_stays(
     model = steady()
     file = write(model, mixed)
     loaded = MoE.from_pretrained(file, engine={"fused": "off"})
-    network = loaded._loaded.network
+    network = loaded._loaded.backbone.model
     assert isinstance(network.get_input_embeddings(), torch.nn.Embedding)
     layouts = [own.layout for own in network.modules() if isinstance(own, QuantizedLinear)]
     assert len(layouts) == 5
