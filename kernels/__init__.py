@@ -20,7 +20,7 @@ from kernels import reference
 from kernels.backends import Backend, Forward, choose_backend, triton_kernels
 from kernels.cpu import backend_status, choose_kernel
 from kernels.megablocks import BackendError
-from kernels.planes import PLANE_BITS, PlaneMatrix, QuantizedExperts, arranged
+from kernels.planes import PlaneLayout, PlaneMatrix, QuantizedExperts, arranged, pieces_of
 from kernels.reference import AnyExperts, ExpertWeights
 
 __all__ = [
@@ -84,15 +84,16 @@ def reads_nothing_back(hidden_TH: Tensor, experts: AnyExperts) -> bool:
     return triton is not None and triton.supports(hidden_TH, experts)
 
 
-def arrange_for_cuda(planes: Sequence[Tensor]) -> None:
-    """Rearrange the first planes of symmetric codes where they lie; blobs may join several."""
+def arrange_for_cuda(planes: Sequence[Tensor], layouts: Sequence[PlaneLayout]) -> None:
+    """Rearrange the first planes of matrices where they lie; blobs join the layouts' matrices."""
     triton = triton_kernels() if planes[0].device.type == "cuda" else None
     if triton is None:
-        for plane, made in zip(planes, arranged(planes, "cuda"), strict=True):
+        for plane, made in zip(planes, arranged(planes, layouts, "cuda"), strict=True):
             plane.copy_(made)
         return
-    for plane, bits in zip(planes, PLANE_BITS, strict=False):
-        triton.arrange(plane.clone(), plane, bits)
+    for index, plane in enumerate(planes):
+        for piece, bits in pieces_of(plane, index, layouts):
+            triton.arrange(piece.clone(), piece, bits)
 
 
 def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
@@ -125,7 +126,8 @@ def matrix_rows(ids_T: Tensor, matrix: PlaneMatrix) -> Tensor:
     if not 0 <= int(ids_T.min()) <= int(ids_T.max()) < matrix.layout.rows:
         raise IndexError(f"rows must be in [0, {matrix.layout.rows}), got {ids_T.tolist()[:8]}")
     native = choose_kernel()[0] if matrix.scales.device.type == "cpu" else None
-    if native is not None and matrix.layout.scales != "symmetric":
+    own = matrix.layout
+    if native is not None and own.scales != "symmetric" and own.arrangement == "cpu":
         return native.planes.rows(ids_T, matrix)
     return reference.matrix_rows(ids_T, matrix)
 

@@ -25,11 +25,18 @@ columns to whole groups, with code 136 and scale 0.
 
 On a CUDA device the planes have an arrangement of their own (`arranged`), made while loading. It
 moves bits only within *chunks* of 32 columns of 16 rows, so sizes, blocks and scales stay as they
-are, and each plane can still be read alone. A chunk of a plane of b bits has b 32-bit words for
-each row, row by row. Column ``8 p + 2 u + h`` (p and u from 0 to 3, h 0 or 1) of all planes lies in
-word ``u % b`` from bit ``4 p + 16 h + b * (u // b)`` on: after one shift the planes' bits of a
-column meet in one nibble, and two neighbouring columns lie 16 bits apart, as matrix instructions
-take them.
+are, and each plane can still be read alone. A thread of a matrix instruction takes two rows of a
+block, q and ``8 + q`` (c = 0 and c = 1; q from 0 to 7), and of each the columns ``8 p + 2 u + h``
+of one u (p and u from 0 to 3, h 0 or 1). Words of 32 bits lie pair of rows by pair of rows. A pair
+has of a chunk of
+
+- 2 bits: 4 words, u; a column's bits begin at ``4 p + 16 h + 2 c``;
+- 1 bit: 2 words, ``u // 2``; its bit is ``4 p + 16 h + u % 2 + 2 c``;
+- 4 bits: 8 words, ``2 u + c``; its bits begin at ``4 p + 16 h``.
+
+So a thread reads one word of a plane for 16 codes; after one shift the planes' bits of a column
+meet in one nibble, and two neighbouring columns lie 16 bits apart, as matrix instructions take
+them.
 
 Weights that a file has quantised already keep its own codes, of 2 to 6 or 8 bits, and its own
 scales and offsets (kernels/scales.py). Their planes are few: the first 4 bits, then the others; of
@@ -43,7 +50,7 @@ H and S as in kernels/reference.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 from typing import Literal, NamedTuple
@@ -82,6 +89,8 @@ _LARGEST_BELOW, _LARGEST_ABOVE = 8 * 16, 7 * 16  # codes from zero
 _STEP_CODES = BLOCK_ROWS * STEP_COLUMNS
 _ARRANGED_CHUNKS = 1 << 15
 """Rearranged at once: a byte a code and more is in memory for a while."""
+_CODES, _WORDS = (-6, -3, -2, -7, -1, -5), (-7, -6, -5, -4, -3, -2)
+"""Dimensions of a chunk in order of codes, and in that of words for CUDA; see `_arranged`."""
 _POSITIONS = {1: (7, 5, 3, 1, 6, 4, 2, 0), 2: (6, 4, 2, 0), 4: (0, 4)}
 """Lowest bit of each step within a byte of a plane of this many bits, first step first."""
 
@@ -121,8 +130,7 @@ class PlaneLayout:
         group_size: columns that share a scale.
         bits: of a code.
         scales: see kernels/scales.py; codes that are ``symmetric`` have 8 bits.
-        arrangement: of the bits, for CPUs or for CUDA devices; others than symmetric codes have
-            only the first.
+        arrangement: of the bits, for CPUs or for CUDA devices.
 
     Raises:
         ValueError: a group size or width that the kind of scales does not have, or a dimension that
@@ -146,10 +154,6 @@ class PlaneLayout:
             raise ValueError(f"group size must be 16, 32, 64 or 128, got {self.group_size}")
         if self.bits not in ((8,) if own else FILE_PLANES):
             raise ValueError(f"codes with {self.scales} scales cannot have {self.bits} bits")
-        if self.arrangement not in (("cpu", "cuda") if own else ("cpu",)):
-            raise ValueError(
-                f"codes with {self.scales} scales cannot be arranged for {self.arrangement}"
-            )
         if self.rows < 1 or self.columns < 1:
             raise ValueError(
                 f"a matrix needs at least one row and column, got {self.rows}x{self.columns}"
@@ -244,48 +248,73 @@ def pack(codes_NK: Tensor, layout: PlaneLayout) -> tuple[Tensor, ...]:
             vector |= parts[..., index, :] << position
         planes.append(vector.flatten(-3))
     if layout.arrangement == "cuda":
-        return arranged(planes, "cuda")
+        return arranged(planes, [layout], "cuda")
     return tuple(planes)
 
 
-def arranged(planes: Sequence[Tensor], arrangement: Arrangement) -> tuple[Tensor, ...]:
-    """The first planes of symmetric codes, or blobs that join several, in the other arrangement.
+def arranged(
+    planes: Sequence[Tensor], layouts: Sequence[PlaneLayout], arrangement: Arrangement
+) -> tuple[Tensor, ...]:
+    """The first planes of matrices that lie one after the other, in the other arrangement.
 
     Args:
         planes: ``(..., bytes)`` uint8, in the arrangement that is not asked for.
     """
-    made = []
-    for plane, bits in zip(planes, PLANE_BITS, strict=False):
-        pieces = plane.split(_ARRANGED_CHUNKS * _STEP_CODES * bits, -1)
-        made.append(torch.cat([_arranged(piece, bits, arrangement) for piece in pieces], -1))
-    return tuple(made)
+    return tuple(
+        torch.cat(
+            [_arranged(*piece, arrangement) for piece in pieces_of(plane, index, layouts)], -1
+        )
+        for index, plane in enumerate(planes)
+    )
+
+
+def pieces_of(
+    plane: Tensor, index: int, layouts: Sequence[PlaneLayout]
+) -> Iterator[tuple[Tensor, int]]:
+    """Pieces of a blob of planes that can be arranged each by itself, and their bits a code.
+
+    Args:
+        index: of the plane.
+        layouts: of the matrices in the blob.
+    """
+    for matrix, layout in zip(
+        plane.split([layout.plane_bytes(index) for layout in layouts], -1), layouts, strict=True
+    ):
+        if matrix.shape[-1]:
+            bits = layout.format.plane_bits[index]
+            for piece in matrix.split(_ARRANGED_CHUNKS * _STEP_CODES * bits, -1):
+                yield piece, bits
 
 
 def _arranged(plane: Tensor, bits: int, arrangement: Arrangement) -> Tensor:
-    """See `arranged`; legend: C chunks, R rows of a block, v vectors, w words, i steps, c columns
-    of a step, p u h as at the top of this module."""
-    chunk, mask = BLOCK_ROWS * CHUNK_COLUMNS * bits // 8, 2**bits - 1
+    """See `arranged`; legend: C chunks, R rows of a block, v vectors, i steps, b columns of a step;
+    c q p u h as at the top of this module, of p and u each bit apart."""
+    lead, mask = plane.shape[:-1], 2**bits - 1
     positions = plane.new_tensor(_POSITIONS[bits])
-    nibble = torch.arange(4, device=plane.device)
-    # Of each p: the byte of a word, without that of h, and the bit within it, without that of u.
-    byte_p, bit_p = nibble // 2, nibble % 2 * 4
-    bit_u = torch.arange(4 // bits, device=plane.device) * bits
-    shift_pu = (bit_p[:, None] + bit_u).to(torch.uint8)
-    lead = plane.shape[:-1]
     if arrangement == "cuda":
-        bytes_CvRc = plane.view(*lead, -1, bits, BLOCK_ROWS, STEP_COLUMNS)
-        codes = (bytes_CvRc[..., None] >> positions) & mask  # C v R c i
-        codes = codes.movedim(-3, -4).movedim(-1, -2)  # C R v i c
-        columns = codes.flatten(-3).unflatten(-1, (4, 4 // bits, bits, 2))  # C R p (u // b) w h
-        bits_of = (columns << shift_pu[:, :, None, None]).sum(-3, dtype=torch.uint8)  # C R p w h
-        pairs = bits_of.unflatten(-3, (2, 2)).sum(-3, dtype=torch.uint8)  # C R byte w h
-        return pairs.movedim(-3, -1).flatten(-3).flatten(-2).view(*lead, -1)
-    words = plane.view(*lead, plane.shape[-1] // chunk, BLOCK_ROWS, bits, 2, 2)  # C R w h byte
-    spread = words[..., byte_p].movedim(-1, -3)  # C R p w h
-    codes = (spread[..., None, :, :] >> shift_pu[:, :, None, None]) & mask  # C R p (u // b) w h
-    codes = codes.flatten(-4).unflatten(-1, (bits, 8 // bits, STEP_COLUMNS))  # C R v i c
-    own = (codes << positions[:, None]).sum(-2, dtype=torch.uint8)  # C R v c
-    return own.movedim(-2, -3).flatten(-4)
+        bytes_CvRb = plane.view(*lead, -1, bits, BLOCK_ROWS, STEP_COLUMNS)
+        codes = (bytes_CvRb[..., None] >> positions) & mask  # C v R b i
+        codes = codes.movedim(-3, -4).movedim(-1, -2)  # C R v i b
+        codes = codes.reshape(*lead, -1, 2, 8, 2, 2, 2, 2, 2)  # C c q p1 p0 u1 u0 h
+        own = codes.movedim(
+            (-6, -3, -2, -7, -1, -5), (-7, -6, -5, -4, -3, -2)
+        )  # C q u1 u0 c h p1 p0
+        own = own[..., 0] | own[..., 1] << 4
+        if bits <= 2:
+            own = own[..., 0, :, :] | own[..., 1, :, :] << 2  # C q u1 u0 h p1
+        if bits == 1:
+            own = own[..., 0, :, :] | own[..., 1, :, :] << 1  # C q u1 h p1
+        return own.flatten(len(lead))
+    own = plane.view(*lead, -1, 8, 2, *(2,) * {1: 0, 2: 1, 4: 2}[bits], 2, 2)
+    if bits == 1:
+        own = torch.stack([own, own >> 1], -3)
+    if bits <= 2:
+        own = torch.stack([own, own >> 2], -3)  # C q u1 u0 c h p1
+    codes = torch.stack([own, own >> 4], -1) & mask  # C q u1 u0 c h p1 p0
+    codes = codes.movedim(_WORDS, _CODES)  # C c q p1 p0 u1 u0 h
+    codes = codes.reshape(*lead, -1, BLOCK_ROWS, bits, 8 // bits, STEP_COLUMNS)  # C R v i b
+    steps = (codes << positions[:, None]).sum(-2, dtype=torch.uint8)  # C R v b
+    return steps.movedim(-2, -3).flatten(len(lead))
 
 
 def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:
@@ -294,7 +323,7 @@ def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:
     The bits of missing planes are centred in symmetric codes, else 0.
     """
     if layout.arrangement == "cuda":
-        return unpack(arranged(planes, "cpu"), replace(layout, arrangement="cpu"))
+        return unpack(arranged(planes, [layout], "cpu"), replace(layout, arrangement="cpu"))
     lead = planes[0].shape[:-1]
     steps = torch.zeros(
         *lead, layout.num_blocks, layout.padded_columns // STEP_COLUMNS, _STEP_CODES,
@@ -402,17 +431,17 @@ class PlaneMatrix:
 
     def for_device(self, device: torch.device) -> PlaneMatrix:
         """With the bits arranged for a device, moved within memory of the same size; itself where
-        they are, and where there is no other arrangement."""
-        wanted = arrangement_for(device, self.layout)
+        they are."""
+        wanted = arrangement_for(device)
         if wanted == self.layout.arrangement:
             return self
         layout = replace(self.layout, arrangement=wanted)
-        return replace(self, layout=layout, planes=arranged(self.planes, wanted))
+        return replace(self, layout=layout, planes=arranged(self.planes, [self.layout], wanted))
 
 
-def arrangement_for(device: torch.device, layout: PlaneLayout) -> Arrangement:
-    """How codes of this kind lie best on a device."""
-    return "cuda" if device.type == "cuda" and layout.scales == "symmetric" else "cpu"
+def arrangement_for(device: torch.device) -> Arrangement:
+    """How codes lie best on a device."""
+    return "cuda" if device.type == "cuda" else "cpu"
 
 
 @dataclass(frozen=True, eq=False)
@@ -462,7 +491,7 @@ class QuantizedExperts:
         if len(self.planes) != len(self.scales):
             raise ValueError(f"{len(self.planes)} experts' planes, {len(self.scales)} scales")
         for expert, (planes, scales) in enumerate(zip(self.planes, self.scales, strict=True)):
-            _check_blobs(planes, scales, self._layouts, f"expert {expert}")
+            _check_blobs(planes, scales, self.layouts, f"expert {expert}")
         if len({scales.device for scales in self.scales}) != 1:
             raise ValueError("a layer needs at least one expert, and all experts on one device")
 
@@ -504,33 +533,33 @@ class QuantizedExperts:
 
     def for_device(self, device: torch.device) -> QuantizedExperts:
         """See `PlaneMatrix.for_device`; one expert after the other."""
-        wanted = {arrangement_for(device, layout) for layout in self._layouts}
-        if wanted == {self.first.arrangement} or len(wanted) > 1:
+        own = arrangement_for(device)
+        if own == self.first.arrangement:
             return self
-        own = wanted.pop()
         first, second = (replace(x, arrangement=own) for x in (self.first, self.second))
-        planes = tuple(arranged(planes, own) for planes in self.planes)
+        planes = tuple(arranged(planes, self.layouts, own) for planes in self.planes)
         return replace(self, first=first, second=second, planes=planes)
 
     def matrices(self, expert: int) -> tuple[PlaneMatrix, ...]:
         """The parts of the expert's first projection, then the second; views, without biases."""
         planes = [
-            blob.split([layout.plane_bytes(plane) for layout in self._layouts])
+            blob.split([layout.plane_bytes(plane) for layout in self.layouts])
             for plane, blob in enumerate(self.planes[expert])
         ]
         scales = self.scales[expert].view(torch.uint8)
-        own = scales.split([layout.scale_bytes for layout in self._layouts])
+        own = scales.split([layout.scale_bytes for layout in self.layouts])
         return tuple(
             PlaneMatrix(
                 layout,
                 tuple(blobs[index] for blobs in planes[: len(layout.format.plane_bits)]),
                 own[index].view(layout.scale_dtype),
             )
-            for index, layout in enumerate(self._layouts)
+            for index, layout in enumerate(self.layouts)
         )
 
     @property
-    def _layouts(self) -> tuple[PlaneLayout, ...]:
+    def layouts(self) -> tuple[PlaneLayout, ...]:
+        """Of the matrices of a blob, in order."""
         return (self.first,) * self.parts + (self.second,)
 
 

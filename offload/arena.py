@@ -78,7 +78,7 @@ class Arena:
         experts = self.experts
         if isinstance(experts, QuantizedExperts) and experts.first.arrangement == "cuda":
             for slot in slots:
-                arrange_for_cuda(experts.planes[slot])
+                arrange_for_cuda(experts.planes[slot], experts.layouts)
 
     def resize(self, grains: int) -> None:
         """Use the first ``grains`` only; the others lose their contents, and pageable memory of
@@ -153,9 +153,11 @@ def plane_arena(
         each_planes = zip(*(plane.unbind() for plane in planes), strict=True)
         blobs += zip(each_planes, scales.unbind(), strict=True)
     experts = from_expert_blobs(shape, blobs, interleaved, **own)
-    wanted = {arrangement_for(rows.memory.device, x) for x in (experts.first, experts.second)}
-    if wanted == {"cuda"}:
-        first, second = (replace(x, arrangement="cuda") for x in (experts.first, experts.second))
+    own_arrangement = arrangement_for(rows.memory.device)
+    if own_arrangement != "cpu":
+        first, second = (
+            replace(x, arrangement=own_arrangement) for x in (experts.first, experts.second)
+        )
         experts = replace(experts, first=first, second=second)
     return Arena(experts, [rows], kinds)
 

@@ -22,6 +22,7 @@ from torch.nn.functional import linear
 from kernels.cpu.activation import recognise
 from kernels.planes import PlaneLayout, PlaneMatrix, QuantizedExperts
 from kernels.reference import AnyExperts, ExpertWeights, check_rows, check_shapes
+from kernels.scales import BLOCK_ROWS
 from kernels.triton.grouped import project_whole
 from kernels.triton.language import DTYPES, Epilogue, masked_by
 from kernels.triton.planes import address_table, dequantized, finish, project_planes, readable
@@ -41,7 +42,7 @@ PANEL_BYTES = 128 << 20
 @dataclass(frozen=True)
 class _TritonPlan:
     epilogue: Epilogue
-    table_E5: Tensor | None  # addresses of the planes; None for whole weights
+    tables_EP5: tuple[Tensor, ...]  # addresses of the planes; none for whole weights
     planes: int  # of each expert; 0 if they differ
 
 
@@ -111,16 +112,14 @@ class _Call:
         biases = _dense(experts.gate_up_bias_EG), _dense(experts.down_bias_EH)
         if isinstance(experts, ExpertWeights):
             weights: tuple[Tensor | PlaneLayout, ...] = experts.gate_up_EGH, experts.down_EHF
-            before = 0
         else:
             weights = experts.first, experts.second
-            before = experts.parts * experts.first.padded_rows * experts.first.padded_columns
-        first = _Projection(self, weights[0], biases[0], epilogue, self.share, 0)
+        first = _Projection(self, 0, weights[0], biases[0], epilogue, self.share)
         tile = first.tile(self.hidden_TH, None)
         inner = first.forward(self.hidden_TH, tile)
         if epilogue.activation is None:
             inner = experts.activation(inner).to(inner.dtype).contiguous()
-        second = _Projection(self, weights[1], biases[1], Epilogue(), 1, before)
+        second = _Projection(self, 1, weights[1], biases[1], Epilogue(), 1)
         rows = second.forward(inner, second.tile(inner, tile.rows))
         if experts.post_norm is not None:
             rows = experts.post_norm(rows).to(rows.dtype).contiguous()
@@ -144,11 +143,11 @@ class _Projection:
     """One projection of all slots, by whole weights or planes."""
 
     call: _Call
+    index: int
     weights: Tensor | PlaneLayout
     bias_EW: Tensor | None
     epilogue: Epilogue
     share: int
-    before: int
 
     def tile(self, x_XK: Tensor, rows: int | None) -> Tile:
         """The best tile, of so many rows where the first projection has chosen."""
@@ -186,13 +185,11 @@ class _Projection:
                 x_XK, self.weights, self.bias_EW, blocks, tile,
                 share=self.share, epilogue=self.epilogue,
             )  # fmt: skip
-        assert call.plan.table_E5 is not None
         if self.in_panels:
             return self._in_panels(x_XK, self.weights, blocks, tile)
         sums = project_planes(
-            x_XK, call.plan.table_E5, self.weights, blocks, tile,
-            planes=call.plan.planes, parts=self.epilogue.parts,
-            share=self.share, before=self.before,
+            x_XK, call.plan.tables_EP5[self.index], self.weights, blocks, tile,
+            planes=call.plan.planes, share=self.share,
         )  # fmt: skip
         ids_S, experts = call.ids_TK.flatten(), call.experts.num_experts
         return finish(
@@ -201,16 +198,13 @@ class _Projection:
 
     def _in_panels(self, x_XK: Tensor, layout: PlaneLayout, blocks: Blocks, tile: Tile) -> Tensor:
         """By weights of some experts after the other, rounded to x's dtype."""
-        table = self.call.plan.table_E5
-        assert table is not None
+        table = self.call.plan.tables_EP5[self.index]
         expert_U, place_B = used_experts(blocks, self.call.distinct)
         one = self.epilogue.parts * layout.rows * layout.columns * x_XK.dtype.itemsize
         panel, output = max(1, PANEL_BYTES // one), None
         for begin in range(0, len(expert_U), panel):
             own = expert_U[begin : begin + panel]
-            weights = dequantized(
-                table, layout, x_XK.dtype, own, epilogue=self.epilogue, before=self.before
-            )
+            weights = dequantized(table, layout, x_XK.dtype, own, epilogue=self.epilogue)
             output = project_whole(
                 x_XK, weights, self.bias_EW, blocks, tile,
                 share=self.share, epilogue=self.epilogue,
@@ -229,7 +223,8 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
     x_TK, bias, layout = x_TK.contiguous(), _dense(matrix.bias), matrix.layout
     table = _tables.get(matrix)
     if table is None:
-        table = address_table([matrix.planes], [matrix.scales], x_TK.device)
+        own = range(1)
+        table = address_table([matrix.planes], [matrix.scales], [layout], own, x_TK.device)
         _tables[matrix] = table
     if len(x_TK) >= _PANEL_ROWS:
         return _linear_in_panels(x_TK, table, layout, bias)
@@ -247,7 +242,7 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
 def _linear_in_panels(
     x_TK: Tensor, table: Tensor, layout: PlaneLayout, bias: Tensor | None
 ) -> Tensor:
-    rows = max(1, PANEL_BYTES // (layout.columns * x_TK.dtype.itemsize))
+    rows = max(1, PANEL_BYTES // (layout.columns * x_TK.dtype.itemsize * BLOCK_ROWS)) * BLOCK_ROWS
     only = torch.zeros(1, dtype=torch.int32, device=x_TK.device)
     output_TN = x_TK.new_empty(len(x_TK), layout.rows)
     for begin in range(0, layout.rows, rows):
@@ -260,12 +255,15 @@ def _linear_in_panels(
 def _plan(experts: AnyExperts, device: torch.device) -> _TritonPlan:
     plan = _plans.get(experts)
     if plan is None:
-        table, planes = None, 0
+        tables: tuple[Tensor, ...] = ()
+        planes = 0
         if isinstance(experts, QuantizedExperts):
-            table = address_table(experts.planes, experts.scales, device)
+            blobs, layouts = (experts.planes, experts.scales), experts.layouts
+            first, second = range(experts.parts), range(experts.parts, experts.parts + 1)
+            tables = tuple(address_table(*blobs, layouts, own, device) for own in (first, second))
             counts = set(map(len, experts.planes))
             planes = counts.pop() if len(counts) == 1 else 0
-        plan = _plans[experts] = _TritonPlan(_epilogue(experts), table, planes)
+        plan = _plans[experts] = _TritonPlan(_epilogue(experts), tables, planes)
     return plan
 
 

@@ -1,8 +1,8 @@
 """Products with bit planes on NVIDIA GPUs, from the arrangement of kernels/planes.py for CUDA.
 
 Each expert has a precision of its own, and only the planes it has are read and decoded. Codes
-become whole numbers in registers, which bf16 and float16 hold exactly; each scale group is summed
-and then multiplied by its scale in float32, so no weight is rounded. Activations keep their dtype
+become whole numbers in registers (kernels/triton/codes.py); each scale group is summed and then
+multiplied by its scale in float32, so no weight is rounded. Activations keep their dtype
 on the GPU, while the CPU quantises them (kernels/reference.py): the results differ by that.
 
 A few rows do not fill a GPU, so K is split (`splits`): as many parts as the matrix alone decides,
@@ -24,19 +24,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.planes import CHUNK_COLUMNS, PLANE_BITS, PlaneLayout
+from kernels.planes import CHUNK_COLUMNS, PlaneLayout
+from kernels.scales import SCALES
+from kernels.scales import block_bytes as scale_bytes
+from kernels.triton.codes import (
+    OFFSET,
+    SUPER_OFFSET,
+    chunk_numbers,
+    file_numbers,
+    group_scale,
+    words_at,
+)
 from kernels.triton.language import (
     Epilogue,
     activate,
     block_slots,
     compute_type,
+    masked_by,
 )
 from kernels.triton.routing import Blocks
 from kernels.triton.tiles import Tile
 
 _ALIGNMENT = 16  # bytes
+_MOST_PLANES = 4
 _MOST_SPLITS = 8
-_SPLIT_GROUPS = 8  # scale groups that a part has at least
+_SPLIT_UNITS = 8  # that a part has at least
 _FULL_COLUMNS = 256  # blocks of columns that fill a GPU without a split
 _SPLIT_BYTES = 16 << 20  # that the sums of all parts may take
 _UNITS = 256  # of a program of `finish_kernel`
@@ -44,87 +56,8 @@ _ROWS_A_PROGRAM = 64  # of `dequantize_kernel`
 
 
 @triton.jit
-def pair_of(word, P: tl.constexpr, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
-    """``2 * nibble + CENTRE`` of the columns ``8 P + 2 u`` and the next, u along words: (N, 4, 2).
-
-    The bits of a bf16 are those of 128 and of a whole number below 128, or of a float16 those of
-    1024 and one below 1024: no conversion is needed.
-    """
-    own = (word << 1 if P == 0 else word >> (4 * P - 1)) & 0x001E001E
-    if tl.float32 == COMPUTE:
-        own = own | (CENTRE * 0x00010001)
-        low, high = (own & 0xFFFF).to(tl.float32), (own >> 16).to(tl.float32)
-    else:
-        if tl.bfloat16 == COMPUTE:
-            own = own | (0x43004300 + CENTRE * 0x00010001)
-        else:
-            own = own | (0x64006400 + CENTRE * 0x00010001)
-        low = (own & 0xFFFF).to(tl.int16).to(COMPUTE, bitcast=True)
-        high = (own >> 16).to(tl.int16).to(COMPUTE, bitcast=True)
-    return tl.join(low, high)
-
-
-@triton.jit
-def doubled(word, CENTRE: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr):
-    """(COLUMNS, 32) whole numbers ``2 * (nibble - 8) + CENTRE`` of (COLUMNS, 4) words."""
-    early = tl.join(pair_of(word, 0, CENTRE, COMPUTE), pair_of(word, 1, CENTRE, COMPUTE))
-    late = tl.join(pair_of(word, 2, CENTRE, COMPUTE), pair_of(word, 3, CENTRE, COMPUTE))
-    numbers = tl.permute(tl.join(early, late), (0, 4, 3, 1, 2))
-    numbers = tl.reshape(numbers, (COLUMNS, 32))
-    if tl.float32 == COMPUTE:
-        numbers -= 16.0
-    elif tl.bfloat16 == COMPUTE:
-        numbers -= 144.0
-    else:
-        numbers -= 1040.0
-    return numbers
-
-
-@triton.jit
-def chunk_numbers(
-    plane0, plane1, plane2, plane3, at, inside,
-    PLANES: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """(COLUMNS, 32) whole numbers of one chunk: ``code - 136`` of 8 bits, else an eighth of it.
-
-    Missing bits stand for the middle of the codes that begin with the others.
-
-    Args:
-        at: (COLUMNS,) each row's place in the chunks, counted in rows.
-    """
-    word = tl.arange(0, 4)[None, :]
-    wanted = inside[:, None]
-    two = tl.arange(0, 2)[None, :]
-    nibble = tl.load(plane0 + at[:, None] * 2 + two, mask=wanted, other=0)
-    nibble = tl.reshape(tl.broadcast_to(nibble[:, None, :], (COLUMNS, 2, 2)), (COLUMNS, 4))
-    nibble = (nibble << (2 - 2 * (word // 2)).to(tl.uint32)) & 0xCCCCCCCC
-    if PLANES >= 2:
-        bits = tl.load(plane1 + at, mask=inside, other=0)[:, None]
-        nibble |= ((bits >> word.to(tl.uint32)) & 0x11111111) << 1
-    if PLANES >= 3:
-        bits = tl.load(plane2 + at, mask=inside, other=0)[:, None]
-        nibble |= (bits >> word.to(tl.uint32)) & 0x11111111
-    if PLANES >= 3:
-        numbers = doubled(nibble, 0, COMPUTE, COLUMNS)
-    elif PLANES == 2:
-        numbers = doubled(nibble, 1, COMPUTE, COLUMNS)
-    else:
-        numbers = doubled(nibble, 3, COMPUTE, COLUMNS)
-    if PLANES == 4:
-        low = tl.load(plane3 + at[:, None] * 4 + word, mask=wanted, other=0)
-        # 16 (high - 8) + (low - 8), all of it exact.
-        numbers = numbers * 8.0 + doubled(low, 0, COMPUTE, COLUMNS) * 0.5
-    return numbers
-
-
-@triton.jit
-def words_at(entry, PLANE: tl.constexpr):
-    return tl.multiple_of(tl.load(entry + PLANE).to(tl.pointer_type(tl.uint32)), 16)
-
-
-@triton.jit
 def sum_splits(
-    entry, from_x, used, begin, rows, inside, first, last, per_split, groups, K,
+    entry, from_x, used, rows, inside, first, last, per_split, groups, N, K,
     PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -134,6 +67,8 @@ def sum_splits(
     plane2, plane3 = words_at(entry, 2), words_at(entry, 3)
     scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.float16)), 16)
     block, within = rows // 16, rows % 16
+    blocks = tl.program_id(1) * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16)
+    wanted = blocks * 16 < N
     depth = tl.arange(0, 32)
     total = tl.zeros((COLUMNS, ROWS), tl.float32)
     for split in range(first, last):
@@ -142,14 +77,14 @@ def sum_splits(
             dot = tl.zeros((COLUMNS, ROWS), tl.float32)
             for chunk in tl.static_range(CHUNKS):
                 index = group * CHUNKS + chunk
-                at = begin + (block * groups * CHUNKS + index) * 16 + within
+                chunk = blocks * groups * CHUNKS + index
                 numbers = chunk_numbers(
-                    plane0, plane1, plane2, plane3, at, inside, PLANES, COMPUTE, COLUMNS
+                    plane0, plane1, plane2, plane3, chunk, wanted, PLANES, COMPUTE, COLUMNS
                 )
                 rest = (depth < K - index * 32)[:, None]
                 x = tl.load(from_x + index * 32, mask=used[None, :] & rest, other=0.0)
                 dot = tl.dot(numbers, x.to(COMPUTE), dot, input_precision="ieee")
-            at = begin // CHUNKS + (block * groups + group) * 16 + within
+            at = (block * groups + group) * 16 + within
             scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
             if PLANES < 4:
                 scale *= 8.0
@@ -159,10 +94,64 @@ def sum_splits(
 
 
 @triton.jit
+def sum_file_splits(
+    entry, from_x, used, rows, inside, first, last, per_split, units, chunks, block_bytes, N, K,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """As `sum_splits`, of codes that a file had quantised.
+
+    Offsets count as often as the sum of a group's activations says. A product with ones gives it
+    where it is needed: matrix instructions have time.
+    """
+    CHUNKS: tl.constexpr = GROUP // 32 if GROUP > 32 else 1
+    HALVES: tl.constexpr = 2 if GROUP == 16 else 1
+    ADDS: tl.constexpr = KIND == OFFSET or KIND >= SUPER_OFFSET
+    plane0, plane1 = words_at(entry, 0), words_at(entry, 1)
+    scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.uint8)), 16)
+    block, within = rows // 16, rows % 16
+    blocks = tl.program_id(1) * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16)
+    depth = tl.arange(0, 32)
+    ones = tl.full((COLUMNS, 32), 1.0, COMPUTE)
+    total = tl.zeros((COLUMNS, ROWS), tl.float32)
+    for split in range(first, last):
+        sums = tl.zeros((COLUMNS, ROWS), tl.float32)
+        for unit in range(split * per_split, tl.minimum((split + 1) * per_split, units)):
+            for half in tl.static_range(HALVES):
+                dot = tl.zeros((COLUMNS, ROWS), tl.float32)
+                whole = tl.zeros((COLUMNS, ROWS), tl.float32)
+                for chunk in tl.static_range(CHUNKS):
+                    index = unit * CHUNKS + chunk
+                    # The last group may be short.
+                    wanted = masked_by(blocks * 16 < N, index < chunks)
+                    numbers = file_numbers(
+                        plane0, plane1, blocks * chunks + index, wanted,
+                        BITS, PLANES, COMPUTE, COLUMNS,
+                    )  # fmt: skip
+                    rest = (depth < K - index * 32)[:, None]
+                    x = tl.load(from_x + index * 32, mask=used[None, :] & rest, other=0.0)
+                    if HALVES == 2:
+                        x = tl.where((depth // 16 == half)[:, None], x, 0.0)
+                    x = x.to(COMPUTE)
+                    dot = tl.dot(numbers, x, dot, input_precision="ieee")
+                    if ADDS:
+                        whole = tl.dot(ones, x, whole, input_precision="ieee")
+                scale, least = group_scale(
+                    scales, block, within, unit * HALVES + half, inside, block_bytes,
+                    BITS, KIND, GROUP,
+                )  # fmt: skip
+                sums += dot * scale[:, None]
+                if ADDS:
+                    sums += whole * least[:, None]
+        total += sums
+    return total
+
+
+@triton.jit
 def planes_kernel(
     x, table, output, order, offsets, block_expert, block_first,
-    share, begin, part_rows, slots_in_all, width, N, K, groups, per_split, splits, apart,
-    PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+    share, slots_in_all, parts, width, N, K, units, chunks, per_split, splits, apart, block_bytes,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """PLANES: that all experts have; 0 if they differ, or are not known."""
@@ -171,37 +160,52 @@ def planes_kernel(
         return
     part, split = tl.program_id(2) // apart, tl.program_id(2) % apart
     slots, used = block_slots(order, offsets, expert, tl.load(block_first + tl.program_id(0)), ROWS)
-    entry = table + expert * 5
+    entry = table + (expert * parts + part) * 5
     rows = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = rows < N
     from_x = x + (slots // share).to(tl.int64)[None, :] * K + tl.arange(0, 32)[:, None]
-    start = begin + part * part_rows
     last = split + 1
     if apart == 1:
         last = splits
-    if PLANES > 0:
+    if KIND > 0:
+        if PLANES > 0:
+            sums = sum_file_splits(
+                entry, from_x, used, rows, inside, split, last, per_split, units, chunks,
+                block_bytes, N, K, BITS, KIND, PLANES, COMPUTE, ROWS, COLUMNS, GROUP,
+            )  # fmt: skip
+        elif tl.load(entry + 1) != 0:
+            sums = sum_file_splits(
+                entry, from_x, used, rows, inside, split, last, per_split, units, chunks,
+                block_bytes, N, K, BITS, KIND, 2, COMPUTE, ROWS, COLUMNS, GROUP,
+            )  # fmt: skip
+        else:
+            sums = sum_file_splits(
+                entry, from_x, used, rows, inside, split, last, per_split, units, chunks,
+                block_bytes, N, K, BITS, KIND, 1, COMPUTE, ROWS, COLUMNS, GROUP,
+            )  # fmt: skip
+    elif PLANES > 0:
         sums = sum_splits(
-            entry, from_x, used, start, rows, inside, split, last, per_split, groups, K,
+            entry, from_x, used, rows, inside, split, last, per_split, units, N, K,
             PLANES, COMPUTE, ROWS, COLUMNS, GROUP,
         )  # fmt: skip
     elif tl.load(entry + 3) != 0:
         sums = sum_splits(
-            entry, from_x, used, start, rows, inside, split, last, per_split, groups, K,
+            entry, from_x, used, rows, inside, split, last, per_split, units, N, K,
             4, COMPUTE, ROWS, COLUMNS, GROUP,
         )  # fmt: skip
     elif tl.load(entry + 2) != 0:
         sums = sum_splits(
-            entry, from_x, used, start, rows, inside, split, last, per_split, groups, K,
+            entry, from_x, used, rows, inside, split, last, per_split, units, N, K,
             3, COMPUTE, ROWS, COLUMNS, GROUP,
         )  # fmt: skip
     elif tl.load(entry + 1) != 0:
         sums = sum_splits(
-            entry, from_x, used, start, rows, inside, split, last, per_split, groups, K,
+            entry, from_x, used, rows, inside, split, last, per_split, units, N, K,
             2, COMPUTE, ROWS, COLUMNS, GROUP,
         )  # fmt: skip
     else:
         sums = sum_splits(
-            entry, from_x, used, start, rows, inside, split, last, per_split, groups, K,
+            entry, from_x, used, rows, inside, split, last, per_split, units, N, K,
             1, COMPUTE, ROWS, COLUMNS, GROUP,
         )  # fmt: skip
     row = split * slots_in_all + slots
@@ -210,27 +214,44 @@ def planes_kernel(
 
 
 def splits(layout: PlaneLayout) -> tuple[int, int]:
-    """Parts of K that are summed one after the other, and the scale groups of each.
+    """Parts of K that are summed one after the other, and the units of each: scale groups, or
+    chunks where these are larger.
 
     The number of rows does not matter, so that a row's bits do not depend on it.
     """
-    wanted = _FULL_COLUMNS * 64 // max(layout.rows, 1)
-    count = max(1, min(_MOST_SPLITS, wanted, layout.num_groups // _SPLIT_GROUPS))
-    each = -(-layout.num_groups // count)
-    return -(-layout.num_groups // each), each
+    units, wanted = _units(layout), _FULL_COLUMNS * 64 // max(layout.rows, 1)
+    count = max(1, min(_MOST_SPLITS, wanted, units // _SPLIT_UNITS))
+    each = -(-units // count)
+    return -(-units // each), each
+
+
+def _units(layout: PlaneLayout) -> int:
+    return layout.num_groups if layout.group_size >= CHUNK_COLUMNS else _chunks(layout)
+
+
+def _chunks(layout: PlaneLayout) -> int:
+    return layout.padded_columns // CHUNK_COLUMNS
+
+
+def _constants(layout: PlaneLayout) -> dict[str, int]:
+    """What every launch is compiled for."""
+    kind = SCALES.index(layout.scales)
+    return {"BITS": layout.bits, "KIND": kind, "GROUP": layout.group_size}
+
+
+def _block_bytes(layout: PlaneLayout) -> int:
+    return scale_bytes(layout.scales, layout.columns, layout.group_size)
 
 
 def project_planes(
     x_XK: Tensor,
-    table_E5: Tensor,
+    table_EP5: Tensor,
     layout: PlaneLayout,
     blocks: Blocks,
     tile: Tile,
     *,
     planes: int = 0,
-    parts: int = 1,
     share: int = 1,
-    before: int = 0,
 ) -> Tensor:
     """(splits, S, parts * N) float32 sums of all slots, part after part; for `finish`.
 
@@ -238,25 +259,24 @@ def project_planes(
 
     Args:
         x_XK: contiguous rows; slot s reads row ``s // share``.
-        table_E5: from `address_table`.
-        layout: of one part, arranged for CUDA; each expert's parts lie one after the other.
+        table_EP5: from `address_table`.
+        layout: of one part, arranged for CUDA.
         blocks: from `routing`, with blocks of ``tile.rows``.
         planes: that all experts have; 0 if they differ.
-        before: codes of an expert that lie before its first part.
     """
+    parts = table_EP5.shape[1]
     slots, width = blocks.order_S.shape[0], parts * layout.rows
     count, each = splits(layout)
     apart = count if count * slots * width * 4 <= _SPLIT_BYTES else 1
     sums_PSW = torch.empty(apart, slots, width, dtype=torch.float32, device=x_XK.device)
     grid = blocks.count, triton.cdiv(layout.rows, tile.columns), parts * apart
-    codes = layout.padded_rows * layout.padded_columns
     planes_kernel[grid](
-        x_XK, table_E5, sums_PSW,
+        x_XK, table_EP5, sums_PSW,
         blocks.order_S, blocks.offsets_E1, blocks.expert_B, blocks.first_B,
-        share, before // CHUNK_COLUMNS, codes // CHUNK_COLUMNS, slots, width,
-        layout.rows, layout.columns, layout.num_groups, each, count, apart,
-        PLANES=planes, COMPUTE=compute_type(x_XK.dtype),
-        ROWS=tile.rows, COLUMNS=tile.columns, GROUP=layout.group_size, **tile.options,
+        share, slots, parts, width, layout.rows, layout.columns, _units(layout),
+        _chunks(layout), each, count, apart, _block_bytes(layout),
+        PLANES=min(planes, len(layout.format.plane_bits)), COMPUTE=compute_type(x_XK.dtype),
+        ROWS=tile.rows, COLUMNS=tile.columns, **_constants(layout), **tile.options,
     )  # fmt: skip
     return sums_PSW
 
@@ -331,23 +351,25 @@ def finish(
 
 @triton.jit
 def dequantize_chunks(
-    entry, output, begin, row, rows, inside, groups, K,
+    entry, output, row, rows, inside, first, last_row, groups, K,
     PLANES: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     CHUNKS: tl.constexpr = GROUP // 32
     plane0, plane1 = words_at(entry, 0), words_at(entry, 1)
     plane2, plane3 = words_at(entry, 2), words_at(entry, 3)
     scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.float16)), 16)
+    block = first // 16 + tl.arange(0, COLUMNS // 16)
+    wanted = block * 16 < last_row
     group = tl.program_id(1)
-    at_scale = begin // CHUNKS + (rows // 16 * groups + group) * 16 + rows % 16
+    at_scale = (rows // 16 * groups + group) * 16 + rows % 16
     scale = tl.load(scales + at_scale, mask=inside, other=0.0).to(tl.float32)
     if PLANES < 4:
         scale *= 8.0
     for chunk in tl.static_range(CHUNKS):
         index = group * CHUNKS + chunk
-        at = begin + (rows // 16 * groups * CHUNKS + index) * 16 + rows % 16
+        own = block * groups * CHUNKS + index
         numbers = chunk_numbers(
-            plane0, plane1, plane2, plane3, at, inside, PLANES, COMPUTE, COLUMNS
+            plane0, plane1, plane2, plane3, own, wanted, PLANES, COMPUTE, COLUMNS
         )
         weights = numbers.to(tl.float32) * scale[:, None]
         columns = index * 32 + tl.arange(0, 32)
@@ -357,121 +379,186 @@ def dequantize_chunks(
 
 
 @triton.jit
+def dequantize_file_chunk(
+    entry, output, row, rows, inside, first, last_row, chunks, block_bytes, K,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    plane0, plane1 = words_at(entry, 0), words_at(entry, 1)
+    scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.uint8)), 16)
+    block = first // 16 + tl.arange(0, COLUMNS // 16)
+    index = tl.program_id(1)
+    own = block * chunks + index
+    numbers = file_numbers(
+        plane0, plane1, own, block * 16 < last_row, BITS, PLANES, COMPUTE, COLUMNS
+    ).to(tl.float32)
+    group = index * 32 // GROUP
+    scale, least = group_scale(
+        scales, rows // 16, rows % 16, group, inside, block_bytes, BITS, KIND, GROUP
+    )
+    weights = numbers * scale[:, None] + least[:, None]
+    depth = tl.arange(0, 32)
+    if GROUP == 16:
+        scale, least = group_scale(
+            scales, rows // 16, rows % 16, group + 1, inside, block_bytes, BITS, KIND, GROUP
+        )
+        late = numbers * scale[:, None] + least[:, None]
+        weights = tl.where((depth < 16)[None, :], weights, late)
+    columns = index * 32 + depth
+    mask = inside[:, None] & (columns < K)[None, :]
+    to = output + row[:, None] * K + columns[None, :]
+    tl.store(to, weights.to(output.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def dequantize_kernel(
-    table, experts, output, first_row, begin, part_rows, width,
-    unit_stride, part_stride, K, groups, last_row,
-    COMPUTE: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    table, experts, output, first_row, width, unit_stride, part_stride, K, units, last_row,
+    block_bytes, BITS: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
+    COLUMNS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     own, part = tl.program_id(2) // PARTS, tl.program_id(2) % PARTS
     expert = tl.load(experts + own)
     if expert < 0:
         return
-    entry = table + expert * 5
-    rows = first_row + tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    entry = table + (expert * PARTS + part) * 5
+    first = first_row + tl.program_id(0) * COLUMNS
+    rows = first + tl.arange(0, COLUMNS)
     inside = rows < last_row
-    start = begin + part * part_rows
     row = own.to(tl.int64) * width + (rows - first_row) * unit_stride + part * part_stride
-    if tl.load(entry + 3) != 0:
+    if KIND > 0:
+        if tl.load(entry + 1) != 0:
+            dequantize_file_chunk(
+                entry, output, row, rows, inside, first, last_row, units, block_bytes, K,
+                BITS, KIND, 2, COMPUTE, COLUMNS, GROUP,
+            )  # fmt: skip
+        else:
+            dequantize_file_chunk(
+                entry, output, row, rows, inside, first, last_row, units, block_bytes, K,
+                BITS, KIND, 1, COMPUTE, COLUMNS, GROUP,
+            )  # fmt: skip
+    elif tl.load(entry + 3) != 0:
         dequantize_chunks(
-            entry, output, start, row, rows, inside, groups, K, 4, COMPUTE, COLUMNS, GROUP
+            entry, output, row, rows, inside, first, last_row, units, K, 4, COMPUTE, COLUMNS, GROUP
         )
     elif tl.load(entry + 2) != 0:
         dequantize_chunks(
-            entry, output, start, row, rows, inside, groups, K, 3, COMPUTE, COLUMNS, GROUP
+            entry, output, row, rows, inside, first, last_row, units, K, 3, COMPUTE, COLUMNS, GROUP
         )
     elif tl.load(entry + 1) != 0:
         dequantize_chunks(
-            entry, output, start, row, rows, inside, groups, K, 2, COMPUTE, COLUMNS, GROUP
+            entry, output, row, rows, inside, first, last_row, units, K, 2, COMPUTE, COLUMNS, GROUP
         )
     else:
         dequantize_chunks(
-            entry, output, start, row, rows, inside, groups, K, 1, COMPUTE, COLUMNS, GROUP
+            entry, output, row, rows, inside, first, last_row, units, K, 1, COMPUTE, COLUMNS, GROUP
         )
 
 
 def dequantized(
-    table_E5: Tensor,
+    table_EP5: Tensor,
     layout: PlaneLayout,
     dtype: torch.dtype,
     expert_P: Tensor,
     *,
     rows: range | None = None,
     epilogue: Epilogue | None = None,
-    before: int = 0,
 ) -> Tensor:
     """(P, parts * rows, K) weights in `dtype`, in the order of the projection.
 
     Args:
         expert_P: int32; the place of a negative one holds junk.
-        rows: of a matrix of one part; None for all.
+        rows: of a matrix of one part, from a multiple of 16 on; None for all.
         epilogue: says how parts lie in the projection.
-        before: codes of an expert that lie before its first part.
     """
     epilogue = Epilogue() if epilogue is None else epilogue
     rows = range(layout.rows) if rows is None else rows
     width = epilogue.parts * len(rows)
-    output = torch.empty(len(expert_P), width, layout.columns, dtype=dtype, device=table_E5.device)
+    output = torch.empty(len(expert_P), width, layout.columns, dtype=dtype, device=table_EP5.device)
     programs = triton.cdiv(len(rows), _ROWS_A_PROGRAM)
-    codes = layout.padded_rows * layout.padded_columns
-    dequantize_kernel[programs, layout.num_groups, len(expert_P) * epilogue.parts](
-        table_E5, expert_P, output, rows.start, before // CHUNK_COLUMNS,
-        codes // CHUNK_COLUMNS, width, *epilogue.strides(len(rows)),
-        layout.columns, layout.num_groups, rows.stop,
-        COMPUTE=compute_type(dtype), COLUMNS=_ROWS_A_PROGRAM, GROUP=layout.group_size,
-        PARTS=epilogue.parts, enable_fp_fusion=False,
+    units = layout.num_groups if layout.scales == "symmetric" else _chunks(layout)
+    dequantize_kernel[programs, units, len(expert_P) * epilogue.parts](
+        table_EP5, expert_P, output, rows.start, width, *epilogue.strides(len(rows)),
+        layout.columns, units, rows.stop, _block_bytes(layout),
+        COMPUTE=compute_type(dtype), COLUMNS=_ROWS_A_PROGRAM, PARTS=epilogue.parts,
+        **_constants(layout), enable_fp_fusion=False,
     )  # fmt: skip
     return output
 
 
 @triton.jit
-def arrange_kernel(source, target, chunks, BITS: tl.constexpr, ROWS: tl.constexpr):
-    """The arrangement for CUDA of (chunks, 16 rows) of a plane; a program has ROWS of them."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < chunks * 16
-    word = tl.arange(0, BITS)
+def arrange_kernel(source, target, pairs, BITS: tl.constexpr, PAIRS: tl.constexpr):
+    """The arrangement for CUDA of a plane; a program has PAIRS pairs of rows of a chunk."""
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    inside = pair < pairs
+    word = tl.arange(0, 2 * BITS)
     STEPS: tl.constexpr = 8 // BITS
-    result = tl.zeros((ROWS, BITS), tl.uint32)
-    for column in tl.static_range(32):
-        step = column // 4
-        index = step % STEPS
-        if BITS == 4:
-            position = 4 * index
-        elif BITS == 2:
-            position = 6 - 2 * index
-        else:
-            position = 7 - 2 * (index % 4) - index // 4
-        from_word = (row // 16 * BITS + step // STEPS) * 16 + row % 16
-        value = tl.load(source + from_word, mask=inside, other=0)
-        code = (value >> (position + 8 * (column % 4))) & ((1 << BITS) - 1)
-        u = column % 8 // 2
-        bit = 4 * (column // 8) + 16 * (column % 2) + BITS * (u // BITS)
-        result |= tl.where((word == u % BITS)[None, :], (code << bit)[:, None], 0)
-    at = row.to(tl.int64)[:, None] * BITS + word[None, :]
+    result = tl.zeros((PAIRS, 2 * BITS), tl.uint32)
+    for late in tl.static_range(2):
+        for column in tl.static_range(32):
+            step = column // 4
+            index = step % STEPS
+            u = column % 8 // 2
+            bit = 4 * (column // 8) + 16 * (column % 2)
+            if BITS == 4:
+                position = 4 * index
+                own = 2 * u + late
+            elif BITS == 2:
+                position = 6 - 2 * index
+                own = u
+                bit += 2 * late
+            else:
+                position = 7 - 2 * (index % 4) - index // 4
+                own = u // 2
+                bit += u % 2 + 2 * late
+            from_word = (pair // 8 * BITS + step // STEPS) * 16 + pair % 8 + 8 * late
+            value = tl.load(source + from_word, mask=inside, other=0)
+            code = (value >> (position + 8 * (column % 4))) & ((1 << BITS) - 1)
+            result |= tl.where((word == own)[None, :], (code << bit)[:, None], 0)
+    at = pair.to(tl.int64)[:, None] * (2 * BITS) + word[None, :]
     tl.store(target + at, result, mask=inside[:, None])
 
 
 def arrange(source: Tensor, target: Tensor, bits: int) -> None:
     """Write a plane, or blobs that join several, arranged for CUDA; both ``(bytes,)`` uint8."""
-    chunks = source.numel() // (64 * bits)
-    arrange_kernel[(triton.cdiv(chunks * 16, 128),)](
+    pairs = source.numel() // (8 * bits)
+    arrange_kernel[(triton.cdiv(pairs, 64),)](
         source.view(torch.uint32),
         target.view(torch.uint32),
-        chunks,
+        pairs,
         BITS=bits,
-        ROWS=128,
+        PAIRS=64,
         enable_fp_fusion=False,
     )
 
 
 def address_table(
-    planes: Sequence[tuple[Tensor, ...]], scales: Sequence[Tensor], device: torch.device
+    planes: Sequence[tuple[Tensor, ...]],
+    scales: Sequence[Tensor],
+    layouts: Sequence[PlaneLayout],
+    own: range,
+    device: torch.device,
 ) -> Tensor:
-    """(E, 5) int64: where each expert's planes (0: it has none) and its scales begin."""
-    rows = [
-        [*(blob.data_ptr() for blob in own), *[0] * (len(PLANE_BITS) - len(own)), scale.data_ptr()]
-        for own, scale in zip(planes, scales, strict=True)
-    ]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    """(E, P, 5) int64: where the planes (0: there is none) and the scales begin.
+
+    Args:
+        planes, scales: blobs of each expert.
+        layouts: of the matrices that lie one after the other in a blob.
+        own: the P matrices that are wanted.
+    """
+    rows = []
+    for blobs, scale in zip(planes, scales, strict=True):
+        for index in own:
+            before = layouts[:index]
+            held = layouts[index].format.plane_bits
+            entry = [
+                blobs[plane].data_ptr() + sum(layout.plane_bytes(plane) for layout in before)
+                if plane < min(len(blobs), len(held))
+                else 0
+                for plane in range(_MOST_PLANES)
+            ]
+            rows.append([*entry, scale.data_ptr() + sum(x.scale_bytes for x in before)])
+    table = torch.tensor(rows, dtype=torch.int64, device=device)
+    return table.view(len(scales), len(own), _MOST_PLANES + 1)
 
 
 def readable(blobs: Sequence[Tensor], device: torch.device) -> bool:

@@ -120,6 +120,7 @@ class OwnReader:
 
     Attributes:
         dtypes: that biases are kept in.
+        device: that planes and scales are moved to.
         check_finite: note scales that are NaN or infinite.
         advance: called with every number of bytes read.
         not_finite: one line for each matrix with such scales.
@@ -129,6 +130,7 @@ class OwnReader:
     network: PreTrainedModel
     checkpoint: Checkpoint
     dtypes: Mapping[str, torch.dtype]
+    device: torch.device
     check_finite: bool
     advance: Callable[[int], None]
     not_finite: list[str] = field(default_factory=list)
@@ -173,12 +175,13 @@ class OwnReader:
                 start = place * shape.first.scale_bytes
                 scales[piece.expert, start : start + made.scales.numel()] = made.scales
             self.advance(self.checkpoint.tensors[piece.name].nbytes)
+        blobs, scales = shape.split(memory.to(self.device), 8)
         return from_blobs(shape, blobs, scales, interleaved, **beside)
 
     def _read_biases(self, module: nn.Module, conversions: Sequence[WeightConversion]) -> None:
         reader = WeightReader(self.checkpoint, self.check_finite, self.advance, self.not_finite)
         places = {
-            target: torch.empty(shape, dtype=self.dtypes[target])
+            target: torch.empty(shape, dtype=self.dtypes[target], device=self.device)
             for conversion in conversions
             for target, shape in conversion.targets.items()
         }
@@ -201,7 +204,7 @@ class OwnReader:
                 left[index][: blob.numel()] = blob
                 left[index] = left[index][blob.numel() :]
         self.advance(self.checkpoint.tensors[name].nbytes)
-        *planes, scales = blobs
+        *planes, scales = (blob.to(self.device) for blob in blobs)
         return PlaneMatrix(layout, tuple(planes), scales)
 
     def _read(self, name: str, rows: slice | None = None) -> tuple[Tensor, GroupScales]:
@@ -218,9 +221,18 @@ class OwnReader:
 
 
 def find_own(
-    network: PreTrainedModel, checkpoint: Checkpoint, plan: LoadPlan, settings: ModelSettings
+    network: PreTrainedModel,
+    checkpoint: Checkpoint,
+    plan: LoadPlan,
+    settings: ModelSettings,
+    *,
+    embedding: bool = True,
 ) -> OwnPlanes:
-    """The modules that the settings leave as they are stored, and that are stored as codes."""
+    """The modules that the settings leave as they are stored, and that are stored as codes.
+
+    Args:
+        embedding: may be one of them. On a GPU the host would wait for the check of its ids.
+    """
     by_target = {c.first_target: c for c in plan.conversions}
     experts: dict[str, OwnExperts] = {}
     if settings.expert_bits is None and settings.expert_dtype == "auto":
@@ -228,7 +240,10 @@ def find_own(
             if (found := _own_experts(name, module, by_target, checkpoint)) is not None:
                 experts[name] = found
     tables: dict[str, tuple[str, PlaneFormat]] = {}
+    input_table = network.get_input_embeddings()
     for name in _candidates(network, settings):
+        if not embedding and network.get_submodule(name) is input_table:
+            continue
         conversion = by_target.get(f"{name}.weight")
         if conversion is not None and len(conversion.pieces) == 1:
             ((stored, index),) = conversion.pieces

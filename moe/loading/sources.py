@@ -126,10 +126,15 @@ class CheckpointSource:
     def plan(self, dtype_for: DtypeFor) -> WeightPlan:
         dtype_for = self._takeover.dtype_for(dtype_for)
         weights = plan_weights(self._network, self._checkpoint, dtype_for, renamed=self._renamed)
-        if self._device.type == "cpu":
-            own = find_own(self._network, self._checkpoint, weights.plan, self._settings)
-            self._takeover.own = own
-            weights = replace(weights, kept=own.summary(self._network))
+        own = find_own(
+            self._network,
+            self._checkpoint,
+            weights.plan,
+            self._settings,
+            embedding=self._device.type == "cpu",
+        )
+        self._takeover.own = own
+        weights = replace(weights, kept=own.summary(self._network))
         return replace(weights, nbytes=self._takeover.nbytes(weights.nbytes))
 
     def offloadable(self) -> str:

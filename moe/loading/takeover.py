@@ -113,7 +113,7 @@ class Takeover:
             report(LoadProgress("loading weights", done, total))
 
         check, experts = self._settings.check_finite, self._experts
-        own = OwnReader(self.own, self.network, checkpoint, weights.dtypes, check, advance)
+        own = OwnReader(self.own, self.network, checkpoint, weights.dtypes, device, check, advance)
         for name in (name for name in self.own.experts if name in experts):
             if self.network.get_submodule(name)._parameters:  # else it is in the store already
                 self._take(name, own.read_experts(name))

@@ -24,6 +24,7 @@ from kernels.planes import PlaneLayout, dequantize
 from moe import MoE
 from moe.errors import CheckpointError
 from moe.loading.gguf.planes import TYPES
+from moe.loading.own_planes import find_own
 from tests.moe.loading.test_gguf import IDS, PLAIN, broad, parameters_of
 from tests.moe.loading.test_gguf import write as write  # a fixture
 from tests.moe.loading.test_quantized import METHODS, NVFP4, integers, words
@@ -102,6 +103,25 @@ def test_a_mixed_file_decodes_as_it_is(fused: str, write: Write) -> None:
     assert "experts of 1 layers and 6 other matrices keep their codes" in notice
     assert "experts run at 6 bits" in status["notices"]
     assert loaded._loaded.weight_bytes <= 1.05 * file.stat().st_size
+
+
+def test_on_a_gpu_all_but_the_embedding_stays(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Main memory in the place of a GPU's: planes lie as they would there."""
+    monkeypatch.setattr(
+        "moe.loading.sources.find_own", lambda *own, **_: find_own(*own, embedding=False)
+    )
+    monkeypatch.setattr("kernels.planes.arrangement_for", lambda *_: "cuda")
+    model = steady()
+    file = write(model, mixed)
+    loaded = MoE.from_pretrained(file, engine={"fused": "off"})
+    network = loaded._loaded.backbone.model
+    assert isinstance(network.get_input_embeddings(), torch.nn.Embedding)
+    layouts = [own.layout for own in network.modules() if isinstance(own, QuantizedLinear)]
+    assert len(layouts) == 5
+    assert {own.arrangement for own in layouts} == {"cuda"}
+    assert away(loaded.logits(IDS), oracle(model, file)) < 1e-2
 
 
 @pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q8_0", "IQ4_XS"])
