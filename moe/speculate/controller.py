@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from moe.sequence import RunningSequence
 from moe.speculate.account import TRUST, Account, Looking, typical
-from moe.speculate.draft import Choice, Controller, Draft, Mode, Plain, Round, Trial
+from moe.speculate.draft import Choice, Controller, Draft, Mode, Plain, Round, Stop, Trial
 from moe.speculate.step_times import OUTLIER, Line, StepTimes
 
 CAUTION = 1.02
@@ -97,11 +97,8 @@ class AutoController(Controller):
             return None
         return self._plan.choices
 
-    def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
-        """Whether another token after these is likely enough to pay for drafting and reading it."""
-        arm = self._arms[mode]
-        chances = (*confidence, arm.acceptance(len(confidence)))
-        return arm.survival(chances)[-1] >= sum(self._prices)
+    def stop(self, mode: Mode) -> Stop:
+        return Stop(self._arms[mode].acceptances(POSITIONS), sum(self._prices))
 
     def keep(self, mode: Mode, confidence: Sequence[float]) -> int:
         """Tokens of a draft that are likely enough to pay for reading them."""
@@ -282,6 +279,10 @@ class PassArm:
             mean = min(own, mean + RISE) if at else own
             weight += verified
         return min(mean + optimism * sqrt(mean * (1 - mean) / (weight + 1)), 0.99)
+
+    def acceptances(self, count: int) -> tuple[float, ...]:
+        """The same of the first ``count`` positions."""
+        return tuple(self.acceptance(position) for position in range(count))
 
     def survival(self, confidence: Sequence[float]) -> list[float]:
         """Of each drafted token the probability that it and all before it are accepted: half by its

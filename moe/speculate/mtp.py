@@ -3,24 +3,27 @@
 The first pass of a draft reads the tokens that have come since the last one, each with the model's
 hidden state of the token before it, which the sequence has kept (`moe.network.hidden`). Each
 further pass reads the token just drafted with the layer's own hidden state. Only rows of the first
-pass stay in the layer's cache: they are what the model itself has read.
+pass stay in the layer's cache: they are what the model itself has read. Where the layer is compiled
+and its experts are in memory, all passes are one call (`moe.decode.chain`).
 Legend: T tokens, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
+from moe.network.backbone import SHORT
 from moe.network.hidden import HiddenRows
 from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
-from moe.network.mtp import MtpHead
+from moe.network.mtp import DraftChain, MtpHead
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
-from moe.speculate.draft import Mode
+from moe.speculate.draft import PLAIN, Draft, Mode, Stop
 from moe.speculate.passes import PassDrafts, PendingDraft
 
 COUNTED = 15  # odd: a draft asks twice
@@ -47,6 +50,56 @@ class MtpDrafts(PassDrafts):
             self._bytes = sum(self._head.experts.expert_bytes_read_by.values())
         self._asked += 1
         return self._bytes
+
+    def draft(
+        self,
+        mode: Mode,
+        sequences: Sequence[RunningSequence],
+        depths: Sequence[int],
+        stop: Stop,
+    ) -> list[Draft]:
+        chain = self._head.chain
+        places = [p for p, depth in enumerate(depths) if depth and len(_new_rows(sequences[p]))]
+        if chain is None or not chain.ready or not all(_few(sequences[p]) for p in places):
+            return super().draft(mode, sequences, depths, stop)
+        self.rows = []
+        drafts = [PLAIN] * len(sequences)
+        if not places:
+            return drafts
+        # Verification meets the same error and reports it to the sequences it belongs to.
+        with suppress(Exception):
+            self._chain(chain, mode, sequences, depths, stop, places, drafts)
+        return drafts
+
+    def _chain(
+        self,
+        chain: DraftChain,
+        mode: Mode,
+        sequences: Sequence[RunningSequence],
+        depths: Sequence[int],
+        stop: Stop,
+        places: Sequence[int],
+        drafts: list[Draft],
+    ) -> None:
+        """Fill in the drafts of the sequences at these places: all passes in one call."""
+        read = [_new_rows(sequences[place]) for place in places]
+        work, hidden, sharpness = [], [], []
+        for place, rows in zip(places, read, strict=True):
+            sequence = sequences[place]
+            cache = sequence.cache
+            assert isinstance(cache, KVCache)
+            assert cache.head is not None
+            work.append(Work(sequence.last_tokens(len(rows)), cache.head))
+            hidden.append(rows.joined())
+            sharpness.append(1 / (sequence.sampler.params.temperature or 1.0))
+        own = [depths[place] for place in places]
+        accepted = [stop.at(position) for position in range(max(own) + 1)]
+        made = chain.draft(work, hidden, own, sharpness, accepted, stop.price)
+        for rows in read:
+            rows.clear()
+        self.rows = made.rows
+        for place, tokens, confidence in zip(places, made.tokens, made.confidence, strict=True):
+            drafts[place] = Draft.sure(mode, tokens, confidence)
 
     def _begin(
         self, mode: Mode, sequences: Sequence[RunningSequence], depths: Sequence[int]
@@ -86,6 +139,22 @@ class MtpDrafts(PassDrafts):
                 read.clear()
                 draft.length = draft.work.cache.length
         return logits
+
+
+def _new_rows(sequence: RunningSequence) -> HiddenRows:
+    """The hidden states before the tokens that the layer has not read."""
+    cache = sequence.cache
+    assert isinstance(cache, KVCache)
+    assert cache.hidden is not None
+    return cache.hidden
+
+
+def _few(sequence: RunningSequence) -> bool:
+    """Decode steps read what the layer has not read; else it is read like a prompt."""
+    cache = sequence.cache
+    assert isinstance(cache, KVCache)
+    assert cache.head is not None
+    return cache.head.length > 0 and len(_new_rows(sequence)) <= SHORT
 
 
 def _kept(work: Work) -> HiddenRows:

@@ -15,7 +15,7 @@ from moe.engine.runner import _contexts
 from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
-from moe.speculate.draft import FixedDepth, Mode
+from moe.speculate.draft import NEVER, FixedDepth, Mode
 from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from offload.cache import ExpertCache
 from offload.layer import OffloadedExperts
@@ -54,9 +54,8 @@ def test_a_draft_leaves_sequences_as_they_were(models: Models) -> None:
         for cache, length in zip(caches, lengths, strict=True)
         if isinstance(cache, KVCache)
     ]
-    controller = FixedDepth(FOUR_BITS, 4)
     with torch.inference_mode():
-        drafts = drafts_of(model).draft(FOUR_BITS, sequences, [4, 0, 2], controller.goes_on)
+        drafts = drafts_of(model).draft(FOUR_BITS, sequences, [4, 0, 2], NEVER)
     assert [len(draft.tokens) for draft in drafts] == [4, 0, 2]
     assert [cache.length for cache in caches if cache is not None] == lengths
     for cache, length, rows in zip(caches, lengths, known, strict=True):
