@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import addressof
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -20,10 +21,11 @@ from torch import Tensor, nn
 
 from experts.linear import QuantizedLinear
 from kernels.cpu import decode as native
-from moe.decode.compiled import CachePlaces, DescribedStep
+from kernels.cpu.kv import FormatRecord
+from moe.decode.compiled import DescribedStep
 from moe.decode.records import DescriptionRecords
 from moe.decode.step import DecodeForward
-from moe.describe.description import Projection
+from moe.describe.description import Attention, LatentAttention, Projection
 from moe.describe.parts import describe_projection
 from moe.network.kv_cache import KVCache
 from moe.network.mtp import ChainedDrafts
@@ -47,6 +49,10 @@ class CompiledChain:
         self._records = DescriptionRecords()
         self._matrix = self._records.matrix(self._head)
         self._model = step.chain_model(self._matrix)
+        self._formats = [FormatRecord(*each) for each in KVCache.form[:2]]
+        attentions = [layer.attention for layer in step.description.layers]
+        self._empty = {own.layer: _no_rows(own) for own in attentions}
+        self._made: dict[tuple[int, int], _Made] = {}
 
     @property
     def nbytes(self) -> int:
@@ -69,53 +75,90 @@ class CompiledChain:
         price: float,
     ) -> ChainedDrafts:
         most, count = max(depths), len(work)
-        lengths = [item.cache.length for item in work]
-        for item, depth in zip(work, depths, strict=True):
-            assert isinstance(item.cache, KVCache)
-            item.cache.reserve(item.cache.length + len(item.token_ids) + depth - 1)
-        places = CachePlaces(work, self._step.caches)
-        self._step.reserve(places.end + most)
-        past_BH = (hidden[0] if count == 1 else torch.cat(list(hidden))).float().contiguous()
-        first = native.StepRecord(
-            rows=places.rows, hidden=past_BH.shape[1], layers=len(self._step.caches),
-            threads=torch.get_num_threads(), bounds=places.bounds, past=past_BH.data_ptr(),
-        )  # fmt: skip
-        first.tokens, first.position, first.capacity, first.cache = places.pointers
-        first.keys, first.values = places.formats
         sizes = [len(item.token_ids) for item in work]
-        given = np.array([np.cumsum(sizes) - 1, depths], np.int64)
-        chances = np.array([*sharpness, *accepted[: most + 1]], np.float32)
-        numbers = np.zeros(count * (most + 1) + most, np.int64)  # tokens, made, rows
-        confidence = np.empty((count, most), np.float32)
+        rows = self._rows_of(work, depths)
+        past_BH = (hidden[0] if count == 1 else torch.cat(list(hidden))).float().contiguous()
         layers, top_k = self._step.routed
-        ids = np.empty(layers * top_k * (places.rows + count * (most - 1)), np.int64)
-        at, last = numbers.ctypes.data, given.ctypes.data
-        made = at + 8 * count * most
-        chain = native.ChainRecord(
-            addressof(first), addressof(self._model), count, most, last, last + 8 * count,
-            chances.ctypes.data, chances.ctypes.data + 4 * count, price,
-            at, confidence.ctypes.data, made, made + 8 * count, ids.ctypes.data,
-        )  # fmt: skip
+        ids = torch.empty(layers * top_k * (sum(sizes) + count * (most - 1)), dtype=torch.int64)
+        made = self._made.get((count, most))
+        if made is None:
+            made = self._made[count, most] = _Made(count, most)
+        made.given[:] = [[end - 1 for end in accumulate(sizes)], depths]
+        made.chances[:] = [*sharpness, *accepted[: most + 1]]
+        first, chain = made.first, made.chain
+        first.rows, first.hidden = past_BH.shape
+        first.layers = len(self._step.caches)
+        first.tokens, first.position, first.capacity, first.cache = rows.pointers
+        first.keys, first.values = self._formats
+        first.threads, first.past = torch.get_num_threads(), past_BH.data_ptr()
+        chain.model, chain.price, chain.ids = addressof(self._model), price, ids.data_ptr()
         self._step.kernel.draft(chain)
-        for item, length, size in zip(work, lengths, sizes, strict=True):
-            item.cache.length = length + size
-        rows = [int(each) for each in numbers[count * (most + 1) :] if each]
-        self._count(ids, rows, layers, top_k)
-        told = numbers[count * most : count * (most + 1)].tolist()
-        tokens, chance = numbers[: count * most].reshape(count, most).tolist(), confidence.tolist()
+        for item, size in zip(work, sizes, strict=True):
+            item.cache.length += size
+        passes = [each for each in made.rows.tolist() if each]
+        self._count(ids, passes, layers, top_k)
+        told = made.told.tolist()
+        tokens, chance = made.tokens.tolist(), made.confidence.tolist()
         return ChainedDrafts(
             [own[:n] for own, n in zip(tokens, told, strict=True)],
             [own[:n] for own, n in zip(chance, told, strict=True)],
-            rows,
+            passes,
         )
 
-    def _count(self, ids: np.ndarray, rows: Sequence[int], layers: int, top_k: int) -> None:
+    def _rows_of(self, work: Sequence[Work], depths: Sequence[int]) -> _FirstRows:
+        """The rows of the first pass; their caches have room for those of all passes."""
+        numbers = list[tuple[int, int, int]]()
+        tables = list[np.ndarray]()
+        for item, depth in zip(work, depths, strict=True):
+            cache, count = item.cache, len(item.token_ids)
+            assert type(cache) is KVCache  # whose rows are floats, and attend to all before them
+            end = cache.length + count
+            cache.reserve(end + depth - 1)
+            for layer, shapes in self._empty.items() if cache.length == 0 else ():
+                cache.write(layer, *shapes)  # the buffers
+            self._step.reserve(end + depth)
+            room = cache.block_tokens
+            numbers += [
+                (token, cache.length + at, room) for at, token in enumerate(item.token_ids)
+            ]
+            tables += [cache.tables(self._step.caches)] * count
+        rows_3B = np.array(numbers, np.int64).T.copy()
+        found = tables[0] if len(tables) == 1 else np.concatenate(tables)
+        return _FirstRows(rows_3B, found)
+
+    def _count(self, ids: Tensor, rows: Sequence[int], layers: int, top_k: int) -> None:
         """Count what the passes have read."""
-        start, every = 0, torch.from_numpy(ids)
-        for count in rows if layers else ():
-            size = layers * count * top_k
-            self._forward.count_inside(every[start : start + size].view(layers, count, top_k))
-            start += size
+        if not layers:
+            return
+        parts = ids[: layers * top_k * sum(rows)].split([layers * top_k * own for own in rows])
+        for own, count in zip(parts, rows, strict=True):
+            self._forward.count_inside(own.view(layers, count, top_k))
+
+
+class _FirstRows:
+    """Tokens, positions, rooms and tables of the first pass; ``pointers`` to them."""
+
+    def __init__(self, rows_3B: np.ndarray, tables: np.ndarray) -> None:
+        self._kept = rows_3B, tables
+        first, each = rows_3B.ctypes.data, rows_3B.strides[0]
+        self.pointers = first, first + each, first + 2 * each, tables.ctypes.data
+
+
+class _Made:
+    """Memory of drafts of so many sequences and tokens, used again each time."""
+
+    def __init__(self, count: int, most: int) -> None:
+        self.given = np.zeros((2, count), np.int64)  # the last row of each, and its depth
+        self.chances = np.zeros(count + most + 1, np.float32)
+        self.tokens, self.told = np.zeros((count, most), np.int64), np.zeros(count, np.int64)
+        self.rows, self.confidence = np.zeros(most, np.int64), np.zeros((count, most), np.float32)
+        self.first = native.StepRecord()
+        given, chances = self.given.ctypes.data, self.chances.ctypes.data
+        self.chain = native.ChainRecord(
+            addressof(self.first), None, count, most, given, given + 8 * count,
+            chances, chances + 4 * count, 0.0, self.tokens.ctypes.data,
+            self.confidence.ctypes.data, self.told.ctypes.data, self.rows.ctypes.data, None,
+        )  # fmt: skip
 
 
 def make_chain(forward: DecodeForward | None) -> CompiledChain | None:
@@ -124,6 +167,16 @@ def make_chain(forward: DecodeForward | None) -> CompiledChain | None:
     if forward is None or not isinstance(step, DescribedStep) or not step.whole:
         return None
     return CompiledChain(step, forward)
+
+
+def _no_rows(attention: Attention | LatentAttention) -> tuple[Tensor, Tensor]:
+    """Keys and values, or latents and rotated keys, of no tokens."""
+    if isinstance(attention, LatentAttention):
+        sizes, heads = (attention.kv_b.shape[-1], attention.rotation.size), 1
+    else:
+        sizes, heads = (attention.head_dim, attention.value_dim), attention.kv_heads
+    keys, values = (torch.empty(1, heads, 0, size) for size in sizes)
+    return keys, values
 
 
 def draft_head(head: Projection) -> Projection:

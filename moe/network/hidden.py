@@ -21,9 +21,10 @@ class HiddenRows:
 
     def __init__(self) -> None:
         self._rows: list[Tensor] = []
+        self._count = 0  # counted along: each step of a sequence that does not draft asks for it
 
     def __len__(self) -> int:
-        return sum(map(len, self._rows))
+        return self._count
 
     def joined(self) -> Tensor:
         """``(len, H)``."""
@@ -33,23 +34,26 @@ class HiddenRows:
         """Keep the rows of the last T tokens, which have just been read, and of some before: `KEPT`
         to twice as many."""
         if len(rows_TH) > KEPT:
-            self._rows, rows_TH = [], rows_TH[-KEPT:]
+            self.clear()
+            rows_TH = rows_TH[-KEPT:]
         if rows_TH.untyped_storage().nbytes() > SPARE * rows_TH.nbytes:
             rows_TH = rows_TH.clone()
         self._rows.append(rows_TH)
-        if len(self) > 2 * KEPT:
-            self._rows = [self.joined()[-KEPT:].clone()]
+        self._count += len(rows_TH)
+        if self._count > 2 * KEPT:
+            self._rows, self._count = [self.joined()[-KEPT:].clone()], KEPT
 
     def keep_last(self) -> None:
         """Forget all rows but the last token's."""
-        self._rows = [self._rows[-1][-1:]]
+        self._rows, self._count = [self._rows[-1][-1:]], 1
 
     def clear(self) -> None:
         """Something has used the rows."""
-        self._rows = []
+        self._rows, self._count = [], 0
 
     def drop(self, count: int) -> None:
         """The last ``count`` tokens are gone."""
+        self._count = max(self._count - count, 0)
         while self._rows and count > 0:
             last = self._rows.pop()
             if len(last) > count:
@@ -59,6 +63,6 @@ class HiddenRows:
     def without(self, count: int) -> HiddenRows:
         """A copy without the rows of the last ``count`` tokens."""
         copy = HiddenRows()
-        copy._rows = list(self._rows)
+        copy._rows, copy._count = list(self._rows), self._count
         copy.drop(count)
         return copy

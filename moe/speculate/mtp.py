@@ -16,7 +16,6 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from moe.network.backbone import SHORT
 from moe.network.hidden import HiddenRows
 from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
@@ -60,7 +59,7 @@ class MtpDrafts(PassDrafts):
     ) -> list[Draft]:
         chain = self._head.chain
         places = [p for p, depth in enumerate(depths) if depth and len(_new_rows(sequences[p]))]
-        if chain is None or not chain.ready or not all(_few(sequences[p]) for p in places):
+        if chain is None or not chain.ready:
             return super().draft(mode, sequences, depths, stop)
         self.rows = []
         drafts = [PLAIN] * len(sequences)
@@ -147,14 +146,6 @@ def _new_rows(sequence: RunningSequence) -> HiddenRows:
     assert isinstance(cache, KVCache)
     assert cache.hidden is not None
     return cache.hidden
-
-
-def _few(sequence: RunningSequence) -> bool:
-    """Decode steps read what the layer has not read; else it is read like a prompt."""
-    cache = sequence.cache
-    assert isinstance(cache, KVCache)
-    assert cache.head is not None
-    return cache.head.length > 0 and len(_new_rows(sequence)) <= SHORT
 
 
 def _kept(work: Work) -> HiddenRows:

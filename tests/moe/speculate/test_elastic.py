@@ -15,7 +15,7 @@ from moe.engine.runner import _contexts
 from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
-from moe.speculate.draft import NEVER, FixedDepth, Mode
+from moe.speculate.draft import NEVER, Mode
 from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from offload.cache import ExpertCache
 from offload.layer import OffloadedExperts
