@@ -24,7 +24,7 @@ LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, tokens, position, capac
 LAYOUT(decode::Experts, forward, layer, activation, slots, index)
 LAYOUT(decode::Model, layers, program, experts, norm, head, embedding, count, top_k, patience, join)
 LAYOUT(decode::Chain, first, model, sequences, most, last, depth, sharpness, accepted, price, tokens,
-       confidence, made, rows, ids)
+       confidence, made, rows, ids, uniform, most_choices, choices, num_choices, weights)
 
 namespace decode {
 

@@ -117,6 +117,11 @@ struct Chain {
   int64_t* made;          // (S,) tokens of each draft
   int64_t* rows;          // (most,) of each pass; 0: there was none
   int64_t* ids;           // of each pass (MoE layers, its rows, top_k), one behind the other
+  // A drawn token is one of at most `most_choices`, drawn by weights.
+  const double* uniform;  // (S, most) in [0, 1); below 0: the likeliest token is drafted
+  int64_t most_choices;
+  int64_t *choices, *num_choices;  // (S, most, most_choices); (S, most)
+  float* weights;                  // (S, most, most_choices)
 };
 
 // A call's scratch memory, handed out in order; with null memory it only counts bytes.

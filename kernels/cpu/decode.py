@@ -149,7 +149,9 @@ class ChainRecord(Record, struct="decode::Chain"):
         *sizes("sequences", "most"),
         *pointers("last", "depth", "sharpness", "accepted"),
         *doubles("price"),
-        *pointers("tokens", "confidence", "made", "rows", "ids"),
+        *pointers("tokens", "confidence", "made", "rows", "ids", "uniform"),
+        *sizes("most_choices"),
+        *pointers("choices", "num_choices", "weights"),
     )
 
 

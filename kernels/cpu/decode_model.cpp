@@ -97,30 +97,66 @@ void keep(T* each, const std::vector<long>& from, long width) {
     if (long(i) != from[i]) memmove(each + i * width, each + from[i] * width, width * sizeof(T));
 }
 
-struct Likeliest {
+struct Drafted {
   int64_t token;
-  float chance;
+  float chance;  // 0: logits are not finite
 };
 
-// The largest of `count` logits, and its part in their softmax. Chance 0: one is not finite.
-Likeliest likeliest(const float* logits, long count, float sharpness) {
-  vf peaks = splat(logits[0]), sum = {};
-  long whole = 0;
-  for (; whole + LANES <= count; whole += LANES) {
-    const vf each = load<vf>(logits + whole);
+float largest(const float* logits, long count) {
+  vf peaks = splat(logits[0]);
+  long c = 0;
+  for (; c + LANES <= count; c += LANES) {
+    const vf each = load<vf>(logits + c);
     peaks = each > peaks ? each : peaks;
   }
-  const float most = std::max(largest_lane(peaks), *std::max_element(logits + std::min(whole, count - 1), logits + count));
-  const int64_t best = std::find(logits, logits + count, most) - logits;
-  for (long i = 0; i < count; i += LANES) {
-    const long left = count - i;
-    vf each = exp_lanes((load_as_fp32(logits + i, left) - most) * sharpness);
-    if (left < LANES)
-      for (long c = left; c < LANES; ++c) each[c] = 0;
+  float most = largest_lane(peaks);
+  for (; c < count; ++c) most = logits[c] > most ? logits[c] : most;
+  return most;
+}
+
+// The largest of `count` logits, and its part in their softmax.
+Drafted likeliest(const float* logits, long count, float sharpness) {
+  const float most = largest(logits, count);
+  vf sum = {};
+  for (long c = 0; c < count; c += LANES) {
+    const long left = count - c;
+    vf each = exp_lanes((load_as_fp32(logits + c, left) - most) * sharpness);
+    for (long i = left; i < LANES; ++i) each[i] = 0;
     sum += each;
   }
   const float all = decode::total(sum);
-  return {best, std::isfinite(all) && std::isfinite(most) ? 1 / all : 0};
+  if (!std::isfinite(all) || !std::isfinite(most)) return {0, 0};
+  return {std::find(logits, logits + count, most) - logits, 1 / all};
+}
+
+constexpr float LEAST = 1e-4;  // times the likeliest token's chance, that of any other one
+
+// Draws one of the likely tokens by a number in [0, 1); leaves them and their weights.
+Drafted draw(const float* logits, long count, float sharpness, double uniform, long most_choices,
+             int64_t* choices, float* weights, int64_t* num_choices) {
+  const float most = largest(logits, count);
+  long found = 0;
+  double all = 0;
+  for (float least = LEAST; ; least *= 10) {
+    const float from = least < 1 ? most + std::log(least) / sharpness : most;
+    found = 0;
+    for (long c = 0; c < count && found <= most_choices; ++c)
+      if (logits[c] >= from) {
+        if (found < most_choices) choices[found] = c;
+        ++found;
+      }
+    if (found <= most_choices || least >= 1) break;
+  }
+  *num_choices = found = std::min(found, most_choices);
+  for (long i = 0; i < found; ++i) {
+    weights[i] = std::exp((logits[choices[i]] - most) * sharpness);
+    all += weights[i];
+  }
+  if (!found || !std::isfinite(all) || !std::isfinite(most)) return {0, 0};
+  double goal = uniform * all;
+  long at = 0;
+  while (at + 1 < found && goal >= weights[at]) goal -= weights[at++];
+  return {choices[at], float(weights[at] / all)};
 }
 
 // The layers of a pass; all its experts are in memory.
@@ -188,7 +224,7 @@ extern "C" int32_t moe_decode_model(const decode::Step* step, const decode::Mode
   return run(model->count, nullptr, nullptr) ? ALL : NO_MEMORY;
 }
 
-// Drafts the likeliest tokens as far as `chain` lets them go. Leaves the keys and values of all rows in
+// Drafts tokens as far as `chain` lets them go. Leaves the keys and values of all rows in
 // their caches, which have room for them. A draft ends early where logits are not finite.
 extern "C" int32_t moe_draft_chain(const decode::Chain* chain) {
   const decode::Model& model = *chain->model;
@@ -229,10 +265,16 @@ extern "C" int32_t moe_draft_chain(const decode::Chain* chain) {
     at.clear();
     for (long i = 0; i < step.rows; ++i) {
       const long s = active[i];
-      const Likeliest found = likeliest(rows.logits.data() + i * V, V, chain->sharpness[s]);
+      const long place = s * chain->most + pass, C = chain->most_choices;
+      const float *logits = rows.logits.data() + i * V, sharpness = chain->sharpness[s];
+      const double uniform = chain->uniform[place];
+      const Drafted found =
+          uniform < 0 ? likeliest(logits, V, sharpness)
+                      : draw(logits, V, sharpness, uniform, C, chain->choices + place * C,
+                             chain->weights + place * C, chain->num_choices + place);
       if (found.chance <= 0) continue;
-      chain->tokens[s * chain->most + pass] = found.token;
-      chain->confidence[s * chain->most + pass] = found.chance;
+      chain->tokens[place] = found.token;
+      chain->confidence[place] = found.chance;
       chain->made[s] = pass + 1;
       if (!goes_on(*chain, s, pass + 1)) continue;
       rows.tokens[left.size()] = found.token;

@@ -2,15 +2,15 @@
 
 `CompiledChain` runs a `DescribedStep` again and again in C++, from the tokens that have come since
 the last draft to the last drafted one. Between two passes Python would take longer than a pass. The
-likeliest token is drafted each time, at any temperature: verification draws what it would draw
-without a draft. The head reads `HEAD_BITS` bits of each weight, which no token of the model
-depends on.
+likeliest token is drafted, or one drawn at the sequence's temperature from no more than `CHOICES`:
+rejection sampling then keeps the model's distribution (`moe.sampling.draws.accepted`). The head
+reads `HEAD_BITS` bits of each weight, on which no token of the model depends.
 Legend: S sequences, B rows of a pass, L MoE layers, K slots, V vocabulary, H hidden.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import addressof
 from dataclasses import replace
 from itertools import accumulate
@@ -30,9 +30,14 @@ from moe.describe.parts import describe_projection
 from moe.network.kv_cache import KVCache
 from moe.network.mtp import ChainedDrafts
 from moe.network.packed_pass import Work
+from moe.sampling.batch import Proposal
 
 HEAD_BITS, GROUP = 4, 64
 """Of a draft's output head, where the model's own has more; and the columns that share a scale."""
+
+
+CHOICES = 1024
+"""Most tokens that a drafted one is drawn from: the likeliest."""
 
 
 class CompiledChain:
@@ -70,7 +75,8 @@ class CompiledChain:
         work: Sequence[Work],
         hidden: Sequence[Tensor],
         depths: Sequence[int],
-        sharpness: Sequence[float],
+        temperatures: Sequence[float],
+        draws: Sequence[Callable[[], float] | None],
         accepted: Sequence[float],
         price: float,
     ) -> ChainedDrafts:
@@ -84,7 +90,15 @@ class CompiledChain:
         if made is None:
             made = self._made[count, most] = _Made(count, most)
         made.given[:] = [[end - 1 for end in accumulate(sizes)], depths]
-        made.chances[:] = [*sharpness, *accepted[: most + 1]]
+        made.chances[:] = [*(1 / each for each in temperatures), *accepted[: most + 1]]
+        drawn = any(draws)
+        if drawn:
+            made.make_choices()
+            made.uniform[:] = [
+                [-1.0] * most if draw is None else [draw() for _ in range(most)] for draw in draws
+            ]
+        else:
+            made.uniform.fill(-1.0)
         first, chain = made.first, made.chain
         first.rows, first.hidden = past_BH.shape
         first.layers = len(self._step.caches)
@@ -102,6 +116,7 @@ class CompiledChain:
         return ChainedDrafts(
             [own[:n] for own, n in zip(tokens, told, strict=True)],
             [own[:n] for own, n in zip(chance, told, strict=True)],
+            made.proposals(told) if drawn else [[None] * n for n in told],
             passes,
         )
 
@@ -118,9 +133,7 @@ class CompiledChain:
                 cache.write(layer, *shapes)  # the buffers
             self._step.reserve(end + depth)
             room = cache.block_tokens
-            numbers += [
-                (token, cache.length + at, room) for at, token in enumerate(item.token_ids)
-            ]
+            numbers += [(token, cache.length + at, room) for at, token in enumerate(item.token_ids)]
             tables += [cache.tables(self._step.caches)] * count
         rows_3B = np.array(numbers, np.int64).T.copy()
         found = tables[0] if len(tables) == 1 else np.concatenate(tables)
@@ -152,13 +165,47 @@ class _Made:
         self.chances = np.zeros(count + most + 1, np.float32)
         self.tokens, self.told = np.zeros((count, most), np.int64), np.zeros(count, np.int64)
         self.rows, self.confidence = np.zeros(most, np.int64), np.zeros((count, most), np.float32)
+        self.uniform = np.full((count, most), -1.0)
+        self._choices: np.ndarray | None = None
         self.first = native.StepRecord()
         given, chances = self.given.ctypes.data, self.chances.ctypes.data
         self.chain = native.ChainRecord(
             addressof(self.first), None, count, most, given, given + 8 * count,
             chances, chances + 4 * count, 0.0, self.tokens.ctypes.data,
             self.confidence.ctypes.data, self.told.ctypes.data, self.rows.ctypes.data, None,
+            self.uniform.ctypes.data, CHOICES, None, None, None,
         )  # fmt: skip
+
+    def make_choices(self) -> None:
+        """Make room for what tokens are drawn from, if there is none yet."""
+        if self._choices is not None:
+            return
+        size = self.uniform.shape
+        self._choices = np.empty((*size, CHOICES), np.int64)
+        self._counts, self._weights = (
+            np.zeros(size, np.int64),
+            np.empty((*size, CHOICES), np.float32),
+        )
+        self.chain.choices, self.chain.weights = (
+            self._choices.ctypes.data,
+            self._weights.ctypes.data,
+        )
+        self.chain.num_choices = self._counts.ctypes.data
+
+    def proposals(self, told: Sequence[int]) -> list[list[Proposal | None]]:
+        """Of the tokens of each draft what they were drawn from; None: they are the likeliest."""
+        return [
+            [self._proposal(row, place) for place in range(count)] for row, count in enumerate(told)
+        ]
+
+    def _proposal(self, row: int, place: int) -> Proposal | None:
+        if self.uniform[row, place] < 0:
+            return None
+        assert self._choices is not None
+        count = self._counts[row, place]
+        weights = self._weights[row, place, :count].astype(np.float64)
+        ids = self._choices[row, place, :count].copy()
+        return Proposal(int(self.tokens[row, place]), ids, weights / weights.sum())
 
 
 def make_chain(forward: DecodeForward | None) -> CompiledChain | None:

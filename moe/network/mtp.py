@@ -14,7 +14,7 @@ Legend: T tokens, H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -27,6 +27,7 @@ from experts.manifest import MTP_MODULE
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
+from moe.sampling.batch import Proposal
 
 
 class MtpInput(nn.Module):
@@ -165,16 +166,19 @@ class DraftChain(Protocol):
         work: Sequence[Work],
         hidden: Sequence[Tensor],
         depths: Sequence[int],
-        sharpness: Sequence[float],
+        temperatures: Sequence[float],
+        draws: Sequence[Callable[[], float] | None],
         accepted: Sequence[float],
         price: float,
     ) -> ChainedDrafts:
-        """Draft the likeliest tokens behind each piece of work; its cache grows by what it reads.
+        """Draft tokens behind each piece of work; its cache grows by what it reads.
 
         Args:
             hidden: ``(T, H)`` of each, the hidden states of the tokens before.
             depths: most tokens of each, at least 1.
-            sharpness: of each, one over the temperature at which its confidence is stated.
+            temperatures: of each, above 0: at which tokens are drawn, and their confidence stated.
+            draws: of each, what gives numbers in [0, 1) to draw tokens by; None: the likeliest are
+                drafted.
             accepted: how often a drafted token at each position is right if those before it are;
                 one more than the greatest depth.
             price: tokens that a further one has to bring.
@@ -182,10 +186,12 @@ class DraftChain(Protocol):
 
 
 class ChainedDrafts(NamedTuple):
-    """Of each sequence its tokens and the probability of each; and the rows of each pass."""
+    """Of each sequence its tokens, the probability of each, and what it was drawn from; and the
+    rows of each pass."""
 
     tokens: list[list[int]]
     confidence: list[list[float]]
+    proposals: list[list[Proposal | None]]
     rows: list[int]
 
 

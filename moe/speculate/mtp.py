@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from random import Random, getrandbits
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ class MtpDrafts(PassDrafts):
         self._head = head
         self._unread: dict[int, HiddenRows] = {}  # of drafts whose first pass is to come
         self._asked = self._bytes = 0
+        self._random = Random(getrandbits(128)).random
 
     @property
     def bytes_read(self) -> int:
@@ -82,7 +84,7 @@ class MtpDrafts(PassDrafts):
     ) -> None:
         """Fill in the drafts of the sequences at these places: all passes in one call."""
         read = [_new_rows(sequences[place]) for place in places]
-        work, hidden, sharpness = [], [], []
+        work, hidden, params = [], [], []
         for place, rows in zip(places, read, strict=True):
             sequence = sequences[place]
             cache = sequence.cache
@@ -90,15 +92,18 @@ class MtpDrafts(PassDrafts):
             assert cache.head is not None
             work.append(Work(sequence.last_tokens(len(rows)), cache.head))
             hidden.append(rows.joined())
-            sharpness.append(1 / (sequence.sampler.params.temperature or 1.0))
+            params.append(sequence.sampler.params)
         own = [depths[place] for place in places]
         accepted = [stop.at(position) for position in range(max(own) + 1)]
-        made = chain.draft(work, hidden, own, sharpness, accepted, stop.price)
+        temperatures = [each.temperature or 1.0 for each in params]
+        # With a seed the model's sampler draws as without a draft, so a drawn one gains nothing.
+        draws = [self._random if p.temperature and p.seed is None else None for p in params]
+        made = chain.draft(work, hidden, own, temperatures, draws, accepted, stop.price)
         for rows in read:
             rows.clear()
         self.rows = made.rows
-        for place, tokens, confidence in zip(places, made.tokens, made.confidence, strict=True):
-            drafts[place] = Draft.sure(mode, tokens, confidence)
+        for place, *found in zip(places, *made[:3], strict=True):
+            drafts[place] = Draft(mode, *map(tuple, found))
 
     def _begin(
         self, mode: Mode, sequences: Sequence[RunningSequence], depths: Sequence[int]
