@@ -218,7 +218,9 @@ class AutoController(Controller):
         self.account.settle(seconds, worth, step, (plan.goodput - 1) * seconds)
         if plan.arm is not None and passes:
             plan.arm.compare(worth / step, plan.goodput * seconds / step)
-            plan.arm.took(drafting / passes / step)
+            # One that also reads what came since the last draft says little of those that follow.
+            if round.draft_rows[0] <= batch * (1 + max(choice.depth for choice in plan.choices)):
+                plan.arm.took(drafting / passes / step)
         if plan.bar:
             self.account.tried(seconds - worth / plan.bar)
         else:

@@ -131,7 +131,7 @@ class Round(NamedTuple):
     Attributes:
         trials: one for each sequence; fewer if the step failed for some.
         rows: that were verified: drafted tokens, and one more for each sequence.
-        draft_rows: rows of each elastic draft pass, in order.
+        draft_rows: rows of each draft pass, in order.
         draft_seconds: time of all drafting, lookups included.
         verify_seconds: time of the rest of the step.
         draft_bytes: bytes of experts that draft passes read.
