@@ -234,15 +234,19 @@ class DescribedStep(CompiledStep):
         places = CachePlaces(work, self._caches)
         self._tables.reserve(places.end)
         rows, hidden = places.rows, self._embedding.width
-        memory = torch.empty(4, rows, hidden, dtype=torch.float32)
+        memory = torch.empty(3, rows, hidden, dtype=torch.float32)
+        h_BH = torch.empty(rows, hidden, dtype=torch.float32)  # alone, as sequences may keep it
         self._embedding.fill(places, memory[0])
-        x, h, beside = (memory.data_ptr() + 4 * rows * hidden * index for index in range(3))
+        h, (x, beside) = (
+            h_BH.data_ptr(),
+            (memory.data_ptr() + 4 * rows * hidden * i for i in (0, 1)),
+        )
         record = native.StepRecord(
             rows, hidden, len(self._caches), x, h, beside, *places.pointers, None, places.seen,
             *places.formats, torch.get_num_threads(), places.bounds, self._past(rows),
         )  # fmt: skip
         sizes = self._description.head.rows, self._moe_layers[-1], self._top_k
-        return CompiledPass(self._kernel, record, memory[1], memory[3], *sizes, (memory, places))
+        return CompiledPass(self._kernel, record, h_BH, memory[2], *sizes, (memory, places))
 
     def _past(self, rows: int) -> int | None:
         """The address of the hidden states that rows of a multi-token-prediction layer begin with;

@@ -16,7 +16,7 @@ from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.decode import chain
 from moe.engine.engine import Engine
-from moe.network.hidden import KEPT, HiddenRows
+from moe.network.hidden import FEW, KEPT, HiddenRows
 from moe.network.kv_cache import KVCache
 from moe.sequence import RunningSequence
 from moe.settings import ModelSettings
@@ -117,17 +117,14 @@ def test_one_compiled_call_drafts_what_its_passes_draft(
         for _ in range(2):
             caches = [sequence.cache for sequence in sequences]
             before = [cache.head.length for cache in caches]  # type: ignore[union-attr]
-            kept = [list(cache.hidden._rows) for cache in caches]  # type: ignore[union-attr]
+            kept = [cache.hidden.without(0) for cache in caches]  # type: ignore[union-attr]
             passes = PassDrafts.draft(drafts, mode, sequences, depths, NEVER)
             rows = drafts.rows
             for cache, length, hidden in zip(caches, before, kept, strict=True):
                 assert isinstance(cache, KVCache)
                 assert cache.head is not None
-                assert cache.hidden is not None
                 cache.head.cut(length)
-                cache.hidden.clear()
-                for each in hidden:
-                    cache.hidden.keep(each)
+                cache.hidden = hidden
             chained = drafts.draft(mode, sequences, depths, NEVER)
             assert [d.tokens for d in chained] == [d.tokens for d in passes]
             assert [len(d.tokens) for d in chained] == depths
@@ -342,7 +339,7 @@ def test_checkpoints_call_the_parts_differently(style: str, tmp_path: Path) -> N
 
 
 def test_hidden_states_are_few_and_keep_little_else_alive() -> None:
-    """Views of a pass over one sequence; copies of a row of a large one."""
+    """Rows of a small pass as they are; copies of those of a large one."""
     cache = KVCache(4096)
     hidden = cache.hidden = HiddenRows()
     rows = torch.arange(12.0).view(3, 4)
@@ -351,9 +348,8 @@ def test_hidden_states_are_few_and_keep_little_else_alive() -> None:
     assert hidden.joined().data_ptr() == rows.data_ptr()
     cache.cut(2)
     assert torch.equal(hidden.joined(), rows[:2])
-    large = torch.zeros(64, 4)
-    hidden.keep(large[5:6])
-    assert [part.untyped_storage().nbytes() for part in hidden._rows] == [48, 16]
+    hidden.keep(torch.zeros(FEW + 1, 4), 5, 6)
+    assert [whole.untyped_storage().nbytes() for whole, *_ in hidden._parts] == [48, 16]
     for token in range(5 * KEPT):
         hidden.keep(torch.full((1, 4), float(token)))
         assert KEPT <= max(len(hidden), KEPT) <= 2 * KEPT
