@@ -34,7 +34,7 @@ OPTIMISM = 2.0
 KEPT = 2.0
 """Plain steps that trials leave in the account for offers."""
 FIRST, FIRST_MTP, DOUBT = 0.35, 0.6, 4.0
-"""Acceptance rate assumed of an untried mode, too low to use elastic drafts without a trial; that of a
+"""Acceptance rate assumed of an untried mode, too low to use elastic drafts without a trial; of a
 layer, which was trained to draft; and the tokens that this assumption weighs."""
 KEEP, FADE = 0.995, 0.998
 """What a token still counts for after the next draft of its mode, and after each step."""
