@@ -34,8 +34,9 @@ from moe.sampling.batch import Proposal
 
 HEAD_BITS, GROUP = 4, 64
 """Of a draft's output head, where the model's own has more; and the columns that share a scale."""
-
-
+COPIED = 1 << 26
+"""Weights of the largest head that is copied: 36 MB. A larger one would need a place in the plan of
+memory; ``model.head_bits`` makes it small for the model, too."""
 CHOICES = 1024
 """Most tokens that a drafted one is drawn from: the likeliest."""
 
@@ -50,21 +51,13 @@ class CompiledChain:
 
     def __init__(self, step: DescribedStep, forward: DecodeForward) -> None:
         self._step, self._forward = step, forward
-        self._head = draft_head(step.description.head)
         self._records = DescriptionRecords()
-        self._matrix = self._records.matrix(self._head)
+        self._matrix = self._records.matrix(draft_head(step.description.head))
         self._model = step.chain_model(self._matrix)
         self._formats = [FormatRecord(*each) for each in KVCache.form[:2]]
         attentions = [layer.attention for layer in step.description.layers]
         self._empty = {own.layer: _no_rows(own) for own in attentions}
-        self._made: dict[tuple[int, int], _Made] = {}
-
-    @property
-    def nbytes(self) -> int:
-        """Memory of the head, if it is a copy."""
-        leaf = self._head.leaf
-        copied = leaf is not self._step.description.head.leaf
-        return sum(buffer.nbytes for buffer in leaf.buffers()) if copied else 0
+        self._made = _Made(1, 1)
 
     @property
     def ready(self) -> bool:
@@ -86,9 +79,9 @@ class CompiledChain:
         past_BH = (hidden[0] if count == 1 else torch.cat(list(hidden))).float().contiguous()
         layers, top_k = self._step.routed
         ids = torch.empty(layers * top_k * (sum(sizes) + count * (most - 1)), dtype=torch.int64)
-        made = self._made.get((count, most))
-        if made is None:
-            made = self._made[count, most] = _Made(count, most)
+        made = self._made
+        if made.tokens.shape != (count, most):
+            made = self._made = _Made(count, most)
         made.given[:] = [[end - 1 for end in accumulate(sizes)], depths]
         made.chances[:] = [*(1 / each for each in temperatures), *accepted[: most + 1]]
         drawn = any(draws)
@@ -158,7 +151,7 @@ class _FirstRows:
 
 
 class _Made:
-    """Memory of drafts of so many sequences and tokens, used again each time."""
+    """Memory of drafts of so many sequences and tokens, used again while their number stays."""
 
     def __init__(self, count: int, most: int) -> None:
         self.given = np.zeros((2, count), np.int64)  # the last row of each, and its depth
@@ -182,14 +175,10 @@ class _Made:
             return
         size = self.uniform.shape
         self._choices = np.empty((*size, CHOICES), np.int64)
-        self._counts, self._weights = (
-            np.zeros(size, np.int64),
-            np.empty((*size, CHOICES), np.float32),
-        )
-        self.chain.choices, self.chain.weights = (
-            self._choices.ctypes.data,
-            self._weights.ctypes.data,
-        )
+        self._weights = np.empty((*size, CHOICES), np.float32)
+        self._counts = np.zeros(size, np.int64)
+        self.chain.choices = self._choices.ctypes.data
+        self.chain.weights = self._weights.ctypes.data
         self.chain.num_choices = self._counts.ctypes.data
 
     def proposals(self, told: Sequence[int]) -> list[list[Proposal | None]]:
@@ -227,9 +216,9 @@ def _no_rows(attention: Attention | LatentAttention) -> tuple[Tensor, Tensor]:
 
 
 def draft_head(head: Projection) -> Projection:
-    """A head with few bits, unless it has them already, or its rows make no whole groups."""
+    """A head with few bits, unless it has them already, is large, or makes no whole groups."""
     leaf = head.leaf
-    if type(leaf) is not nn.Linear or leaf.in_features % GROUP:
+    if type(leaf) is not nn.Linear or leaf.in_features % GROUP or leaf.weight.numel() > COPIED:
         return head
     try:
         made = QuantizedLinear.of(leaf, GROUP, HEAD_BITS)
