@@ -127,9 +127,9 @@ def main() -> None:
     parser.add_argument("--expert-bits", type=int, default=None, help="default: as stored")
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS))
     args = parser.parse_args()
-    bits = {} if args.expert_bits is None else {"model": {"expert_bits": args.expert_bits}}
-    plain = MoE.from_pretrained(args.model, speculation={"mode": "off"}, **bits)
-    model = MoE.from_pretrained(args.model, speculation={"mode": "auto"}, **bits)
+    bits = {"model": {"expert_bits": args.expert_bits}}
+    plain = MoE.from_pretrained(args.model, bits, speculation={"mode": "off"})
+    model = MoE.from_pretrained(args.model, bits, speculation={"mode": "auto"})
     results = []
     for batch in args.batches:
         for temperature in args.temperatures:

@@ -102,8 +102,9 @@ class MtpDrafts(PassDrafts):
         for rows in read:
             rows.clear()
         self.rows = made.rows
-        for place, *found in zip(places, *made[:3], strict=True):
-            drafts[place] = Draft(mode, *map(tuple, found))
+        found = zip(places, made.tokens, made.confidence, made.proposals, strict=True)
+        for place, tokens, confidence, proposals in found:
+            drafts[place] = Draft(mode, tuple(tokens), tuple(confidence), tuple(proposals))
 
     def _begin(
         self, mode: Mode, sequences: Sequence[RunningSequence], depths: Sequence[int]
