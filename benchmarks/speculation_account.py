@@ -19,9 +19,9 @@ from torch import Tensor
 from moe.sampling.batch import Token
 from moe.sampling.sampler import Verified
 from moe.speculate.controller import AutoController
-from moe.speculate.draft import Draft, FixedDepth, Mode
+from moe.speculate.draft import Draft, FixedDepth, Mode, Stop
 from moe.speculate.ngram import ModelFree, NGram, NGramState
-from moe.speculate.passes import GoesOn, PassDrafts
+from moe.speculate.passes import PassDrafts
 from moe.speculate.speculator import Speculator
 
 MAX_DEPTH = 6
@@ -118,13 +118,13 @@ class Drawn:
         return None
 
     def draft(
-        self, mode: Mode, sequences: Sequence[Any], depths: Sequence[int], goes_on: GoesOn
+        self, mode: Mode, sequences: Sequence[Any], depths: Sequence[int], stop: Stop
     ) -> list[Draft]:
         """One draft for each; confidence follows the chances."""
         world, made, longest = self._world, [], 0
         for sequence, depth in zip(sequences, depths, strict=True):
             ahead, confidence = sequence.said[len(sequence.token_ids) :], list[float]()
-            while len(confidence) < depth and (not confidence or goes_on(mode, confidence)):
+            while len(confidence) < depth and (not confidence or stop.goes_on(confidence)):
                 confidence.append(world.chance(mode))
             tokens = [
                 token if world.rng.random() < chance else -1

@@ -124,10 +124,12 @@ def main() -> None:
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8])
+    parser.add_argument("--expert-bits", type=int, default=None, help="default: as stored")
     parser.add_argument("--domains", nargs="+", default=list(DOMAINS))
     args = parser.parse_args()
-    plain = MoE.from_pretrained(args.model, speculation={"mode": "off"})
-    model = MoE.from_pretrained(args.model, speculation={"mode": "auto"})
+    bits = {"model": {"expert_bits": args.expert_bits}}
+    plain = MoE.from_pretrained(args.model, bits, speculation={"mode": "off"})
+    model = MoE.from_pretrained(args.model, bits, speculation={"mode": "auto"})
     results = []
     for batch in args.batches:
         for temperature in args.temperatures:

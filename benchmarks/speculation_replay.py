@@ -26,10 +26,10 @@ from moe.network.backbone import Forward
 from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
-from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round, Source
+from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round, Source, Stop
 from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from moe.speculate.ngram import ModelFree
-from moe.speculate.passes import GoesOn, PassDrafts, PendingDraft
+from moe.speculate.passes import PassDrafts, PendingDraft
 from moe.speculate.speculator import Speculator
 from routing import Routing, RoutingContext, RoutingPolicy
 
@@ -134,11 +134,11 @@ class ReplayedDrafts(ElasticDrafts):
         mode: Mode,
         sequences: Sequence[RunningSequence],
         depths: Sequence[int],
-        goes_on: GoesOn,
+        stop: Stop,
     ) -> list[Draft]:
         self._says.rates = self._rates[mode]
         try:
-            return super().draft(mode, sequences, depths, goes_on)
+            return super().draft(mode, sequences, depths, stop)
         finally:
             self._says.rates = None
 

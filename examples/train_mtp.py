@@ -16,12 +16,13 @@ import argparse
 import copy
 import tempfile
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel, Qwen3MoeRMSNorm
@@ -81,6 +82,27 @@ class MtpLayer(nn.Module):
                     named[f"mtp.{block}experts.{expert}.{each}.weight"] = part
         return {name: tensor.contiguous() for name, tensor in named.items()}
 
+    def load(self, path: Path) -> None:
+        """Take the weights of a file that `tensors` filled."""
+        saved = load_file(path)
+        own = self.state_dict()
+        for name in own:
+            name = name.removeprefix("decoder.")
+            block, _, kind = name.partition("experts.")
+            if name == "embed_tokens.weight":
+                continue
+            if not kind:
+                own[f"decoder.{name}" if f"decoder.{name}" in own else name] = saved[f"mtp.{name}"]
+                continue
+            kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+            count = len(own[f"decoder.{name}"])
+            parts = [
+                [saved[f"mtp.{block}experts.{e}.{each}.weight"] for each in kinds]
+                for e in range(count)
+            ]
+            own[f"decoder.{name}"] = torch.stack([torch.cat(each) for each in parts])
+        self.load_state_dict({name: tensor.float() for name, tensor in own.items()})
+
 
 @torch.no_grad()
 def residual_of(model: Any, ids_BT: Tensor) -> float:
@@ -114,8 +136,9 @@ def train(args: argparse.Namespace, model: Any, layer: MtpLayer, streams: list[T
     """Train the layer; returns the seconds that it took."""
     optimizer, start = build_optimizer(layer, args.lr), time.time()
     for step in range(args.steps):
+        done = max(step / args.steps, (time.time() - start) / 60 / args.minutes)
         for group in optimizer.param_groups:
-            group["lr"] = args.lr * min((step + 1) / WARMUP_STEPS, 1 - step / args.steps)
+            group["lr"] = args.lr * max(0.0, min((step + 1) / WARMUP_STEPS, 1 - done))
         batch = data.training_batch(streams, args.length, args.batch, step, args.seed)
         nats, agreed = losses(model, layer, batch, 1 + (step % EVERY == EVERY - 1))
         sum(DEEPER**depth * loss for depth, loss in enumerate(nats)).backward()  # type: ignore[union-attr]
@@ -129,8 +152,11 @@ def train(args: argparse.Namespace, model: Any, layer: MtpLayer, streams: list[T
             )
             pace = (time.time() - start) / (step + 1)
             print(f"step {step + 1}/{args.steps}: {told}; {pace:.2f} s a step", flush=True)
-        if (step + 1) % args.save_every == 0 or step + 1 == args.steps:
+        last = step + 1 == args.steps or done >= 1
+        if (step + 1) % args.save_every == 0 or last:
             save_file(layer.tensors(), args.out, metadata={"format": "pt"})
+        if last:
+            break
     return time.time() - start
 
 
@@ -140,12 +166,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="default: mtp.safetensors beside the model")
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache/moe-demo")
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--minutes", type=float, default=inf, help="end after so many")
     parser.add_argument("--batch", type=int, default=3, help="windows per step, of each domain one")
     parser.add_argument("--length", type=int, default=512, help="tokens per window")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--save-every", type=int, default=100, help="steps between files")
+    parser.add_argument("--go-on", type=Path, help="begin with the weights of this file")
     parser.add_argument("--quick", action="store_true", help="a few tiny steps on held-out text")
     args = parser.parse_args()
     if args.quick:
@@ -173,6 +201,8 @@ def main() -> None:
     streams = [data.encode(tokenizer, own) for own in texts]
     sample = data.training_batch(streams, args.length, args.batch, 0, args.seed)
     layer = MtpLayer(model, residual_of(model, sample))
+    if args.go_on is not None:
+        layer.load(args.go_on)
     seconds = train(args, model, layer, streams)
     print(f"{args.out}: {args.steps} steps in {seconds / 60:.0f} min")
 

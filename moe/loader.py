@@ -19,6 +19,7 @@ from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from kernels.reference import AnyExperts
 from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
+from moe.decode.chain import make_chain
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
 from moe.decode.proof import prove_policy
 from moe.describe.attention import check_views, seen_windows
@@ -342,10 +343,11 @@ def _mtp(
     mend_linears(backbone.model)
     if not packing.enabled or backbone.recurrent:
         return f"its multi-token-prediction layer cannot be packed: {packing.reason}"
-    if profile.engine.fused == "auto" and not enable_fused(backbone, experts).keeps_hidden:
+    fused = enable_fused(backbone, experts) if profile.engine.fused == "auto" else FUSED_OFF
+    if not fused.keeps_hidden:
         backbone.decode_by(None)  # a further token of a draft reads the hidden state of the last
     backbone.keep_hidden()
-    return MtpHead(backbone, experts)
+    return MtpHead(backbone, experts, make_chain(fused.forward))
 
 
 def _probe(backbone: Backbone, experts: MoELayers, profile: Profile, mtp: MtpHead | str) -> _Found:

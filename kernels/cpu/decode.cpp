@@ -17,11 +17,14 @@ LAYOUT(decode::Attention, q_a, q, k, v, o, q_norm, k_norm, rotation, expansion, 
 LAYOUT(decode::Layer, attention_norm, attention_post, feed_norm, feed_post, attention, router,
        shared_gate, gate, up, down, activation, rule, attention_scale, feed_scale, routed_scale)
 LAYOUT(decode::Embedding, table, scale, dtype)
+LAYOUT(decode::Join, embedding, hidden, project, hidden_first)
 LAYOUT(decode::Seen, blocks, count, most, newest)
 LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, tokens, position, capacity, cache, states,
-       seen, keys, values, threads, bounds)
+       seen, keys, values, threads, bounds, past)
 LAYOUT(decode::Experts, forward, layer, activation, slots, index)
-LAYOUT(decode::Model, layers, program, experts, norm, head, embedding, count, top_k, patience)
+LAYOUT(decode::Model, layers, program, experts, norm, head, embedding, count, top_k, patience, join)
+LAYOUT(decode::Chain, first, model, sequences, most, last, depth, sharpness, accepted, price, tokens,
+       confidence, made, rows, ids, uniform, most_choices, choices, num_choices, weights)
 
 namespace decode {
 
@@ -211,5 +214,35 @@ int32_t moe_decode_head(const decode::Step* step, const decode::Layer* before,
                         const float* routed, const decode::Norm* norm, const decode::Matrix* head,
                         float* out) {
   return decode::Pass{*step, before, nullptr, routed, *norm, nullptr, nullptr, head, out}.go();
+}
+
+// Joins the step's rows, which are embeddings, with `past`. 0: no memory.
+int32_t moe_decode_join(const decode::Step* step, const decode::Join* join) {
+  using namespace decode;
+  const long B = step->rows, H = step->hidden;
+  const auto place = [&](Arena& arena) {
+    return take_rows(arena, nullptr, B, 2 * H, {&join->project});
+  };
+  Arena counting{nullptr};
+  place(counting);
+  Arena arena{scratch.reserve(counting.used)};
+  if (!arena.memory) return 0;
+  const Rows both = place(arena);
+  const Product product{&join->project, &both, step->x, H};
+  const int threads = team(B * join->project.size(), step->threads);
+  Turns norming{stages::NORMS}, projecting{stages::PROJECTIONS};
+#pragma omp parallel num_threads(threads)
+  {
+    norming.run(B, [&](long b) {
+      const float *x = step->x + b * H, *past = step->past ? step->past + b * H : x;
+      float* to = both.x + b * 2 * H;
+      normalise(join->embedding, x, H, join->hidden_first ? to + H : to);
+      normalise(join->hidden, past, H, join->hidden_first ? to : to + H);
+      both.prepare(b);
+    });
+    products(&product, 1, B, threads, projecting);
+  }
+  scratch.trim();
+  return 1;
 }
 }

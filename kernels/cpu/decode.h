@@ -46,6 +46,14 @@ struct Embedding {
   int32_t dtype;
 };
 
+// How rows of a multi-token-prediction layer begin: from the embedding of a token, and the model's
+// final hidden state of the token before it.
+struct Join {
+  Norm embedding, hidden;
+  Matrix project;        // (H, 2 H)
+  int32_t hidden_first;  // of its columns
+};
+
 // The blocks that a row attends to where a policy leaves some out, in layers that see all tokens.
 struct Seen {
   const int32_t* blocks;  // ascending, the last is the row's own; null: all of its sequence
@@ -66,6 +74,7 @@ struct Step {
   kv::Format keys, values;       // of the caches
   int32_t threads;
   int32_t bounds;                // blocks have the bounds of their keys
+  const float* past;             // (B, H) what `Join` reads; null: the embeddings
 };
 
 // A layer's routed experts: moe_forward or moe_quantized_forward, and its arguments.
@@ -88,6 +97,31 @@ struct Model {
   const Embedding* embedding;  // or null: the caller has filled x
   int64_t count, top_k;
   double patience;  // seconds after which a call returns between two layers
+  const Join* join;  // or null: rows begin with their embeddings
+};
+
+// Drafts of S sequences by a layer that predicts several tokens: pass after pass, in one call. The
+// first reads the rows of `first`; each further one the token that a sequence has just drafted, with
+// the layer's own hidden state of the token before.
+struct Chain {
+  const Step* first;      // without x, h and beside
+  const Model* model;     // all experts in memory, all routers known
+  int64_t sequences, most;
+  const int64_t* last;    // (S,) the row of `first` behind which a sequence drafts, ascending
+  const int64_t* depth;   // (S,) most tokens; >= 1
+  const float* sharpness; // (S,) factor of the logits whose softmax is a token's confidence
+  const float* accepted;  // (most + 1,) how often a token there is accepted if those before it are
+  double price;           // tokens that a further one has to bring
+  int64_t* tokens;        // (S, most)
+  float* confidence;      // (S, most)
+  int64_t* made;          // (S,) tokens of each draft
+  int64_t* rows;          // (most,) of each pass; 0: there was none
+  int64_t* ids;           // of each pass (MoE layers, its rows, top_k), one behind the other
+  // A drawn token is one of at most `most_choices`, drawn by weights.
+  const double* uniform;  // (S, most) in [0, 1); below 0: the likeliest token is drafted
+  int64_t most_choices;
+  int64_t *choices, *num_choices;  // (S, most, most_choices); (S, most)
+  float* weights;                  // (S, most, most_choices)
 };
 
 // A call's scratch memory, handed out in order; with null memory it only counts bytes.
@@ -247,4 +281,5 @@ int32_t moe_decode_layer(const decode::Step* step, const decode::Layer* before,
 int32_t moe_decode_head(const decode::Step* step, const decode::Layer* before,
                         const float* routed, const decode::Norm* norm, const decode::Matrix* head,
                         float* out);
+int32_t moe_decode_join(const decode::Step* step, const decode::Join* join);
 }

@@ -97,6 +97,16 @@ class EmbeddingRecord(Record, struct="decode::Embedding"):
     _fields_ = (*pointers("table"), *floats("scale"), *numbers("dtype"))
 
 
+class JoinRecord(Record, struct="decode::Join"):
+    """How rows of a multi-token-prediction layer begin: see `moe.network.mtp.MtpInput`."""
+
+    _fields_ = (
+        *((name, NormRecord) for name in ("embedding", "hidden")),
+        ("project", MatrixRecord),
+        *numbers("hidden_first"),
+    )
+
+
 class SeenRecord(Record, struct="decode::Seen"):
     _fields_ = (*pointers("blocks"), *sizes("count", "most", "newest"))
 
@@ -108,6 +118,7 @@ class StepRecord(Record, struct="decode::Step"):
         *pointers("seen"),
         *((name, FormatRecord) for name in ("keys", "values")),
         *numbers("threads", "bounds"),
+        *pointers("past"),
     )
 
 
@@ -126,6 +137,21 @@ class ModelRecord(Record, struct="decode::Model"):
         *pointers("layers", "program", "experts", "norm", "head", "embedding"),
         *sizes("count", "top_k"),
         *doubles("patience"),
+        *pointers("join"),
+    )
+
+
+class ChainRecord(Record, struct="decode::Chain"):
+    """Drafts of several sequences, pass after pass."""
+
+    _fields_ = (
+        *pointers("first", "model"),
+        *sizes("sequences", "most"),
+        *pointers("last", "depth", "sharpness", "accepted"),
+        *doubles("price"),
+        *pointers("tokens", "confidence", "made", "rows", "ids", "uniform"),
+        *sizes("most_choices"),
+        *pointers("choices", "num_choices", "weights"),
     )
 
 
@@ -137,7 +163,8 @@ class NativeDecode:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         declare(library, {"moe_decode_model": (NUMBER, (POINTER,) * 8)})
-        self._model = library.moe_decode_model
+        declare(library, {"moe_draft_chain": (NUMBER, (POINTER,))})
+        self._model, self._chain = library.moe_decode_model, library.moe_draft_chain
 
     def model(
         self,
@@ -169,3 +196,11 @@ class NativeDecode:
             )
         check_done(result)
         return result == _WAITING
+
+    def draft(self, chain: ChainRecord) -> None:
+        """Draft for some sequences, all passes in one call.
+
+        Raises:
+            MemoryError: no memory for the scratch rows of a layer.
+        """
+        check_done(self._chain(addressof(chain)))

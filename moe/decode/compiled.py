@@ -34,7 +34,9 @@ from moe.describe.description import (
     RotaryTable,
     Router,
 )
+from moe.describe.parts import describe_norm, describe_projection
 from moe.network.kv_cache import KVCache, LayerKey
+from moe.network.mtp import MtpInput
 from moe.network.packed_pass import Work
 from moe.network.stored_embedding import StoredEmbedding
 from routing import Routing
@@ -161,7 +163,12 @@ class DescribedStep(CompiledStep):
     ) -> None:
         records, count = DescriptionRecords(), len(description.layers)
         self._description, self._kept = description, records
-        self._embedding = TokenEmbedding(description.embedding, description.embedding_scale)
+        joined, scale = description.embedding, description.embedding_scale
+        self._joined = joined if isinstance(joined, MtpInput) and scale == 1.0 else None
+        self._embedding = TokenEmbedding(
+            joined if self._joined is None else self._joined.embedding, scale
+        )
+        self._join = None if self._joined is None else join_record(records, self._joined)
         self._records = (native.DecoderLayerRecord * count)(*map(records.layer, description.layers))
         self._norm, self._head = records.norm(description.norm), records.matrix(description.head)
         feeds = [layer.feed for layer in description.layers]
@@ -180,6 +187,42 @@ class DescribedStep(CompiledStep):
         moe = [None if feed is None else feed.layer for feed in self._feeds]
         super().__init__(kernel, moe, max(chosen, default=0), inside)
 
+    @property
+    def description(self) -> Description:
+        """What the step computes."""
+        return self._description
+
+    @property
+    def caches(self) -> Sequence[LayerKey]:
+        """Layers that have keys and values."""
+        return self._caches
+
+    @property
+    def kernel(self) -> native.NativeDecode:
+        """Runs the step."""
+        return self._kernel
+
+    @property
+    def routed(self) -> tuple[int, int]:
+        """MoE layers, and experts that a row chooses."""
+        return self._moe_layers[-1], self._top_k
+
+    @property
+    def whole(self) -> bool:
+        """C++ does all of it, from tokens to logits."""
+        compiled = bool(self._experts) or not self._moe_layers[-1]
+        return compiled and self._embedding.holds(self._description.head.rows)
+
+    def reserve(self, positions: int) -> None:
+        """Make tables long enough for this many positions."""
+        self._tables.reserve(positions)
+
+    def chain_model(self, head: native.MatrixRecord) -> native.ModelRecord:
+        """The record of the whole step with another output head, which the caller keeps."""
+        record = self._model(self._arrays[1])
+        record.head = addressof(head)
+        return record
+
     def _routing(self, step: CompiledPass) -> Routing:
         experts = self._feeds[step.done]
         assert experts is not None
@@ -191,15 +234,29 @@ class DescribedStep(CompiledStep):
         places = CachePlaces(work, self._caches)
         self._tables.reserve(places.end)
         rows, hidden = places.rows, self._embedding.width
-        memory = torch.empty(4, rows, hidden, dtype=torch.float32)
+        memory = torch.empty(3, rows, hidden, dtype=torch.float32)
+        h_BH = torch.empty(rows, hidden, dtype=torch.float32)  # alone, as sequences may keep it
         self._embedding.fill(places, memory[0])
-        x, h, beside = (memory.data_ptr() + 4 * rows * hidden * index for index in range(3))
+        h, (x, beside) = (
+            h_BH.data_ptr(),
+            (memory.data_ptr() + 4 * rows * hidden * i for i in (0, 1)),
+        )
         record = native.StepRecord(
             rows, hidden, len(self._caches), x, h, beside, *places.pointers, None, places.seen,
-            *places.formats, torch.get_num_threads(), places.bounds,
+            *places.formats, torch.get_num_threads(), places.bounds, self._past(rows),
         )  # fmt: skip
         sizes = self._description.head.rows, self._moe_layers[-1], self._top_k
-        return CompiledPass(self._kernel, record, memory[1], memory[3], *sizes, (memory, places))
+        return CompiledPass(self._kernel, record, h_BH, memory[2], *sizes, (memory, places))
+
+    def _past(self, rows: int) -> int | None:
+        """The address of the hidden states that rows of a multi-token-prediction layer begin with;
+        None: they have none."""
+        hidden = None if self._joined is None else self._joined.hidden_TH
+        if hidden is None:
+            return None
+        self._hidden_BH = hidden.float().contiguous()  # kept until the next step
+        assert self._hidden_BH.shape == (rows, self._embedding.width)
+        return self._hidden_BH.data_ptr()
 
     def _end(self, work: Sequence[Work], step: CompiledPass) -> list[Tensor]:
         logits = step.logits_BV
@@ -214,7 +271,16 @@ class DescribedStep(CompiledStep):
         return native.ModelRecord(
             addressof(self._records), None, addressof(experts), addressof(self._norm),
             addressof(self._head), self._embedding.address, len(experts), self._top_k, PATIENCE,
+            None if self._join is None else addressof(self._join),
         )  # fmt: skip
+
+
+def join_record(records: DescriptionRecords, joined: MtpInput) -> native.JoinRecord:
+    """The input of a multi-token-prediction layer."""
+    width: int = joined.embedding_dim
+    norms = [records.norm(describe_norm(each, width)) for each in (joined.enorm, joined.hnorm)]
+    project = records.matrix(describe_projection(joined.projection))
+    return native.JoinRecord(*norms, project, joined.hidden_first)
 
 
 class TokenEmbedding:
@@ -236,6 +302,10 @@ class TokenEmbedding:
         if plain and table.is_contiguous() and table.dtype in (torch.float32, torch.bfloat16):
             self._record = native.EmbeddingRecord(table.data_ptr(), scale, DTYPES[table.dtype])
             self.address = addressof(self._record)
+
+    def holds(self, tokens: int) -> bool:
+        """C++ can read the rows of so many tokens."""
+        return self.address is not None and tokens <= self._count
 
     def fill(self, places: CachePlaces, x_BH: Tensor) -> None:
         """Write the rows of a step's tokens, unless C++ does.

@@ -48,11 +48,13 @@ class Fused:
 
     Attributes:
         keeps_hidden: sequences can keep the final hidden states of what decode steps read.
+        forward: reads decode work; None: transformers' forward does.
     """
 
     enabled: bool
     reason: str
     keeps_hidden: bool = True
+    forward: DecodeForward | None = None
 
 
 _REST_STEPS = 256
@@ -75,7 +77,7 @@ def enable_fused(backbone: Backbone, experts: MoELayers) -> Fused:
     except Exception as error:
         # What an unknown architecture does to a probe cannot be foreseen, and must not stop it.
         return Fused(False, f"probing raised {type(error).__name__}: {error}")
-    fused = Fused(True, reason, forward.keeps_hidden)
+    fused = Fused(True, reason, forward.keeps_hidden, forward)
     backbone.decode_by(_FusedForward(forward, backbone, fused))
     return fused
 

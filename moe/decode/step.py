@@ -248,9 +248,24 @@ class DecodeForward:
         return self._step.inside(work, self._inside[phase])
 
     @property
+    def step(self) -> DecodeStep:
+        """What it reads by."""
+        return self._step
+
+    @property
     def keeps_hidden(self) -> bool:
         """See `DecodeStep`."""
         return self._step.keeps_hidden
+
+    @property
+    def all_inside(self) -> bool:
+        """All experts are in memory here, and nothing has to act at the MoE layers."""
+        here = self._experts.dispatcher.local and not self._cached
+        return here and not self._changes_routing
+
+    def count_inside(self, ids_LBK: Tensor) -> None:
+        """A compiled call has run these experts, of all MoE layers in turn, in a decode step."""
+        self._experts.statistics.record_layers(0, "decode", ids_LBK)
 
     @property
     def where(self) -> str:
@@ -259,14 +274,19 @@ class DecodeForward:
 
     def _phase_inside(self) -> Phase | None:
         """The phase of the running lane; None if Python has to act at the MoE layers."""
-        experts = self._experts
-        if self._why_outside or experts.policies.policies or experts.weaken is not None:
+        if self._changes_routing:
             return None
-        if experts.layers != self._layers or experts.forward is not self._forward:
-            return None  # the step was made for others
         if self._cached and not all(layer.only_kernels for layer in self._cached):
             return None
         return alone_with(self._run)
+
+    @property
+    def _changes_routing(self) -> bool:
+        """Python has to act at the MoE layers, or they are not those that the step was made for."""
+        experts = self._experts
+        if self._why_outside or experts.policies.policies or experts.weaken is not None:
+            return True
+        return experts.layers != self._layers or experts.forward is not self._forward
 
     def _rank_group(self, phase: Phase) -> RankGroup | None:
         """The other ranks, if each of them runs all layers of this pass in compiled code."""

@@ -162,6 +162,7 @@ class KVCache:
         self._layers: dict[LayerKey, tuple[Tensor, Tensor]] = {}
         self._rates: dict[LayerKey, int] = {}
         self._addresses: np.ndarray | None = None
+        self._listed: tuple[np.ndarray, np.ndarray] | None = None  # addresses, and what lists them
         self._states: dict[int, States] = {}
         self._snapshots: list[int] = []
         self._marked = -1
@@ -382,8 +383,10 @@ class KVCache:
         """``(layers, 2)`` int64, for compiled decode steps: where the addresses of the blocks of
         these layers' keys and values are listed; valid as long as `addresses`."""
         places = self.addresses(layers)
-        pointers = places.ctypes.data + 8 * np.arange(places.size, dtype=np.int64)
-        return pointers.reshape(places.shape)
+        if self._listed is None or self._listed[0] is not places:
+            pointers = places.ctypes.data + 8 * np.arange(places.size, dtype=np.int64)
+            self._listed = places, pointers.reshape(places.shape)
+        return self._listed[1]
 
     def fork(self, capacity: int, length: int) -> KVCache:
         """A copy that has read the first ``length`` tokens; see `longest_fork`."""

@@ -14,10 +14,10 @@ Legend: T tokens, H hidden.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from transformers import PreTrainedModel
 from experts.manifest import MTP_MODULE
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
+from moe.network.packed_pass import Work
+from moe.sampling.batch import Proposal
 
 
 class MtpInput(nn.Module):
@@ -56,6 +58,27 @@ class MtpInput(nn.Module):
         self._embedding = (embedding,)
         self.num_embeddings = embedding.num_embeddings  # type: ignore[assignment]
 
+    @property
+    def embedding(self) -> nn.Module:
+        """The model's own."""
+        (embedding,) = self._embedding
+        return embedding
+
+    @property
+    def projection(self) -> nn.Module:
+        """Reads both inputs, joined."""
+        return next(self._modules[name] for name in ("eh_proj", "he_proj") if name in self._modules)  # type: ignore[return-value]
+
+    @property
+    def hidden_first(self) -> bool:
+        """The projection has the columns of the hidden state first."""
+        return "he_proj" in self._modules
+
+    @property
+    def hidden_TH(self) -> Tensor | None:
+        """Of `reading`."""
+        return self._hidden_TH
+
     @contextmanager
     def reading(self, hidden_TH: Tensor) -> Iterator[None]:
         """These are the hidden states of the tokens before those of the next pass."""
@@ -67,14 +90,12 @@ class MtpInput(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """``(..., T, H)`` for ``(..., T)`` ids."""
-        (embedding,) = self._embedding
-        embedded = embedding(input_ids)
+        embedded = self.embedding(input_ids)
         hidden = self._hidden_TH
         hidden = embedded if hidden is None else hidden.to(embedded.dtype).view_as(embedded)
         parts = [self.enorm(embedded), self.hnorm(hidden)]
-        first = self._modules.get("eh_proj")
-        project: Any = self._modules["he_proj"] if first is None else first
-        return project(torch.cat(parts if first is not None else parts[::-1], -1))
+        joined: Tensor = self.projection(torch.cat(parts[::-1] if self.hidden_first else parts, -1))
+        return joined
 
 
 def place_of(model: PreTrainedModel, module: nn.Module | None) -> str:
@@ -133,6 +154,47 @@ def take_head(network: PreTrainedModel) -> PreTrainedModel | None:
     return head
 
 
+class DraftChain(Protocol):
+    """Drafts several tokens by the layer in one compiled call (`moe.decode.chain`)."""
+
+    @property
+    def ready(self) -> bool:
+        """It can draft now: all experts that it may need are in memory."""
+
+    def draft(
+        self,
+        work: Sequence[Work],
+        hidden: Sequence[Tensor],
+        depths: Sequence[int],
+        temperatures: Sequence[float],
+        draws: Sequence[Callable[[], float] | None],
+        accepted: Sequence[float],
+        price: float,
+    ) -> ChainedDrafts:
+        """Draft tokens behind each piece of work; its cache grows by what it reads.
+
+        Args:
+            hidden: ``(T, H)`` of each, the hidden states of the tokens before.
+            depths: most tokens of each, at least 1.
+            temperatures: of each, above 0: at which tokens are drawn, and their confidence stated.
+            draws: of each, what gives numbers in [0, 1) to draw tokens by; None: the likeliest are
+                drafted.
+            accepted: how often a drafted token at each position is right if those before it are;
+                one more than the greatest depth.
+            price: tokens that a further one has to bring.
+        """
+
+
+class ChainedDrafts(NamedTuple):
+    """Of each sequence its tokens, the probability of each, and what it was drawn from; and the
+    rows of each pass."""
+
+    tokens: list[list[int]]
+    confidence: list[list[float]]
+    proposals: list[list[Proposal | None]]
+    rows: list[int]
+
+
 @dataclass(frozen=True)
 class MtpHead:
     """The layer, loaded and probed.
@@ -140,10 +202,12 @@ class MtpHead:
     Attributes:
         backbone: runs it.
         experts: its own, none if it is dense.
+        chain: drafts by it in one call; None: it is not compiled.
     """
 
     backbone: Backbone
     experts: MoELayers
+    chain: DraftChain | None = None
 
     @property
     def input(self) -> MtpInput:

@@ -51,11 +51,13 @@ def keep_hidden_rows(work: Sequence[Work], hidden_TH: Tensor) -> None:
     first = work[0].cache
     if not isinstance(first, KVCache) or first.hidden is None:
         return
-    sizes = [len(item.token_ids) for item in work]
-    for item, rows in zip(work, hidden_TH.split(sizes), strict=True):
+    start = 0
+    for item in work:
         assert isinstance(item.cache, KVCache)
         assert item.cache.hidden is not None
-        item.cache.hidden.keep(rows)
+        end = start + len(item.token_ids)
+        item.cache.hidden.keep(hidden_TH, start, end)
+        start = end
 
 
 class KeyRule(Protocol):

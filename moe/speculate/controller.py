@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from moe.sequence import RunningSequence
 from moe.speculate.account import TRUST, Account, Looking, typical
-from moe.speculate.draft import Choice, Controller, Draft, Mode, Plain, Round, Trial
+from moe.speculate.draft import Choice, Controller, Draft, Mode, Plain, Round, Stop, Trial
 from moe.speculate.step_times import OUTLIER, Line, StepTimes
 
 CAUTION = 1.02
@@ -33,9 +33,9 @@ OPTIMISM = 2.0
 """Standard deviations that are added to an acceptance rate to get the hoped one."""
 KEPT = 2.0
 """Plain steps that trials leave in the account for offers."""
-FIRST, DOUBT = 0.35, 4.0
-"""Acceptance rate assumed of an untried mode, too low to use it without a trial, and the tokens
-that this assumption weighs."""
+FIRST, FIRST_MTP, DOUBT = 0.35, 0.6, 4.0
+"""Acceptance rate assumed of an untried mode, too low to use elastic drafts without a trial; of a
+layer, which was trained to draft; and the tokens that this assumption weighs."""
 KEEP, FADE = 0.995, 0.998
 """What a token still counts for after the next draft of its mode, and after each step."""
 POSITIONS = 4
@@ -43,8 +43,9 @@ POSITIONS = 4
 RISE = 0.1
 """How much more a position may accept than the one before it. Where the first ones begin to fail,
 what is known of deeper ones is old, as they are not reached any more."""
-PASS, HOPED_PASS = 0.7, 0.1
-"""What a draft pass is assumed to take before one has been measured, and what is hoped for."""
+PASS, PASS_MTP, HOPED_PASS = 0.7, 0.25, 0.1
+"""What a draft pass is assumed to take before one has been measured, of the model itself and of one
+layer; and what is hoped for."""
 FOLLOW = 0.1
 """Weight of the last draft in what a pass takes."""
 BELIEF = 32.0
@@ -97,11 +98,8 @@ class AutoController(Controller):
             return None
         return self._plan.choices
 
-    def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
-        """Whether another token after these is likely enough to pay for drafting and reading it."""
-        arm = self._arms[mode]
-        chances = (*confidence, arm.acceptance(len(confidence)))
-        return arm.survival(chances)[-1] >= sum(self._prices)
+    def stop(self, mode: Mode) -> Stop:
+        return Stop(self._arms[mode].acceptances(POSITIONS), sum(self._prices))
 
     def keep(self, mode: Mode, confidence: Sequence[float]) -> int:
         """Tokens of a draft that are likely enough to pay for reading them."""
@@ -146,7 +144,7 @@ class AutoController(Controller):
         if plan is None or not self.account.affords(plan.seconds - step):
             return offered
         assert plan.arm is not None
-        self._prices = known * (plan.arm.pass_time or PASS), known * line.slope
+        self._prices = known * plan.arm.expected_pass, known * line.slope
         return plan
 
     def _offered(self, line: Line, offers: Sequence[Sequence[Draft]]) -> DraftPlan | None:
@@ -205,7 +203,7 @@ class AutoController(Controller):
         choices = [Choice(arm.mode, min(depth, limit)) if limit else NONE for limit in limits]
         batch, drafted = len(limits), sum(choice.depth for choice in choices)
         seconds = self.times.verify(batch, batch + drafted)
-        seconds += depth * (arm.pass_time or PASS) * self.times.plain(batch)
+        seconds += depth * arm.expected_pass * self.times.plain(batch)
         return DraftPlan(choices, seconds, goodput, arm, bar)
 
     def _settle(self, plan: DraftPlan, round: Round) -> None:
@@ -221,7 +219,9 @@ class AutoController(Controller):
         self.account.settle(seconds, worth, step, (plan.goodput - 1) * seconds)
         if plan.arm is not None and passes:
             plan.arm.compare(worth / step, plan.goodput * seconds / step)
-            plan.arm.took(drafting / passes / step)
+            # One that also reads what came since the last draft says little of those that follow.
+            if round.draft_rows[0] <= batch * (1 + max(choice.depth for choice in plan.choices)):
+                plan.arm.took(drafting / passes / step)
         if plan.bar:
             self.account.tried(seconds - worth / plan.bar)
         else:
@@ -264,9 +264,16 @@ class PassArm:
     def __init__(self, mode: Mode) -> None:
         self.mode = mode
         self.pass_time: float | None = None
+        by_layer = mode.source == "mtp"
+        self._first, self._pass = (FIRST_MTP, PASS_MTP) if by_layer else (FIRST, PASS)
         self._accepted = [0.0] * POSITIONS  # tokens at each position, fading
         self._verified = [0.0] * POSITIONS
         self._worth = self._foreseen = BELIEF  # plain steps, fading
+
+    @property
+    def expected_pass(self) -> float:
+        """What a pass takes, or is assumed to take."""
+        return self._pass if self.pass_time is None else self.pass_time
 
     def acceptance(self, position: int, optimism: float = 0.0) -> float:
         """Probability that the token at a position is accepted if those before it were.
@@ -275,13 +282,17 @@ class PassArm:
             position: in the draft, from 0 on.
             optimism: standard deviations to add.
         """
-        mean, weight = FIRST, DOUBT
+        mean, weight = self._first, DOUBT
         seen = zip(self._accepted, self._verified, strict=True)
         for at, (accepted, verified) in enumerate(islice(seen, position + 1)):
             own = (accepted + DOUBT * mean) / (verified + DOUBT)
             mean = min(own, mean + RISE) if at else own
             weight += verified
         return min(mean + optimism * sqrt(mean * (1 - mean) / (weight + 1)), 0.99)
+
+    def acceptances(self, count: int) -> tuple[float, ...]:
+        """The same of the first ``count`` positions."""
+        return tuple(self.acceptance(position) for position in range(count))
 
     def survival(self, confidence: Sequence[float]) -> list[float]:
         """Of each drafted token the probability that it and all before it are accepted: half by its
@@ -301,7 +312,8 @@ class PassArm:
         """
         chances = (self.acceptance(position, optimism) for position in range(depth))
         tokens = 1 + sum(accumulate(chances, mul))
-        pass_time = self.pass_time or (HOPED_PASS if optimism else PASS)
+        unknown = self.pass_time is None and optimism
+        pass_time = HOPED_PASS if unknown else self.expected_pass
         took = 1 + line.start + depth * (line.slope + pass_time)
         return tokens / took * self._worth / self._foreseen
 

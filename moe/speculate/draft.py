@@ -131,7 +131,7 @@ class Round(NamedTuple):
     Attributes:
         trials: one for each sequence; fewer if the step failed for some.
         rows: that were verified: drafted tokens, and one more for each sequence.
-        draft_rows: rows of each elastic draft pass, in order.
+        draft_rows: rows of each draft pass, in order.
         draft_seconds: time of all drafting, lookups included.
         verify_seconds: time of the rest of the step.
         draft_bytes: bytes of experts that draft passes read.
@@ -162,6 +162,34 @@ class Plain(NamedTuple):
     looking: float
 
 
+@dataclass(frozen=True)
+class Stop:
+    """Ends drafts whose next token is not likely enough to pay for drafting and verifying it.
+
+    Attributes:
+        accepted: how often a drafted token at each position is right if those before it are; the
+            last one is that of all further positions.
+        price: tokens that a further one has to bring.
+    """
+
+    accepted: tuple[float, ...]
+    price: float
+
+    def goes_on(self, confidence: Sequence[float]) -> bool:
+        """Whether a draft whose tokens have this confidence is worth another pass."""
+        chance = self.at(len(confidence))
+        for position, each in enumerate(confidence):
+            chance *= (each + self.at(position)) / 2
+        return chance >= self.price
+
+    def at(self, position: int) -> float:
+        """How often a token there is right."""
+        return self.accepted[min(position, len(self.accepted) - 1)]
+
+
+NEVER = Stop((1.0,), 0.0)
+
+
 class Controller(ABC):
     """Decides how, and how far, to draft. The methods that are not abstract suit a controller that
     learns nothing."""
@@ -181,9 +209,9 @@ class Controller(ABC):
                 tokens of its offer.
         """
 
-    def goes_on(self, mode: Mode, confidence: Sequence[float]) -> bool:
-        """Whether an elastic draft whose tokens have this confidence is worth another pass."""
-        return True
+    def stop(self, mode: Mode) -> Stop:
+        """When drafts by passes end before their depth in this step."""
+        return NEVER
 
     def keep(self, mode: Mode, confidence: Sequence[float]) -> int:
         """Tokens of a finished elastic draft that are worth verifying. Only called for drafts that

@@ -3,13 +3,16 @@
 The first pass of a draft reads the tokens that have come since the last one, each with the model's
 hidden state of the token before it, which the sequence has kept (`moe.network.hidden`). Each
 further pass reads the token just drafted with the layer's own hidden state. Only rows of the first
-pass stay in the layer's cache: they are what the model itself has read.
+pass stay in the layer's cache: they are what the model itself has read. Where the layer is compiled
+and its experts are in memory, all passes are one call (`moe.decode.chain`).
 Legend: T tokens, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from random import Random, getrandbits
 
 import torch
 from torch import Tensor
@@ -17,10 +20,10 @@ from torch import Tensor
 from moe.network.hidden import HiddenRows
 from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
-from moe.network.mtp import MtpHead
+from moe.network.mtp import DraftChain, MtpHead
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
-from moe.speculate.draft import Mode
+from moe.speculate.draft import PLAIN, Draft, Mode, Stop
 from moe.speculate.passes import PassDrafts, PendingDraft
 
 COUNTED = 15  # odd: a draft asks twice
@@ -39,6 +42,7 @@ class MtpDrafts(PassDrafts):
         self._head = head
         self._unread: dict[int, HiddenRows] = {}  # of drafts whose first pass is to come
         self._asked = self._bytes = 0
+        self._random = Random(getrandbits(128)).random
 
     @property
     def bytes_read(self) -> int:
@@ -47,6 +51,60 @@ class MtpDrafts(PassDrafts):
             self._bytes = sum(self._head.experts.expert_bytes_read_by.values())
         self._asked += 1
         return self._bytes
+
+    def draft(
+        self,
+        mode: Mode,
+        sequences: Sequence[RunningSequence],
+        depths: Sequence[int],
+        stop: Stop,
+    ) -> list[Draft]:
+        chain = self._head.chain
+        places = [p for p, depth in enumerate(depths) if depth and len(_new_rows(sequences[p]))]
+        if chain is None or not chain.ready:
+            return super().draft(mode, sequences, depths, stop)
+        self.rows = []
+        drafts = [PLAIN] * len(sequences)
+        if not places:
+            return drafts
+        # Verification meets the same error and reports it to the sequences it belongs to.
+        with suppress(Exception):
+            self._chain(chain, mode, sequences, depths, stop, places, drafts)
+        return drafts
+
+    def _chain(
+        self,
+        chain: DraftChain,
+        mode: Mode,
+        sequences: Sequence[RunningSequence],
+        depths: Sequence[int],
+        stop: Stop,
+        places: Sequence[int],
+        drafts: list[Draft],
+    ) -> None:
+        """Fill in the drafts of the sequences at these places: all passes in one call."""
+        read = [_new_rows(sequences[place]) for place in places]
+        work, hidden, params = [], [], []
+        for place, rows in zip(places, read, strict=True):
+            sequence = sequences[place]
+            cache = sequence.cache
+            assert isinstance(cache, KVCache)
+            assert cache.head is not None
+            work.append(Work(sequence.last_tokens(len(rows)), cache.head))
+            hidden.append(rows.joined())
+            params.append(sequence.sampler.params)
+        own = [depths[place] for place in places]
+        accepted = [stop.at(position) for position in range(max(own) + 1)]
+        temperatures = [each.temperature or 1.0 for each in params]
+        # With a seed the model's sampler draws as without a draft, so a drawn one gains nothing.
+        draws = [self._random if p.temperature and p.seed is None else None for p in params]
+        made = chain.draft(work, hidden, own, temperatures, draws, accepted, stop.price)
+        for rows in read:
+            rows.clear()
+        self.rows = made.rows
+        found = zip(places, made.tokens, made.confidence, made.proposals, strict=True)
+        for place, tokens, confidence, proposals in found:
+            drafts[place] = Draft(mode, tuple(tokens), tuple(confidence), tuple(proposals))
 
     def _begin(
         self, mode: Mode, sequences: Sequence[RunningSequence], depths: Sequence[int]
@@ -86,6 +144,14 @@ class MtpDrafts(PassDrafts):
                 read.clear()
                 draft.length = draft.work.cache.length
         return logits
+
+
+def _new_rows(sequence: RunningSequence) -> HiddenRows:
+    """The hidden states before the tokens that the layer has not read."""
+    cache = sequence.cache
+    assert isinstance(cache, KVCache)
+    assert cache.hidden is not None
+    return cache.hidden
 
 
 def _kept(work: Work) -> HiddenRows:

@@ -1,13 +1,13 @@
 """Drafts by passes of a network: the loop that elastic drafts and multi-token prediction share.
 
 `PassDrafts.draft` drafts for several sequences in shared passes, one token of each a pass, as far
-as each may go and the controller lets it.
+as each may go and `Stop` lets it.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -17,11 +17,8 @@ from moe.network.packed_pass import Work
 from moe.sampling.batch import Proposal
 from moe.sampling.sampler import Sampler
 from moe.sequence import RunningSequence
-from moe.speculate.draft import Draft, Mode
+from moe.speculate.draft import Draft, Mode, Stop
 from routing.predict import Forecast
-
-GoesOn = Callable[[Mode, Sequence[float]], bool]
-"""Whether a draft whose tokens have this confidence is worth another one."""
 
 
 @dataclass
@@ -85,7 +82,7 @@ class PassDrafts(ABC):
         mode: Mode,
         sequences: Sequence[RunningSequence],
         depths: Sequence[int],
-        goes_on: GoesOn,
+        stop: Stop,
     ) -> list[Draft]:
         """One draft for each sequence, of at most ``depths`` tokens."""
         self.rows = []
@@ -98,7 +95,7 @@ class PassDrafts(ABC):
                     draft
                     for draft in active
                     if len(draft.tokens) == len(self.rows) < draft.depth
-                    and goes_on(mode, draft.confidence)
+                    and stop.goes_on(draft.confidence)
                 ]
         finally:
             for draft in drafts:

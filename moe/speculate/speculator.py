@@ -164,7 +164,7 @@ class Speculator:
                 mode,
                 [sequences[index] for index in chosen],
                 [choices[index].depth for index in chosen],
-                self.controller.goes_on,
+                self.controller.stop(mode),
             )
             self._draft_rows += drafting.rows
             self._draft_bytes += drafting.bytes_read - before

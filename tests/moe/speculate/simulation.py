@@ -191,7 +191,7 @@ class Simulation:
                 quality = self._quality[id(self.sequences[index])]
                 chances[index].append(self._chance(modes[index], quality))
                 done = len(chances[index]) == choices[index].depth
-                if done or not controller.goes_on(modes[index], chances[index]):
+                if done or not controller.stop(modes[index]).goes_on(chances[index]):
                     going.remove(index)
         return tuple(rows)
 

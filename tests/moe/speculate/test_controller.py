@@ -129,8 +129,8 @@ def test_a_draft_stops_where_its_confidence_does_not_pay() -> None:
     simulation = Simulation(OFFLOADED, 4, seed=6)
     controller = simulation.controller()
     simulation.run(controller, 300)
-    assert controller.goes_on(ELASTIC, [0.97])
-    assert not controller.goes_on(ELASTIC, [0.05])
+    assert controller.stop(ELASTIC).goes_on([0.97])
+    assert not controller.stop(ELASTIC).goes_on([0.05])
     assert controller.keep(ELASTIC, [0.97, 0.97, 0.97]) == 3
     assert controller.keep(ELASTIC, [0.97, 0.02, 0.02, 0.97]) in (1, 2)
     assert controller.keep(ELASTIC, [0.01, 0.01]) <= 1

@@ -14,7 +14,7 @@ from moe import MoE
 from moe.commands.convert.convert import convert
 from moe.describe.routers import find_selectors
 from moe.settings import ModelSettings
-from moe.speculate.draft import Mode
+from moe.speculate.draft import NEVER, Mode
 from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from tests.moe.speculate.test_elastic import running
 from tests.moe.test_offload import SMALL, budget
@@ -65,7 +65,7 @@ def test_a_draft_takes_the_best_of_those_in_memory(biased: MoE) -> None:
     cache.drop(cache.hot_set())
     assert cache.warm([(layer, expert) for layer in range(3) for expert in HERE]) == 3 * len(HERE)
     with torch.inference_mode():
-        drafts.draft(Mode("elastic", bits=4), sequences, [3] * 3, lambda *_: True)
+        drafts.draft(Mode("elastic", bits=4), sequences, [3] * 3, NEVER)
     modules = loaded.backbone.model.modules()
     gates = [module for module in modules if hasattr(module, "e_score_correction_bias")]
     assert len(seen) == 3 * len(gates)

@@ -15,7 +15,7 @@ from moe.engine.runner import _contexts
 from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
-from moe.speculate.draft import FixedDepth, Mode
+from moe.speculate.draft import NEVER, Mode, Stop
 from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from offload.cache import ExpertCache
 from offload.layer import OffloadedExperts
@@ -54,9 +54,8 @@ def test_a_draft_leaves_sequences_as_they_were(models: Models) -> None:
         for cache, length in zip(caches, lengths, strict=True)
         if isinstance(cache, KVCache)
     ]
-    controller = FixedDepth(FOUR_BITS, 4)
     with torch.inference_mode():
-        drafts = drafts_of(model).draft(FOUR_BITS, sequences, [4, 0, 2], controller.goes_on)
+        drafts = drafts_of(model).draft(FOUR_BITS, sequences, [4, 0, 2], NEVER)
     assert [len(draft.tokens) for draft in drafts] == [4, 0, 2]
     assert [cache.length for cache in caches if cache is not None] == lengths
     for cache, length, rows in zip(caches, lengths, known, strict=True):
@@ -70,10 +69,15 @@ def test_all_bits_and_all_experts_draft_what_the_model_says(models: Models) -> N
     begun = [len(sequence.token_ids) for sequence in sequences]
     mode = Mode("elastic", bits=8)
     with torch.inference_mode():
-        drafts = drafts_of(model).draft(mode, sequences, [5] * 3, lambda *_: True)
+        drafts = drafts_of(model).draft(mode, sequences, [5] * 3, NEVER)
     for draft, expected, start in zip(drafts, models.expected, begun, strict=False):
         assert list(draft.tokens) == expected[start : start + 5]
         assert all(0 < chance <= 1 for chance in draft.confidence)
+
+
+class ThreeTokens(Stop):
+    def goes_on(self, confidence: Sequence[float]) -> bool:
+        return len(confidence) < 3
 
 
 def test_a_draft_ends_where_it_is_told_to(models: Models) -> None:
@@ -81,7 +85,7 @@ def test_a_draft_ends_where_it_is_told_to(models: Models) -> None:
     sequences = running(model, models.prompts[:2])
     elastic = drafts_of(model)
     with torch.inference_mode():
-        drafts = elastic.draft(FOUR_BITS, sequences, [6, 6], lambda _, sure: len(sure) < 3)
+        drafts = elastic.draft(FOUR_BITS, sequences, [6, 6], ThreeTokens((1.0,), 0.0))
     assert [len(draft.tokens) for draft in drafts] == [3, 3]
     assert elastic.rows == [2, 2, 2]
 
@@ -93,7 +97,7 @@ def test_fewer_bits_are_fewer_bytes(models: Models) -> None:
     with torch.inference_mode():
         for mode in (Mode("elastic", bits=bits) for bits in (2, 3, 4, 8)):
             before = elastic.layers.bytes_read
-            elastic.draft(mode, sequences, [1, 1], lambda *_: True)
+            elastic.draft(mode, sequences, [1, 1], NEVER)
             read[mode.bits] = elastic.layers.bytes_read - before
     assert read[2] < read[4] < read[8]
     assert read[4] < 0.6 * read[8]
@@ -109,7 +113,7 @@ def test_a_draft_reads_and_evicts_nothing(models: Models) -> None:
     counted = cache.statistics.as_dict()
     elastic = drafts_of(model)
     with torch.inference_mode():
-        drafts = elastic.draft(FOUR_BITS, sequences, [4] * 3, lambda *_: True)
+        drafts = elastic.draft(FOUR_BITS, sequences, [4] * 3, NEVER)
     assert all(len(draft.tokens) == 4 for draft in drafts)
     assert cache.statistics.as_dict() == counted
     assert all(torch.equal(cache.slot_ids(i), before) for i, before in enumerate(slots))
@@ -120,7 +124,7 @@ def test_a_draft_foresees_what_its_verification_needs(models: Models) -> None:
     sequences = running(model, models.prompts[:2])
     elastic, layers = drafts_of(model), model._loaded.experts.layers
     with torch.inference_mode():
-        elastic.draft(FOUR_BITS, sequences, [2, 2], lambda *_: True)
+        elastic.draft(FOUR_BITS, sequences, [2, 2], NEVER)
     forecast = elastic.layers.forecast()
     assert forecast is not None
     forecast.validate([layer.num_experts for layer in layers])

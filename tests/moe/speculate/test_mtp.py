@@ -14,12 +14,15 @@ from safetensors.torch import load_file, save_file
 
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
+from moe.decode import chain
 from moe.engine.engine import Engine
-from moe.network.hidden import KEPT, HiddenRows
+from moe.network.hidden import FEW, KEPT, HiddenRows
 from moe.network.kv_cache import KVCache
+from moe.sequence import RunningSequence
 from moe.settings import ModelSettings
-from moe.speculate.draft import Mode
+from moe.speculate.draft import NEVER, Mode, Stop
 from moe.speculate.mtp import MtpDrafts
+from moe.speculate.passes import PassDrafts
 from offload.layer import OffloadedExperts
 from tests.moe.speculate.mtp_models import transformers_draft, with_mtp
 from tests.moe.speculate.test_elastic import running
@@ -84,6 +87,69 @@ def test_its_cache_follows_what_the_model_accepts(kind: str, tmp_path: Path) -> 
         known = [*sequence.prompt_token_ids, *sequence.token_ids]
         expected = transformers_draft(network, layer, known)
     assert (logits[-1] - expected).abs().max() < 1e-4
+
+
+def deciding(model: MoE) -> tuple[Engine, list[RunningSequence]]:
+    """An engine, and sequences that it has just begun to decode."""
+    engine = model.engine()
+    assert isinstance(engine, Engine)
+    groups = [model.request(prompt, greedy()) for prompt in PROMPTS]
+    for group in groups:
+        engine.submit(group)
+    while len(engine.scheduler.running) < len(groups):
+        engine.step()
+    return engine, [group.sequences[0] for group in groups]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_compiled_call_drafts_what_its_passes_draft(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For several sequences, from empty caches and behind accepted tokens, by the model's head."""
+    monkeypatch.setattr(chain, "GROUP", 1 << 30)  # no copy of the head with few bits
+    with_mtp(kind, tmp_path / "model")
+    model = load(tmp_path / "model")
+    drafts, mode, depths = drafts_of(model), Mode("mtp"), [4, 1, 3]
+    assert drafts._head.chain is not None
+    assert drafts._head.chain.ready
+    engine, sequences = deciding(model)
+    with torch.inference_mode():
+        for _ in range(2):
+            caches = [sequence.cache for sequence in sequences]
+            before = [cache.head.length for cache in caches]  # type: ignore[union-attr]
+            kept = [cache.hidden.without(0) for cache in caches]  # type: ignore[union-attr]
+            passes = PassDrafts.draft(drafts, mode, sequences, depths, NEVER)
+            rows = drafts.rows
+            for cache, length, hidden in zip(caches, before, kept, strict=True):
+                assert isinstance(cache, KVCache)
+                assert cache.head is not None
+                cache.head.cut(length)
+                cache.hidden = hidden
+            chained = drafts.draft(mode, sequences, depths, NEVER)
+            assert [d.tokens for d in chained] == [d.tokens for d in passes]
+            assert [len(d.tokens) for d in chained] == depths
+            assert len(drafts.rows) == len(rows) == 4
+            for one, other in zip(chained, passes, strict=True):
+                assert one.confidence == pytest.approx(other.confidence, abs=1e-5)
+            for _ in range(3):
+                engine.step()
+
+
+def test_a_call_ends_drafts_that_do_not_pay(glm: tuple[MoE, MoE]) -> None:
+    """At the token that `Stop` names, each sequence by itself."""
+    drafts, mode = drafts_of(glm[1]), Mode("mtp")
+    engine, sequences = deciding(glm[1])
+    with torch.inference_mode():
+        free = drafts.draft(mode, sequences, [4, 4, 4], NEVER)
+        chances = sorted(draft.confidence[0] for draft in free)
+        price = (chances[0] + chances[1]) / 4 + 0.25  # between the two, with what has been learnt
+        stop = Stop((0.5, 1.0), price)
+        engine.step()
+        made = drafts.draft(mode, sequences, [4, 4, 4], stop)
+    for draft in made:
+        count = len(draft.tokens)
+        assert all(stop.goes_on(draft.confidence[:n]) for n in range(1, count))
+        assert count == 4 or not stop.goes_on(draft.confidence)
 
 
 def test_a_known_beginning_keeps_the_layers_rows(tmp_path: Path) -> None:
@@ -273,7 +339,7 @@ def test_checkpoints_call_the_parts_differently(style: str, tmp_path: Path) -> N
 
 
 def test_hidden_states_are_few_and_keep_little_else_alive() -> None:
-    """Views of a pass over one sequence; copies of a row of a large one."""
+    """Rows of a small pass as they are; copies of those of a large one."""
     cache = KVCache(4096)
     hidden = cache.hidden = HiddenRows()
     rows = torch.arange(12.0).view(3, 4)
@@ -282,9 +348,8 @@ def test_hidden_states_are_few_and_keep_little_else_alive() -> None:
     assert hidden.joined().data_ptr() == rows.data_ptr()
     cache.cut(2)
     assert torch.equal(hidden.joined(), rows[:2])
-    large = torch.zeros(64, 4)
-    hidden.keep(large[5:6])
-    assert [part.untyped_storage().nbytes() for part in hidden._rows] == [48, 16]
+    hidden.keep(torch.zeros(FEW + 1, 4), 5, 6)
+    assert [whole.untyped_storage().nbytes() for whole, *_ in hidden._parts] == [48, 16]
     for token in range(5 * KEPT):
         hidden.keep(torch.full((1, 4), float(token)))
         assert KEPT <= max(len(hidden), KEPT) <= 2 * KEPT
