@@ -34,7 +34,8 @@ FOLDER = ROOT / "build" / "fuzz"
 CORPORA = Path(__file__).with_name("corpora")
 _LIMIT_S = 20
 """Of one input. libFuzzer counts by the clock: a pause of the process looks like a slow input."""
-_SCRATCH = tempfile.TemporaryDirectory()
+_MEMORY = Path("/dev/shm")  # a disk would take most of the time
+_SCRATCH = tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None)
 _DIRECTORY = Path(_SCRATCH.name)
 _INSTRUMENTED = [
     *("experts.manifest", "experts.safetensors_io", "moe.loading.gguf", "moe.loading.hub"),
