@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -92,6 +93,40 @@ def test_urgent_reads_go_first_and_a_hastened_prefetch_with_them(
         if at not in order:
             with pytest.raises(OffloadError, match=f"the read of job {at} was cancelled"):
                 job.wait()
+
+
+@given(seed=st.integers(0, 2**31))
+def test_requests_come_while_threads_serve_others(seed: int, file: Path, asleep: Asleep) -> None:
+    """Whatever the order, each ends well or says why not; ThreadSanitizer sees each lock here."""
+    random, (reader, fd) = Random(seed), asleep()
+    reader.reads.start(3)
+    jobs: list[tuple[int, Tensor, NativeTransfer]] = []
+    for _ in range(30):
+        at, rows = random.randrange(MOST), place(PAGE).view(1, PAGE).zero_()
+        jobs.append((at, rows, ask(reader, fd, file, at, rows, random.random() < 0.3)))
+        other, deed = random.choice(jobs)[2], random.random()
+        if deed < 0.4:
+            other.hasten()
+        elif deed < 0.7:
+            assert not other.cancel() or other.done
+        assert reader.throughput >= 0
+    for at, rows, job in jobs[: random.randrange(30)]:
+        ended(at, rows, job)
+    reader.close()
+    for at, rows, job in jobs:
+        assert job.done
+        ended(at, rows, job)
+
+
+def ended(at: int, rows: Tensor, job: NativeTransfer) -> None:
+    """Wait for a job: its page is there, or untouched if it was not begun."""
+    try:
+        job.wait()
+    except OffloadError as error:
+        assert re.search("was cancelled|was closed", str(error))
+        assert not rows.any()
+    else:
+        assert rows[0, 0] == at + 1
 
 
 def test_long_reads_are_cut_and_threads_share_them(file: Path, asleep: Asleep) -> None:
