@@ -450,13 +450,14 @@ def main() -> int:
         folder, model = Path(made), Path(made) / "model"
         convert = [sys.executable, "-m", "moe", "convert", "examples/demo-model", str(model)]
         subprocess.run(convert, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        settings = ["memory.kv_tokens=4000", "engine.max_batch_size=8", *options.set]
+        settings = ["memory.kv_tokens=4000", "engine.max_batch_size=8"]
         settings += [f"memory.prefix_dir={folder / 'prefixes'}"]
         if options.ranks > 1:
             settings += ["parallel.enabled=true", "parallel.timeout_s=10"]
         else:
             settings += ["memory.reserve_gib=0", "prefill.wave_tokens=256"]
             settings += [f"memory.device_gib={options.memory_gib}", "offload.hot_set=false"]
+        settings += options.set  # the last counts
         print(f"log: {folder / 'log'}", file=sys.stderr)
         ranks = options.ranks
         with memory_group(32 * GIB) as group:  # more than it takes: to learn how much that is
