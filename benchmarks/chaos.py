@@ -48,7 +48,10 @@ TOKENS = 24
 ANSWER_S = 60.0
 READY_S = 600.0  # on a machine that does much else, and kernels may be compiled first
 SLOW_S = 0.05
-FINE = frozenset({"as without faults", "refused", "told", "left", "cut off by a kill"})
+PAUSE_S = 10.0  # of a second: this process, so the machine, stood still
+FINE = frozenset(
+    {"as without faults", "refused", "told", "left", "cut off by a kill", "cut off by a pause"}
+)
 MAX_GROWTH, MAX_GROWTH_MB = 0.05, 8.0
 ROUNDS = 8
 """Of which the first half has kills. Memory is measured when a round is over."""
@@ -176,20 +179,39 @@ class Chaos:
         """Ask until then."""
         rng = random.Random(seed)
         while time.monotonic() < until:
-            kills = self.server.kills
+            kills, begun = self.server.kills, time.monotonic()
             leaves = rng.random() < 0.2
             try:
-                outcome = await within(rng.random() if leaves else ANSWER_S, self._ask(rng))
+                outcome = await self._within(rng.random() if leaves else ANSWER_S, self._ask(rng))
             except asyncio.TimeoutError:
                 outcome = "left" if leaves else f"no answer within {ANSWER_S:g} s"
             except (httpx.HTTPError, OSError) as error:
                 outcome = f"cut off: {type(error).__name__}"
-                if self.server.kills != kills or self.is_down:
+                if self.stood_still_at > begun:  # and the server with it, whose limits passed
+                    outcome = "cut off by a pause"
+                elif self.server.kills != kills or self.is_down:
                     outcome = "cut off by a kill"
                     await asyncio.sleep(0.2)
             self.outcomes[outcome] += 1
 
     is_down = False
+    stood_still_at = -1.0
+
+    async def _within(self, seconds: float, what: Coroutine[Any, Any, str]) -> str:
+        """As `asyncio.wait_for`; but where this process is stopped, which a machine that measures
+        does to others, that counts as a second."""
+        task = asyncio.ensure_future(what)
+        while seconds > 0 and not task.done():
+            begun = time.monotonic()
+            await asyncio.wait({task}, timeout=min(seconds, 1.0))
+            if time.monotonic() - begun > PAUSE_S:
+                self.stood_still_at = time.monotonic()
+            seconds -= 1.0
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+            raise asyncio.TimeoutError
+        return task.result()
 
     async def _ask(self, rng: random.Random) -> str:
         prompt, stream = rng.choice(PROMPTS), rng.random() < 0.5
@@ -289,20 +311,6 @@ class Chaos:
             self.outcomes.update({f"left in the engine: {k}": v for k, v in left.items() if v})
             each = (anonymous_mb(process.pid) for process in self.server.processes)
             self.memory[-1].append(sum(each))
-
-
-async def within(seconds: float, what: Coroutine[Any, Any, str]) -> str:
-    """As `asyncio.wait_for`; but where this process is stopped, which a machine that measures does
-    to others, that counts as a second."""
-    task = asyncio.ensure_future(what)
-    while seconds > 0 and not task.done():
-        await asyncio.wait({task}, timeout=min(seconds, 1.0))
-        seconds -= 1.0
-    if not task.done():
-        task.cancel()
-        await asyncio.wait({task})
-        raise asyncio.TimeoutError
-    return task.result()
 
 
 def anonymous_mb(pid: int) -> float:
