@@ -8,9 +8,9 @@ first, each a tensor ("blob"): so an expert at any precision is one range of byt
 and finer planes are never touched. Whole weights (16 bits) are one blob an expert: the first
 projection, then the second. The biases of all experts come last.
 
-Each blob has a checksum, which `Store.check` compares: disks change bits in silence. A checksum
-takes a quarter of the time of a read at 1 GB/s, so experts that are read again and again are not
-checked each time (`offload.open_store.DiskSource`).
+Each blob has a checksum, which `Store.check` compares: disks change bits in silence. A run that
+compared every read would take 4 % longer (`benchmarks.checksums`), so experts that are read again
+and again are not checked each time (`offload.open_store.DiskSource`).
 """
 
 from __future__ import annotations

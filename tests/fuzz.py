@@ -26,15 +26,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "fuzz"
 CORPORA = Path(__file__).with_name("corpora")
 _LIMIT_S = 20
 """Of one input. libFuzzer counts by the clock: a pause of the process looks like a slow input."""
-_SCRATCH = tempfile.TemporaryDirectory()
+_MEMORY = Path("/dev/shm")  # a disk would take most of the time
+_SCRATCH = tempfile.TemporaryDirectory(dir=_MEMORY if _MEMORY.is_dir() else None)
 _DIRECTORY = Path(_SCRATCH.name)
 _INSTRUMENTED = [
     *("experts.manifest", "experts.safetensors_io", "moe.loading.gguf", "moe.loading.hub"),
@@ -126,17 +129,50 @@ def greeting(data: bytes) -> None:
 
 
 def grammar(data: bytes) -> None:
-    from moe.sampling.grammar import grammar_of
+    from moe.sampling.grammar import fault, limited_fault
 
     kind = ("json_schema", "regex", "lark")[data[0] % 3] if data else "regex"
-    with contextlib.suppress(ValueError):
-        grammar_of(kind, data[1:].decode(errors="replace"))
+    source = data[1:].decode(errors="replace")
+    if "torch" in sys.modules:  # whose threads a fork would lose: the suite
+        fault(kind, source)
+    elif not (process := os.fork()):  # what `fault` does, a hundred times as often
+        try:
+            limited_fault(kind, source)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    else:
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        assert status <= 0, "its process failed otherwise than by its limits"
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     **{"header": header, "manifest": manifest, "config": config, "gguf": gguf},
     **{"wire": wire, "greeting": greeting, "grammar": grammar},
 }
+
+
+_SCHEMAS: list[Any] = [
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    {"anyOf": [{"type": "string", "pattern": "^a+$"}, {"enum": [1, None, "b"]}]},
+    {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}}}, "$ref": "#/$defs/t"},
+    {"type": "array", "prefixItems": [{"const": 1}], "minItems": 1, "maxItems": 9},
+    {"type": "string", "format": "date-time", "minLength": 2, "maxLength": 30},
+    {"type": "number", "minimum": -1.5, "exclusiveMaximum": 1e9, "multipleOf": 0.5},
+    {"patternProperties": {"^x": {}}, "additionalProperties": False, "minProperties": 1},
+]
+_REGEXES = [
+    b"[a-z]{2,5}(x|y)*",
+    rb"\d+(\.\d*)?|(?i:inf)",
+    rb"(a|b){3,}\p{L}[^\x00-\x1f]",
+    b"a.*b&~c",
+]
+_LARKS = [
+    b'start: "a" /b+/ | start "c"',
+    b'start: x{1,3} Y? ("z" | x)*\nx: "(" x ")" | Y\nY: /[0-9]+/ & ~/0/\n%ignore /\\s+/',
+    b'start: %json {"type": "boolean"} w\nw[max_tokens=3]: /.*/\n%import common.INT',
+]
 
 
 def seeds(target: str) -> list[bytes]:
@@ -168,8 +204,11 @@ def seeds(target: str) -> list[bytes]:
         text = b'{"who": {"rank": 1}, "proof": "00", "challenge": "00"}'
         return [text if target == "greeting" else struct.pack("!I", len(text)) + text]
     if target == "grammar":
-        schema = b'{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
-        return [b"\0" + schema, b"\1[a-z]{2,5}(x|y)*", b'\2start: "a" /b+/ | start "c"']
+        return [  # many: what is compiled tells the fuzzer nothing
+            *(b"\0" + json.dumps(schema).encode() for schema in _SCHEMAS),
+            *(b"\1" + regex for regex in _REGEXES),
+            *(b"\2" + lark for lark in _LARKS),
+        ]
     return [b'{"version": 1, "layers": [], "files": {}}']
 
 

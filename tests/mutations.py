@@ -38,16 +38,16 @@ def main(words: list[str]) -> int:
                 survived += 1
                 continue
             file.write_text(text.replace(mutation["guard"], mutation["without"]))
-            killed = _fails(copy, mutation["test"])
+            said = _what_becomes_of(copy, mutation["test"])
             file.write_text(text)
-            survived += not killed
-            print(f"{'killed' if killed else 'SURVIVED':<8} {mutation['fault']}", flush=True)
+            survived += said == "SURVIVED"
+            print(f"{said:<8} {mutation['fault']}", flush=True)
     print(f"{len(chosen) - survived} of {len(chosen)} killed")
     return int(survived > 0)
 
 
-def _fails(tree: Path, test: list[str]) -> bool:
-    """Whether a test fails in a tree; one that hangs fails, too."""
+def _what_becomes_of(tree: Path, test: list[str]) -> str:
+    """Whether a test notices. One that hangs does, or the machine is busy: look which."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *test]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
     try:
@@ -55,9 +55,9 @@ def _fails(tree: Path, test: list[str]) -> bool:
             command, cwd=tree, env=environment, capture_output=True, timeout=_SECONDS
         )
     except subprocess.TimeoutExpired:
-        return True
+        return "hung"
     # Killed by a signal counts; others are no such test, or a test that could not begin.
-    return done.returncode == 1 or done.returncode < 0
+    return "killed" if done.returncode == 1 or done.returncode < 0 else "SURVIVED"
 
 
 if __name__ == "__main__":

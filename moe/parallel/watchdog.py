@@ -111,18 +111,11 @@ class Watchdog(threading.Thread):
             connection.socket.settimeout(self._interval)
 
     def run(self) -> None:
-        beat = time.monotonic()
         while not self._closing.is_set():
-            late = time.monotonic() - beat - self._interval
-            if late > self._interval:  # this thread was held up: the peers are not late
-                self._held_up = time.monotonic(), late
-                for peer in self._peers.values():
-                    peer.heard += late
-                    peer.moved += late
-            beat = time.monotonic()
+            until = time.monotonic() + self._interval
             for rank in list(self._connections):
                 self.say(rank, self._heartbeat.message())
-            self._listen(beat + self._interval)
+            self._listen(until)
             self._judge()
 
     def say(self, rank: int, message: Message) -> None:
@@ -140,8 +133,21 @@ class Watchdog(threading.Thread):
         while (left := until - time.monotonic()) > 0 and not self._closing.is_set():
             by_file = {c.fileno(): rank for rank, c in self._connections.items()}
             ready, _, _ = select.select(list(by_file), [], [], left)
+            until = self._excuse(until)
             for file in ready:
                 self._hear(by_file[file])
+        self._excuse(until)
+
+    def _excuse(self, until: float) -> float:
+        """Where this thread was held up, the peers are not late; returns until when to listen."""
+        late = time.monotonic() - until
+        if late <= self._interval:
+            return until
+        self._held_up = until + late, late
+        for peer in self._peers.values():
+            peer.heard += late
+            peer.moved += late
+        return until + late
 
     def _hear(self, rank: int) -> None:
         try:

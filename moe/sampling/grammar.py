@@ -107,19 +107,18 @@ def _is_quick(matcher: LLMatcher) -> bool:
     return True
 
 
-def main() -> None:
-    """Read kind and source from stdin as JSON; write the fault to stdout."""
+def limited_fault(kind: str, source: str) -> str:
+    """The same, by a thread of this process, which has its limits from now on."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    kind, source = json.load(sys.stdin)
     threading.stack_size(STACK)
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(_fault(kind, source)))
     thread.start()
     thread.join()
-    print(json.dumps(found[0]))
+    return found[0]
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(limited_fault(*json.load(sys.stdin))))

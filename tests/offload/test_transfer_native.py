@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -92,6 +94,43 @@ def test_urgent_reads_go_first_and_a_hastened_prefetch_with_them(
         if at not in order:
             with pytest.raises(OffloadError, match=f"the read of job {at} was cancelled"):
                 job.wait()
+
+
+@given(seed=st.integers(0, 2**31))
+def test_requests_come_while_threads_serve_others(seed: int, file: Path, asleep: Asleep) -> None:
+    """Whatever the order, each ends well or says why not; ThreadSanitizer sees each lock here."""
+    random, (reader, fd) = Random(seed), asleep()
+    reader.reads.start(3)
+    jobs: list[tuple[int, Tensor, NativeTransfer]] = []
+    for _ in range(4):
+        asked = [(random.randrange(MOST), place(PAGE).view(1, PAGE)) for _ in range(16)]
+        for at, rows in asked:
+            jobs.append((at, rows, ask(reader, fd, file, at, rows, random.random() < 0.3)))
+        deed = random.randrange(3)
+        for _, _, job in reversed(jobs[-16:]):  # and nothing else, which would take the same lock
+            if deed == 0:
+                job.hasten()
+            elif deed == 1:
+                job.cancel()
+            else:
+                assert reader.throughput >= 0
+    for at, rows, job in jobs[: random.randrange(len(jobs))]:
+        ended(at, rows, job)
+    reader.close()
+    for at, rows, job in jobs:
+        assert job.done
+        ended(at, rows, job)
+
+
+def ended(at: int, rows: Tensor, job: NativeTransfer) -> None:
+    """Wait for a job: its page is there, or untouched if it was not begun."""
+    with suppress(OffloadError):
+        job.wait()
+    if job.failed is None:
+        assert rows[0, 0] == at + 1
+    else:
+        assert re.search("was cancelled|was closed", str(job.failed))
+        assert not rows.any()
 
 
 def test_long_reads_are_cut_and_threads_share_them(file: Path, asleep: Asleep) -> None:

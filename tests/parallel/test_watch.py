@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from moe.parallel import watchdog
 from moe.parallel.transport import Connection, WireError
 from moe.parallel.watchdog import SOONER, Heartbeat, State, Watchdog
 
@@ -67,6 +70,26 @@ def test_a_silent_peer_is_lost_within_the_bound(watched: Watched) -> None:
     assert "has not been heard of" in watched.lost[1]
     # The watch has begun a little earlier than this clock.
     assert time.monotonic() - began >= 0.9 * SOONER * TIMEOUT_S
+
+
+def test_who_was_stopped_itself_blames_nobody(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a whole machine pauses: the peer's heartbeats come when it goes on."""
+    stopped, until = threading.Event(), time.monotonic() + 1.5 * TIMEOUT_S
+
+    def paused(*asked: Any) -> Any:
+        if time.monotonic() > until:
+            return select.select(*asked)
+        stopped.set()
+        time.sleep(max(0.0, until - time.monotonic()))
+        return [], [], []
+
+    monkeypatch.setattr(watchdog, "select", SimpleNamespace(select=paused))
+    assert stopped.wait(60)
+    time.sleep(max(0.0, until - time.monotonic()))
+    watched.play(0.5 * TIMEOUT_S, "idle", moves=False)
+    assert not watched.lost
 
 
 def test_a_closed_connection_is_a_loss_at_once(watched: Watched) -> None:

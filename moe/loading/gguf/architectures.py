@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from experts.safetensors_io import HeaderError
 from moe.loading.gguf.layouts import (
     DECAY,
     KEY_PAIRS,
@@ -33,7 +34,8 @@ SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 """llama.cpp's numbers of the function over the router's scores."""
 
 Derived = Callable[[dict[str, Any], Sequence[frozenset[str]]], dict[str, Any]]
-"""Parts of a configuration by the others, and by the names of tensors of each layer."""
+"""Parts of a configuration by the others, and by the names of tensors of each layer; raises
+`HeaderError` where what they follow from is missing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,8 @@ def _latent_sizes(config: dict[str, Any], _: Sequence[frozenset[str]]) -> dict[s
     """Files before the halves of latent attention were split state a head's sizes elsewhere."""
     rotary = config["qk_rope_head_dim"]
     key, value = config["_key_mla"] or config["_key"], config["_value_mla"] or config["_value"]
+    if key is None or value is None:
+        raise HeaderError("does not state attention.key_length and attention.value_length")
     return {
         "qk_nope_head_dim": key - rotary,
         "v_head_dim": value,
