@@ -103,7 +103,7 @@ class Watchdog(threading.Thread):
         self._limit, self._interval = SOONER * timeout_s, timeout_s / BEATS
         self._progress = SOONER * (timeout_s if progress_s is None else progress_s)
         self._on_loss, self._on_message = on_loss, on_message
-        self._closing = threading.Event()
+        self._closing, self._wake = threading.Event(), WakePipe()
         self._held_up = -math.inf, 0.0  # until when, and for how long
         now = time.monotonic()
         self._peers = {number: _Peer(now) for number in (rank, *peers)}
@@ -126,15 +126,16 @@ class Watchdog(threading.Thread):
 
     def close(self) -> None:
         self._closing.set()
+        self._wake.wake()
         if threading.current_thread() is not self:
             self.join(2 * self._interval)
 
     def _listen(self, until: float) -> None:
         while (left := until - time.monotonic()) > 0 and not self._closing.is_set():
             by_file = {c.fileno(): rank for rank, c in self._connections.items()}
-            ready, _, _ = select.select(list(by_file), [], [], left)
+            ready, _, _ = select.select([*by_file, self._wake], [], [], left)
             until = self._excuse(until)
-            for file in ready:
+            for file in (file for file in ready if file is not self._wake):
                 self._hear(by_file[file])
         self._excuse(until)
 

@@ -63,6 +63,21 @@ def watched() -> Iterator[Watched]:
     watched.close()
 
 
+def test_a_watch_ends_at_once_however_long_its_limit() -> None:
+    """Else rank 0 would say stop so late that whoever ends it no longer waits."""
+    ours, theirs = socket.socketpair()
+    peer = Connection(theirs)
+    watch = Watchdog(0, {1: Connection(ours)}, Heartbeat(), 400.0, lambda *_: None, lambda *_: None)
+    watch.start()
+    peer.receive()
+    time.sleep(0.2)  # the watch listens now, for 50 s
+    began = time.monotonic()
+    watch.close()
+    assert time.monotonic() - began < 20
+    assert not watch.is_alive()
+    peer.close()
+
+
 def test_a_silent_peer_is_lost_within_the_bound(watched: Watched) -> None:
     began = time.monotonic()
     while not watched.lost and time.monotonic() < began + 60:
