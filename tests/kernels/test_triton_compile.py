@@ -269,7 +269,7 @@ _FILES = [_AWQ, _Q4_K, "8/centred/32/2", "6/super/16/2"]
 """Codes: their bits, scales (kernels/scales.py), columns of a scale, and planes that there are."""
 _PLANE_STACK = {("90", _SYMMETRIC[3]): 8, ("90", _FILES[3]): 8}
 """Bytes of a thread, which are no local memory, by architecture and codes."""
-_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 11, _FILES[3]: 15}
+_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 11, _FILES[3]: 16}
 """Of a thread for each code; else 10."""
 _MOST_LOADS = {_SYMMETRIC[3]: 0.36, _Q4_K: 0.46, "8/centred/32/2": 0.35, _FILES[3]: 0.5}
 """From shared memory, of words and of matrices, for a code; else 0.3. Scales of 16 and 32 columns
