@@ -7,6 +7,7 @@ reads such files by a table of its own.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -36,6 +37,7 @@ ARCHITECTURES = {
     "jamba": "jamba",
     "lfm2_moe": "lfm2moe",
     "llama4_text": "llama4",
+    "mimo_v2_flash": "mimo2",
     "minimax_m2": "minimax-m2",
     "mixtral": "llama",
     "nemotron_h": "nemotron_h_moe",
@@ -46,6 +48,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "qwen3_next": "qwen3next",
     "solar_open": "glm4moe",
+    "step3p7": "step35",
 }
 """transformers' names and llama.cpp's."""
 
@@ -66,6 +69,12 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
     },
     "llama4_text": {"attention_chunk_size": 8192, "no_rope_layers": None, "layer_types": None},
+    "mimo_v2_flash": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+            for kind, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))
+        },
+    },
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "qwen3_5_moe_text": {"linear_num_value_heads": 4, "norm_topk_prob": True},
     "qwen3_moe": {"norm_topk_prob": True},
@@ -75,6 +84,21 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
             "rope_type": "default",
             "rope_theta": 10000.0,
             "partial_rotary_factor": 1.0,
+        },
+    },
+    "step3p7": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_sliding_attention_heads": 6,
+        "per_layer_config": {number: {"num_attention_heads": 6} for number in (1, 3)},
+        "moe_router_scaling_factor": 3.0,
+        "swiglu_limits_shared": [0, 0, 0.3, 0],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
 }
@@ -87,8 +111,9 @@ Rule = Callable[[Any, str, Tensor], Named]
 
 
 def gguf_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All tensors of a file, by their names in it."""
-    config, name = model.config, ARCHITECTURES[model.config.model_type]
+    """All tensors of a file, by their names in it; the text part's of a multimodal model."""
+    config: Any = model.config.get_text_config()
+    name = ARCHITECTURES[model.config.model_type]
     numbers = {own: number for number, own in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(numbers[name], config.num_hidden_layers)
     rule = RULES.get(name, _unchanged)
@@ -106,9 +131,11 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _stacked(state: dict[str, Tensor]) -> Named:
-    """Experts of a layer in one tensor for each projection."""
+    """Experts of a layer in one tensor for each projection; no parts that read images."""
     parts: dict[str, dict[int, Tensor]] = {}
     for name, value in state.items():
+        if name.startswith(("vision_model.", "vit_large_projector.")):
+            continue
         expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+\.(?:weight|bias))", name)
         if expert is None:
             yield name, value
@@ -126,7 +153,8 @@ def _renamed(name: str) -> str:
     name = re.sub(merged, r"model\1.mlp.experts.", name)
     name = re.sub(r"model(\.layers\.\d+\.feed_forward\.experts\.w)", r"\1", name)
     name = name.removeprefix(".").replace("mixer.dt_proj.bias", "mixer.dt.bias")
-    return re.sub(r"sinks$", "sinks.weight", name)
+    name = re.sub(r"router_bias$", "router_bias.bias", name)
+    return re.sub(r"(sinks|sink_bias)$", r"\1.weight", name)
 
 
 def _unchanged(_: Any, name: str, value: Tensor) -> Named:
@@ -268,6 +296,7 @@ RULES: dict[str, Rule] = {
     "nemotron_h_moe": lambda config, name, value: _mamba2(config.n_groups, name, value),
     "qwen35moe": _qwen35,
     "qwen3next": _qwen_linear,
+    "step35": lambda _, name, value: iter([(name, value + name.endswith("norm.weight"))]),
 }
 """By llama.cpp's name; the tensors of the others are written as they are."""
 
@@ -304,8 +333,9 @@ _FOUND_AS = {
 
 def gguf_keys(config: Any) -> dict[str, Any]:
     """What llama.cpp must know of a model beside its tensors and its tokenizer."""
+    name, config = ARCHITECTURES[config.model_type], copy.copy(config.get_text_config())
+    config.allow_global_per_layer_attribute_access = True
     known = dict(_all_values(config))
-    name = ARCHITECTURES[config.model_type]
     keys = {
         key: next((known[own] for own in names if known.get(own) is not None), None)
         for key, names in _FOUND_AS.items()
@@ -315,6 +345,9 @@ def gguf_keys(config: Any) -> dict[str, Any]:
     head = known.get("head_dim") or config.hidden_size // config.num_attention_heads
     keys["attention.key_length"] = keys["attention.value_length"] = head
     rope = config.rope_parameters if getattr(config, "rope_parameters", None) else {}
+    if "sliding_attention" in rope:
+        keys["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
     if rope:
         keys["rope.freq_base"] = float(rope["rope_theta"])
         keys["rope.dimension_count"] = int(head * rope.get("partial_rotary_factor", 1))
@@ -362,6 +395,42 @@ def _linear_keys(config: Any) -> dict[str, Any]:
         "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
         "full_attention_interval": 4,
         "attention.recurrent_layers": [k == "linear_attention" for k in config.layer_types],
+    }
+
+
+def _mimo_keys(config: Any) -> dict[str, Any]:
+    """Three layers that draft are counted; the window is one less than transformers'."""
+    slides = [kind == "sliding_attention" for kind in config.layer_types] + [True] * 3
+    heads = config.num_key_value_heads
+    return {
+        "block_count": config.num_hidden_layers + 3,
+        "nextn_predict_layers": 3,
+        "attention.head_count_kv": [2 * heads if own else heads for own in slides],
+        "attention.sliding_window": config.sliding_window - 1,
+        "attention.sliding_window_pattern": slides,
+        "attention.value_length": config.v_head_dim,
+        "attention.value_scale": config.attention_value_scale,
+        "expert_gating_func": 2,
+    }
+
+
+def _step_keys(config: Any) -> dict[str, Any]:
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    heads = {True: config.num_sliding_attention_heads, False: config.num_attention_heads}
+    return {
+        "attention.head_count": [heads[own] for own in slides],
+        "attention.head_count_kv": [config.num_key_value_heads] * len(slides),
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": slides,
+        "expert_gating_func": 2,
+        "expert_shared_feed_forward_length": config.share_expert_dim,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config.moe_router_scaling_factor,
+        "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
+        "moe_every_n_layers": 1,
+        "rope.dimension_count": config.head_dim,
+        "swiglu_clamp_exp": [float(limit or 0) for limit in config.swiglu_limits],
+        "swiglu_clamp_shexp": [float(limit or 0) for limit in config.swiglu_limits_shared],
     }
 
 
@@ -443,6 +512,7 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "feed_forward_length": c.intermediate_size_mlp,
         "interleave_moe_layer_step": c.interleave_moe_layer_step,
     },
+    "mimo2": _mimo_keys,
     "minimax-m2": lambda c: {
         "expert_feed_forward_length": c.intermediate_size,
         "expert_gating_func": 2,
@@ -462,5 +532,6 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "qwen35moe": lambda c: _linear_keys(c) | {"rope.dimension_sections": [11, 11, 10, 0]},
     "qwen3next": _linear_keys,
+    "step35": _step_keys,
 }
 """By llama.cpp's name: keys that others do not have, or have otherwise."""

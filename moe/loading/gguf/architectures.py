@@ -42,7 +42,9 @@ class Architecture:
 
     Attributes:
         model_type: transformers' name.
+        text: its name of the text part, where only a multimodal class has that.
         keys: what it calls keys of a file, beyond `KEYS`.
+        lists: keys that state something of each layer.
         unused: keys that tell nothing here, beyond `moe.loading.gguf.config.SHOWN`.
         sizes: what it calls the number of experts and their width, and others that tensors show.
         fixed: what llama.cpp does without the file saying so.
@@ -53,6 +55,8 @@ class Architecture:
         normalised: whether weights of the chosen experts are made to sum to 1; None: a key says it.
         rotary: parts of `rope_parameters`, unless keys say otherwise.
         yarn: likewise, where positions are scaled by YaRN.
+        turned: kinds of layers whose `rope_parameters` stand apart, and how much of
+            ``rope.dimension_count`` they turn.
         dense_first: what it calls the number of layers before the first with experts.
         turns: it turns queries and keys by position.
         names: parameters of a layer that it calls otherwise than `NAMES`; of the whole model, too.
@@ -61,7 +65,9 @@ class Architecture:
     """
 
     model_type: str
+    text: str = ""
     keys: Mapping[str, str] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     sizes: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -72,6 +78,7 @@ class Architecture:
     normalised: bool | None = True
     rotary: Mapping[str, Any] = field(default_factory=dict)
     yarn: Mapping[str, Any] = field(default_factory=dict)
+    turned: Mapping[str, float] = field(default_factory=dict)
     dense_first: str = ""
     turns: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
@@ -98,6 +105,7 @@ DEFAULTS: Mapping[str, Any] = {
     "attention.sliding_window": None,
     "attention.value_length": None,
     "attention.value_length_mla": None,
+    "attention.value_scale": None,
     "embedding_scale": 1.0,
     "expert_group_count": 1,
     "expert_group_used_count": 1,
@@ -108,6 +116,8 @@ DEFAULTS: Mapping[str, Any] = {
     "moe_latent_size": None,
     "residual_scale": 1.0,
     "rope.scaling.finetuned": True,
+    "swiglu_clamp_exp": None,
+    "swiglu_clamp_shexp": None,
 }
 """Keys that need not be there, and what llama.cpp takes them for then."""
 
@@ -292,6 +302,29 @@ def _sliding_layers(config: dict[str, Any], _: Sequence[frozenset[str]]) -> dict
     return {"layer_types": [kinds[bool(slides)] for slides in config["_slides"]]}
 
 
+def _of_kind(config: dict[str, Any], part: str, slides: bool) -> int:
+    """What a list says of the first full layer, or of the first with a window; 0: no such layer."""
+    found = zip(config[part], config["_slides"], strict=True)
+    return next((value for value, own in found if bool(own) == slides), 0)
+
+
+def _mimo(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
+    full = _of_kind(config, "_kv_heads", slides=False)
+    return _sliding_layers(config, layers) | {
+        "num_key_value_heads": full or _of_kind(config, "_kv_heads", slides=True) // 2,
+        # The window leaves the token itself out, as the converter takes it from the checkpoint.
+        "sliding_window": config["_window"] + 1,
+    }
+
+
+def _step(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
+    full, sliding = (_of_kind(config, "_heads", slides) for slides in (False, True))
+    return _sliding_layers(config, layers) | {
+        "num_attention_heads": full or sliding,
+        "num_sliding_attention_heads": sliding or full,
+    }
+
+
 _GRANITE: dict[str, Any] = {
     "keys": {
         "attention.scale": "attention_multiplier",
@@ -409,6 +442,7 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
                 "attention.sliding_window_pattern": "_slides",
                 "expert_shared_count": "num_shared_experts",
             },
+            lists=("attention.sliding_window_pattern",),
             sizes=_QWEN,
             by_layer=_DENSE_OR_SPARSE,
             derived=_sliding_layers,
@@ -625,6 +659,26 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
             ),
         )
     ],
+    "mimo2": [
+        Architecture(
+            model_type="mimo_v2_flash",
+            keys={
+                **_GROUPS,
+                "attention.head_count_kv": "_kv_heads",
+                "attention.sliding_window": "_window",
+                "attention.sliding_window_pattern": "_slides",
+                "attention.value_length": "v_head_dim",
+                "attention.value_scale": "attention_value_scale",
+            },
+            lists=("attention.head_count_kv", "attention.sliding_window_pattern"),
+            sizes=_DEEPSEEK,
+            by_layer=_DENSE_OR_SPARSE,
+            derived=_mimo,
+            gating=SIGMOID,
+            turned={"full_attention": 1, "sliding_attention": 1},
+            names={"attn_sinks": "self_attn.sinks"},
+        )
+    ],
     "minimax-m2": [
         Architecture(
             model_type="minimax_m2",
@@ -757,6 +811,44 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
     "qwen3vlmoe": [
         # Text alone is at one position in all sections, so it turns as Qwen3-MoE does.
         replace(_QWEN3_MOE, unused=("rope.dimension_sections", "n_deepstack_layers"))
+    ],
+    "step35": [
+        Architecture(
+            model_type="step3p7",
+            text="step3p5",
+            keys={
+                "attention.head_count": "_heads",
+                "attention.sliding_window": "sliding_window",
+                "attention.sliding_window_pattern": "_slides",
+                "expert_weights_scale": "moe_router_scaling_factor",
+                "swiglu_clamp_exp": "swiglu_limits",
+                "swiglu_clamp_shexp": "swiglu_limits_shared",
+            },
+            lists=(
+                "attention.head_count",
+                "attention.sliding_window_pattern",
+                "swiglu_clamp_exp",
+                "swiglu_clamp_shexp",
+            ),
+            unused=("moe_every_n_layers",),
+            # transformers reads the number of heads when it validates divided frequencies.
+            fixed={"allow_global_per_layer_attribute_access": True},
+            sizes=_DEEPSEEK | {"ffn_down_shexp": "share_expert_dim"},
+            by_layer=_DENSE_OR_SPARSE,
+            derived=_step,
+            gating=SIGMOID,
+            turned={"full_attention": 0.5, "sliding_attention": 1},
+            names={
+                "attn_gate": "self_attn.g_proj",
+                "token_embd": "model.language_model.embed_tokens",
+                "output_norm": "model.language_model.norm",
+            },
+            layers="model.language_model.layers",
+            layouts=dict.fromkeys(
+                ("attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm", "output_norm"),
+                NORM_OF_ONE_MORE,
+            ),
+        )
     ],
 }
 """By llama.cpp's name. Where there are several, the first whose gating a file has."""

@@ -52,9 +52,10 @@ _TELLING = (
     "logit_scale",
     "final_logit",
     "attn_logit",
+    "swiglu_",
 )
 """How keys begin that change what a model computes."""
-_LISTS = ("attention.sliding_window_pattern", "rope.dimension_sections")
+_EACH_OR_ALL = list | int | float
 
 ROTARY_TENSORS: Mapping[str, tuple[str, ...]] = {
     "rope_freqs.weight": ("short_factor", "long_factor"),
@@ -98,7 +99,7 @@ class GgufKeys:
         """
         value = self._metadata.get(f"{self._name}.{key}")
         self._used.add(key)
-        if isinstance(value, list) and kind is not list:
+        if isinstance(value, list) and kind not in (list, _EACH_OR_ALL):
             several = {repr(own): own for own in value if own}
             value = next(iter(several.values())) if len(several) == 1 else value
         if value is None and default is ...:
@@ -107,7 +108,7 @@ class GgufKeys:
             raise self.refused(key)
         if isinstance(value, float) and not math.isfinite(value):
             raise self.refused(key)
-        if value is not None and default is ... and kind is not list and value <= 0:
+        if default is ... and isinstance(value, int | float) and value <= 0:
             raise self.refused(key)
         return default if value is None else value
 
@@ -137,6 +138,8 @@ class GgufKeys:
             ("rope.scaling.yarn_attn_factor", (None, 1.0)),
             ("rope.scaling.yarn_ext_factor", (None, 1.0)),
         ):
+            if known.turned and key == "rope.freq_base_swa":
+                continue
             if key not in known.keys and self.get(key) not in wanted:
                 raise self.refused(key)
         own = f"{self._name}."
@@ -172,7 +175,7 @@ def gguf_config(
     config |= known.derived(config, stems)
     _check_sizes(known, config, tensors)
     keys.check(known, config)
-    kinds, own, wide = (
+    kinds, own_kinds, wide = (
         sorted({kind_name(t.kind) for n, t in tensors.items() if wanted(n, t)})
         for wanted in (
             lambda *_: True,
@@ -180,15 +183,29 @@ def gguf_config(
             lambda _, tensor: len(tensor.shape) > 1,
         )
     )
-    return {key: value for key, value in config.items() if not key.startswith("_")} | {
-        "model_type": known.model_type,
+    own = {key: value for key, value in config.items() if not key.startswith("_")}
+    both = {
         "tie_word_embeddings": "output.weight" not in tensors,
-        "dtype": FLOATS.get(wide[0], "bfloat16") if len(wide) == 1 else "bfloat16",
-        "quantization_config": {"quant_method": "gguf", "types": kinds, "expert_types": own},
         "bos_token_id": next(iter(_ids(metadata, "bos")), None),
         "pad_token_id": next(iter(_ids(metadata, "padding")), None),
         "eos_token_id": _ids(metadata, "eos", "eot", "eom") or None,
     }
+    if known.text:
+        stated = {part: value for part, value in both.items() if value is not None}
+        own = {"text_config": own | stated | {"model_type": known.text}}
+    return (
+        own
+        | both
+        | {
+            "model_type": known.model_type,
+            "dtype": FLOATS.get(wide[0], "bfloat16") if len(wide) == 1 else "bfloat16",
+            "quantization_config": {
+                "quant_method": "gguf",
+                "types": kinds,
+                "expert_types": own_kinds,
+            },
+        }
+    )
 
 
 def _layers(keys: GgufKeys, tensors: Mapping[str, GgufTensor]) -> list[frozenset[str]]:
@@ -216,7 +233,10 @@ def _stated(keys: GgufKeys, known: Architecture, num_layers: int) -> dict[str, A
     """What keys say, by transformers' names."""
     config = {}
     for key, ours in (KEYS | dict(known.keys)).items():
-        default, kind = DEFAULTS.get(key, ...), list if key in _LISTS else int | float
+        default, kind = DEFAULTS.get(key, ...), int | float
+        if key in known.lists:
+            config[ours] = _of_each(keys, key, default, num_layers)
+            continue
         if key == "attention.layer_norm_rms_epsilon":
             default = keys.get("attention.layer_norm_epsilon", ...) if not keys.has(key) else ...
         value = keys.get(key, default, kind)
@@ -228,13 +248,25 @@ def _stated(keys: GgufKeys, known: Architecture, num_layers: int) -> dict[str, A
     if "qk_rope_head_dim" in config:
         config["head_dim"] = config["qk_rope_head_dim"]
     else:
-        width = config[names["embedding_length"]] // config[names["attention.head_count"]]
+        heads = config[names["attention.head_count"]]
+        heads = heads[0] if isinstance(heads, list) else heads
+        width = config[names["embedding_length"]] // heads
         config["head_dim"] = keys.get("attention.key_length", width)
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
     if "feed_forward_length" not in known.keys and keys.get("feed_forward_length", kind=object):
         config["intermediate_size"] = keys.get("feed_forward_length")
     return config
+
+
+def _of_each(keys: GgufKeys, key: str, default: Any, num_layers: int) -> list[Any] | None:
+    """What a key says of each layer; one number is of all."""
+    value = keys.get(key, default, _EACH_OR_ALL)
+    if not isinstance(value, list):
+        return None if value is None else [value] * num_layers
+    if len(value) < num_layers or not all(isinstance(own, int | float) for own in value):
+        raise keys.refused(key)
+    return value[:num_layers]  # those behind are of layers that draft
 
 
 def _shown(
@@ -294,6 +326,7 @@ def _check_sizes(
     """That keys do not contradict the shapes of what is made by them."""
     names = KEYS | dict(known.keys)
     hidden, heads = config[names["embedding_length"]], config[names["attention.head_count_kv"]]
+    heads = heads[0] if isinstance(heads, list) else heads
     embeddings = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else (0,)
     attn_k = re.compile(r"blk\.\d+\.attn_k\.weight")  # an indexer has one of its own
     keys = next((t.shape for n, t in tensors.items() if attn_k.fullmatch(n)), None)
@@ -319,9 +352,33 @@ def _rope(
     config: dict[str, Any],
     divisors: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    rope = {**known.rotary, "rope_theta": keys.get("rope.freq_base", 10000.0)}
-    rope["rope_type"] = "default"
     rotated = keys.get("rope.dimension_count", config["head_dim"])
+    base = keys.get("rope.freq_base", 10000.0)
+    if not known.turned:
+        return _rope_of(keys, known, config, divisors, rotated, base)
+    if keys.get("rope.scaling.type", "none", str) != "none":
+        raise keys.refused("rope.scaling.type")
+    kinds = {}
+    for kind, share in known.turned.items():
+        size, own_base, own = int(rotated * share), base, divisors
+        if kind == "sliding_attention":
+            own_base, own = keys.get("rope.freq_base_swa", base), {}
+        elif share < 1:  # numbers are there for all that turn in the other layers
+            own = {name: numbers[: size // 2] for name, numbers in divisors.items()}
+        kinds[kind] = _rope_of(keys, known, config, own, size, own_base)
+    return kinds
+
+
+def _rope_of(
+    keys: GgufKeys,
+    known: Architecture,
+    config: dict[str, Any],
+    divisors: Mapping[str, Sequence[float]],
+    rotated: int,
+    base: float,
+) -> dict[str, Any]:
+    """Positions in layers of one kind, which turn `rotated` dimensions of a head."""
+    rope = {**known.rotary, "rope_theta": base, "rope_type": "default"}
     if rotated != config["head_dim"]:
         rope["partial_rotary_factor"] = rotated / config["head_dim"]
     scaling = keys.get("rope.scaling.type", "none", str)
