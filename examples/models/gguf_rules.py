@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "dots1": "dots1",
     "ernie4_5_moe": "ernie4_5-moe",
     "exaone_moe": "exaone-moe",
+    "gemma4_text": "gemma4",
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
     "glm_moe_dsa": "glm-dsa",
@@ -59,6 +60,13 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"topk_method": "group_limited_greedy"},
     "dots1": {"norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    "gemma4_text": {
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 2.0,
+        "per_layer_config": {
+            number: {"head_dim": 32, "num_key_value_heads": 1} for number in (1, 3)
+        },
+    },
     "glm4_moe": {"attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "glm_moe_dsa": {"indexer_types": ["full", "full", "shared", "full"]},
@@ -112,7 +120,7 @@ Rule = Callable[[Any, str, Tensor], Named]
 
 def gguf_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """All tensors of a file, by their names in it; the text part's of a multimodal model."""
-    config: Any = model.config.get_text_config()
+    config = _text_of(model.config)
     name = ARCHITECTURES[model.config.model_type]
     numbers = {own: number for number, own in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(numbers[name], config.num_hidden_layers)
@@ -127,7 +135,17 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
             own = own or table.get_name(given, try_suffixes=(".weight", ".bias"))
             assert own is not None, given
             found[own] = tensor
+    if name == "gemma4":
+        found["rope_freqs.weight"] = _standing(config)
     return found
+
+
+def _standing(config: Any) -> Tensor:
+    """What divides the frequencies of full layers: those that do not turn by 1e30."""
+    number = config.layer_types.index("full_attention")
+    pairs = config.per_layer_config[number].head_dim // 2
+    turning = int(pairs * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return torch.tensor([1.0] * turning + [1e30] * (pairs - turning))
 
 
 def _stacked(state: dict[str, Tensor]) -> Named:
@@ -261,6 +279,16 @@ def _gpt_oss(_: Any, name: str, value: Tensor) -> Named:
         yield name, value
 
 
+def _gemma4(_: Any, name: str, value: Tensor) -> Named:
+    block = "blk." + "".join(re.findall(r"layers\.(\d+)\.", name))
+    if name.endswith("router.scale"):
+        yield f"{block}.ffn_gate_inp.scale", value
+    elif name.endswith("per_expert_scale"):
+        yield f"{block}.ffn_down_exps.scale", value
+    else:
+        yield name + ".weight" * (".experts." in name or "layer_scalar" in name), value
+
+
 def _llama4(_: Any, name: str, value: Tensor) -> Named:
     if name.endswith("gate_up_proj"):
         gate, up = value.mT.chunk(2, 1)
@@ -283,6 +311,7 @@ def _dbrx(config: Any, name: str, value: Tensor) -> Named:
 RULES: dict[str, Rule] = {
     "dbrx": _dbrx,
     "deepseek2": _latent,
+    "gemma4": _gemma4,
     "glm-dsa": _latent,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granite,
@@ -308,7 +337,7 @@ _FOUND_AS = {
     "attention.head_count": ("num_attention_heads",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
     "expert_count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk"),
+    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
@@ -333,8 +362,7 @@ _FOUND_AS = {
 
 def gguf_keys(config: Any) -> dict[str, Any]:
     """What llama.cpp must know of a model beside its tensors and its tokenizer."""
-    name, config = ARCHITECTURES[config.model_type], copy.copy(config.get_text_config())
-    config.allow_global_per_layer_attribute_access = True
+    name, config = ARCHITECTURES[config.model_type], _text_of(config)
     known = dict(_all_values(config))
     keys = {
         key: next((known[own] for own in names if known.get(own) is not None), None)
@@ -357,6 +385,13 @@ def gguf_keys(config: Any) -> dict[str, Any]:
             keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     keys |= KEYS.get(name, lambda _: {})(config)
     return {key: value for key, value in keys.items() if value is not None}
+
+
+def _text_of(config: Any) -> Any:
+    """The text part, with what is said of layers at large."""
+    config = copy.copy(config.get_text_config())
+    config.allow_global_per_layer_attribute_access = True
+    return config
 
 
 def _all_values(config: Any) -> Iterator[tuple[str, Any]]:
@@ -395,6 +430,26 @@ def _linear_keys(config: Any) -> dict[str, Any]:
         "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
         "full_attention_interval": 4,
         "attention.recurrent_layers": [k == "linear_attention" for k in config.layer_types],
+    }
+
+
+def _gemma_keys(config: Any) -> dict[str, Any]:
+    layers = [config.per_layer_config[number] for number in range(config.num_hidden_layers)]
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    full, sliding = (layers[slides.index(own)].head_dim for own in (False, True))
+    return {
+        "attention.head_count_kv": [own.num_key_value_heads for own in layers],
+        "attention.key_length": full,
+        "attention.key_length_swa": sliding,
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": slides,
+        "attention.value_length": full,
+        "attention.value_length_swa": sliding,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": sliding,
     }
 
 
@@ -461,6 +516,7 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
             "attention.indexer.top_k": c.index_topk,
         }
     ),
+    "gemma4": _gemma_keys,
     "dots1": lambda c: {"expert_weights_norm": c.norm_topk_prob},
     "ernie4_5-moe": lambda c: {
         "interleave_moe_layer_step": c.moe_layer_interval,

@@ -102,15 +102,18 @@ DEFAULTS: Mapping[str, Any] = {
     "attention.key_length": None,
     "attention.key_length_mla": None,
     "attention.q_lora_rank": None,
+    "attention.shared_kv_layers": 0,
     "attention.sliding_window": None,
     "attention.value_length": None,
     "attention.value_length_mla": None,
     "attention.value_scale": None,
+    "embedding_length_per_layer_input": 0,
     "embedding_scale": 1.0,
     "expert_group_count": 1,
     "expert_group_used_count": 1,
     "expert_shared_count": 0,
     "expert_weights_scale": 1.0,
+    "final_logit_softcapping": None,
     "interleave_moe_layer_step": 1,
     "logit_scale": 1.0,
     "moe_latent_size": None,
@@ -308,6 +311,21 @@ def _of_kind(config: dict[str, Any], part: str, slides: bool) -> int:
     return next((value for value, own in found if bool(own) == slides), 0)
 
 
+def _gemma(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
+    full, sliding = (_of_kind(config, "_kv_heads", slides) for slides in (False, True))
+    first, last = config["_dense"][0], config["_dense"][-1]
+    return _sliding_layers(config, layers) | {
+        "num_key_value_heads": sliding,
+        "num_global_key_value_heads": full,
+        "global_head_dim": config["head_dim"],
+        "head_dim": config["_sliding_head"],
+        "attention_k_eq_v": any("attn_k" in own and "attn_v" not in own for own in layers),
+        "intermediate_size": first,
+        "use_double_wide_mlp": first != last,
+        "vocab_size_per_layer_input": config["vocab_size"],
+    }
+
+
 def _mimo(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
     full = _of_kind(config, "_kv_heads", slides=False)
     return _sliding_layers(config, layers) | {
@@ -448,6 +466,50 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
             derived=_sliding_layers,
             gating=SIGMOID,
             normalised=None,
+        )
+    ],
+    "gemma4": [
+        Architecture(
+            model_type="gemma4_text",
+            keys={
+                "attention.head_count_kv": "_kv_heads",
+                "attention.key_length_swa": "_sliding_head",
+                "attention.shared_kv_layers": "num_kv_shared_layers",
+                "attention.sliding_window": "sliding_window",
+                "attention.sliding_window_pattern": "_slides",
+                "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+                "expert_used_count": "top_k_experts",
+                "feed_forward_length": "_dense",
+                "final_logit_softcapping": "final_logit_softcapping",
+            },
+            lists=(
+                "attention.head_count_kv",
+                "attention.sliding_window_pattern",
+                "feed_forward_length",
+            ),
+            unused=("attention.value_length_swa",),
+            sizes=_QWEN,
+            fixed={"enable_moe_block": True},
+            derived=_gemma,
+            turned={"full_attention": 1, "sliding_attention": 1},
+            names={
+                "per_layer_token_embd": "model.embed_tokens_per_layer",
+                "per_layer_model_proj": "model.per_layer_model_projection",
+                "per_layer_proj_norm": "model.per_layer_projection_norm",
+                "inp_gate": "per_layer_input_gate",
+                "proj": "per_layer_projection",
+                "post_norm": "post_per_layer_input_norm",
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_norm": "pre_feedforward_layernorm",
+                "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+                "post_ffw_norm": "post_feedforward_layernorm",
+                "post_ffw_norm_1": "post_feedforward_layernorm_1",
+                "post_ffw_norm_2": "post_feedforward_layernorm_2",
+                "ffn_gate_inp": "router.proj",
+                "ffn_gate_inp.scale": "router.scale",
+                "ffn_down_exps.scale": "router.per_expert_scale",
+                "layer_output_scale": "layer_scalar",
+            },
         )
     ],
     "glm4moe": [

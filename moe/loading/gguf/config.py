@@ -331,7 +331,7 @@ def _check_sizes(
     attn_k = re.compile(r"blk\.\d+\.attn_k\.weight")  # an indexer has one of its own
     keys = next((t.shape for n, t in tensors.items() if attn_k.fullmatch(n)), None)
     checked = [("token_embd.weight", (embeddings[0], hidden), embeddings)]
-    if keys is not None and config.get("head_dim"):
+    if keys is not None and config.get("head_dim") and "_sliding_head" not in config:
         checked.append(("attn_k.weight", (heads * config["head_dim"], hidden), keys))
     for tensor, stated, found in checked:
         if found != stated:
@@ -355,42 +355,47 @@ def _rope(
     rotated = keys.get("rope.dimension_count", config["head_dim"])
     base = keys.get("rope.freq_base", 10000.0)
     if not known.turned:
-        return _rope_of(keys, known, config, divisors, rotated, base)
+        return _rope_of(keys, known, config["head_dim"], divisors, rotated, base)
     if keys.get("rope.scaling.type", "none", str) != "none":
         raise keys.refused("rope.scaling.type")
     kinds = {}
     for kind, share in known.turned.items():
-        size, own_base, own = int(rotated * share), base, divisors
+        head, size, own_base, own = config["head_dim"], int(rotated * share), base, divisors
         if kind == "sliding_attention":
             own_base, own = keys.get("rope.freq_base_swa", base), {}
+            head = keys.get("attention.key_length_swa", head)
+            size = keys.get("rope.dimension_count_swa", size)
         elif share < 1:  # numbers are there for all that turn in the other layers
             own = {name: numbers[: size // 2] for name, numbers in divisors.items()}
-        kinds[kind] = _rope_of(keys, known, config, own, size, own_base)
+        kinds[kind] = _rope_of(keys, known, head, own, size, own_base)
     return kinds
 
 
 def _rope_of(
     keys: GgufKeys,
     known: Architecture,
-    config: dict[str, Any],
+    head: int,
     divisors: Mapping[str, Sequence[float]],
     rotated: int,
     base: float,
 ) -> dict[str, Any]:
-    """Positions in layers of one kind, which turn `rotated` dimensions of a head."""
+    """Positions in layers of one kind, which turn `rotated` of a head's dimensions."""
     rope = {**known.rotary, "rope_theta": base, "rope_type": "default"}
-    if rotated != config["head_dim"]:
-        rope["partial_rotary_factor"] = rotated / config["head_dim"]
+    if rotated != head:
+        rope["partial_rotary_factor"] = rotated / head
     scaling = keys.get("rope.scaling.type", "none", str)
     factor = keys.get("rope.scaling.factor")
-    if divisors and scaling in ("none", "longrope"):
+    turning = _turning(divisors, head // 2)
+    if turning is not None and scaling == "none":
+        rope |= {"rope_type": "proportional", "partial_rotary_factor": turning / (head // 2)}
+    elif divisors and scaling in ("none", "longrope"):
         rope |= _longrope(keys, known, divisors, rotated // 2)
     elif scaling in ("linear", "yarn") and not divisors:
         for key, ours in (_YARN if scaling == "yarn" else {"factor": "factor"}).items():
             if (value := keys.get(f"rope.scaling.{key}")) is not None:
                 rope[ours] = value
         rope |= {"rope_type": scaling} | (dict(known.yarn) if scaling == "yarn" else {})
-        if "qk_rope_head_dim" in config and keys.has("rope.scaling.yarn_log_multiplier"):
+        if "rope.dimension_count" in known.keys and keys.has("rope.scaling.yarn_log_multiplier"):
             # llama.cpp's converter states a tenth of what both of transformers' factors are.
             tenth = keys.get("rope.scaling.yarn_log_multiplier")
             rope["mscale"] = rope["mscale_all_dim"] = 10 * tenth
@@ -403,6 +408,14 @@ def _rope_of(
     if rope.get("mrope_interleaved"):
         rope["mrope_section"] = keys.get("rope.dimension_sections", ..., list)[:3]
     return rope
+
+
+def _turning(divisors: Mapping[str, Sequence[float]], pairs: int) -> int | None:
+    """How many of a head's pairs turn, where a file divides the others' frequencies by 1e30."""
+    numbers = list(divisors.get("rope_freqs.weight", ()))
+    turning = numbers.count(1.0)
+    stands = all(number > 9e29 for number in numbers[turning:])
+    return turning if len(numbers) == pairs and 0 < turning < pairs and stands else None
 
 
 def _longrope(

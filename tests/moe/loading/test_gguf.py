@@ -70,8 +70,8 @@ def reference(model_type: str) -> PreTrainedModel:
             spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
             parameter.copy_(parameter * (parameter.ndim < 2) + spread * drawn)
         for name, buffer in model.named_buffers():
-            if "bias" in name:
-                buffer.normal_(std=0.1)
+            if "bias" in name or "layer_scalar" in name:
+                buffer.add_(torch.randn_like(buffer), alpha=0.1)
     return model
 
 
@@ -118,7 +118,8 @@ def test_names_are_those_that_llama_cpp_publishes(name: str) -> None:
         kinds = (own for kinds in row.by_layer.values() for own in kinds)
         shown = (tensor.rpartition(".")[0] for tensor in row.shown.values())
         sizes = row.sizes.keys() - {"experts", "width"}
-        assert {*row.names, *row.layouts, *kinds, *shown, *sizes} <= published
+        names = {tensor.removesuffix(".scale") for tensor in row.names}
+        assert {*names, *row.layouts, *kinds, *shown, *sizes} <= published
     assert {own.model_type for own in TABLE[name]} <= set(ARCHITECTURES) | {"granitemoeshared"}
 
 
