@@ -36,6 +36,7 @@ ARCHITECTURES = {
     "granitemoeshared": "granitemoe",
     "hunyuan_v1_moe": "hunyuan-moe",
     "jamba": "jamba",
+    "kimi_linear": "kimi-linear",
     "lfm2_moe": "lfm2moe",
     "llama4_text": "llama4",
     "mimo_v2_flash": "mimo2",
@@ -76,6 +77,7 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
         "logits_scaling": 3.0,
         "attention_multiplier": 0.3,
     },
+    "kimi_linear": {"linear_head_dim": 16, "num_expert_group": 1, "topk_group": 1},
     "llama4_text": {"attention_chunk_size": 8192, "no_rope_layers": None, "layer_types": None},
     "mimo_v2_flash": {
         "rope_parameters": {
@@ -229,6 +231,16 @@ def _latent(config: Any, name: str, value: Tensor) -> Named:
     yield name.replace("kv_b_proj", "v_b_proj"), values
 
 
+def _kimi(config: Any, name: str, value: Tensor) -> Named:
+    if name.endswith("A_log"):
+        value = -value.exp()
+    elif "_conv1d" in name:
+        value = value.reshape(1, len(value), 1, -1)
+    # transformers writes dense layers under the name of those with experts
+    name = re.sub(r"block_sparse_moe\.(?=\w+_proj\.)", "mlp.", name)
+    yield from _latent(config, name, value)
+
+
 def _qwen_linear(config: Any, name: str, value: Tensor) -> Named:
     if name.endswith("A_log"):
         value = -value.exp()
@@ -317,6 +329,7 @@ RULES: dict[str, Rule] = {
     "granitehybrid": _granite,
     "granitemoe": _granite,
     "jamba": _jamba,
+    "kimi-linear": _kimi,
     "lfm2moe": lambda _, name, value: iter(
         [(name, value.squeeze(1) if "conv.conv" in name else value)]
     ),
@@ -410,7 +423,7 @@ def _of_layers(config: Any, attention: tuple[str, ...] = ("attention", "full_att
 
 def _latent_keys(config: Any) -> dict[str, Any]:
     rank, rotary = config.kv_lora_rank, config.qk_rope_head_dim
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     keys = {
         "attention.head_count_kv": 1,
         "attention.key_length": rank + rotary,
@@ -557,6 +570,16 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "ssm.inner_size": _inner(c),
         "ssm.time_step_rank": c.mamba_dt_rank,
     },
+    "kimi-linear": lambda c: (
+        _latent_keys(c)
+        | {
+            "attention.head_count_kv": [int(k == "full_attention") for k in c.layer_types],
+            "expert_gating_func": 2,
+            "expert_weights_norm": None,
+            "kda.head_dim": c.linear_head_dim,
+            "leading_dense_block_count": 1,
+        }
+    ),
     "lfm2moe": lambda c: {
         "attention.head_count_kv": _of_layers(c),
         "expert_gating_func": 2,

@@ -21,12 +21,11 @@ from moe.loading.gguf.layouts import (
     TILED_DECAY,
     TILED_HEADS,
     TensorLayout,
-    first_half,
     grouped_gates,
     grouped_qkv,
     latent_keys,
     latent_values,
-    second_half,
+    nth,
 )
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
@@ -260,6 +259,11 @@ _LATENT: dict[str, Any] = {
 }
 
 
+def _kimi(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    return _latent_sizes(config, layers) | {"linear_num_heads": heads}
+
+
 def _greedy(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
     grouped = config["n_group"] > 1
     method = "group_limited_greedy" if grouped else "greedy"
@@ -361,8 +365,8 @@ _GRANITE: dict[str, Any] = {
     },
     "layouts": {
         **_PAIRS,
-        "ffn_gate_shexp": TensorLayout(parts=first_half),
-        "ffn_up_shexp": TensorLayout(parts=second_half),
+        "ffn_gate_shexp": nth(0),
+        "ffn_up_shexp": nth(1),
     },
 }
 _DENSE_OR_SPARSE = {"mlp_layer_types": {"ffn_gate_inp": "sparse", "ffn_gate": "dense"}}
@@ -644,6 +648,53 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
                 ),
             },
             layouts={"ssm_a": DECAY},
+        )
+    ],
+    "kimi-linear": [
+        Architecture(
+            model_type="kimi_linear",
+            **_LATENT
+            | {
+                "keys": _LATENT["keys"]
+                | {
+                    "expert_shared_count": "num_shared_experts",
+                    "kda.head_dim": "linear_head_dim",
+                    "ssm.conv_kernel": "linear_conv_kernel_dim",
+                },
+                "sizes": _QWEN,
+                "derived": _kimi,
+                "names": _LATENT["names"]
+                | _moved(
+                    "self_attn",
+                    ssm_conv1d_q="conv1d",
+                    ssm_conv1d_k="conv1d",
+                    ssm_conv1d_v="conv1d",
+                    ssm_f_a="forget_gate.f_a_proj",
+                    ssm_f_b="forget_gate.f_b_proj",
+                    ssm_dt="forget_gate.dt_bias",
+                    ssm_a="forget_gate.A_log",
+                    ssm_beta="b_proj",
+                    ssm_g_a="g_a_proj",
+                    ssm_g_b="g_b_proj",
+                    ssm_norm="o_norm",
+                ),
+                "layouts": _LATENT["layouts"]
+                | {
+                    "ssm_a": DECAY,
+                    "ssm_conv1d_q": nth(0),
+                    "ssm_conv1d_k": nth(1),
+                    "ssm_conv1d_v": nth(2),
+                },
+            },
+            by_layer=_DENSE_OR_SPARSE
+            | {
+                "layer_types": {
+                    "ssm_conv1d_q": "linear_attention",
+                    "attn_kv_a_mqa": "full_attention",
+                },
+            },
+            gating=SIGMOID,
+            turns=False,
         )
     ],
     "lfm2moe": [

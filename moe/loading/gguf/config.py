@@ -331,7 +331,8 @@ def _check_sizes(
     attn_k = re.compile(r"blk\.\d+\.attn_k\.weight")  # an indexer has one of its own
     keys = next((t.shape for n, t in tensors.items() if attn_k.fullmatch(n)), None)
     checked = [("token_embd.weight", (embeddings[0], hidden), embeddings)]
-    if keys is not None and config.get("head_dim") and "_sliding_head" not in config:
+    several = {"_sliding_head", "qk_rope_head_dim"} & config.keys()  # heads of other sizes, too
+    if keys is not None and config.get("head_dim") and not several:
         checked.append(("attn_k.weight", (heads * config["head_dim"], hidden), keys))
     for tensor, stated, found in checked:
         if found != stated:
