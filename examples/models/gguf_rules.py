@@ -41,6 +41,7 @@ ARCHITECTURES = {
     "llama4_text": "llama4",
     "mimo_v2_flash": "mimo2",
     "minimax_m2": "minimax-m2",
+    "mistral4": "mistral4",
     "mixtral": "llama",
     "nemotron_h": "nemotron_h_moe",
     "olmoe": "olmoe",
@@ -83,6 +84,19 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
             for kind, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))
+        },
+    },
+    "mistral4": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 0.5,
         },
     },
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
@@ -335,6 +349,9 @@ RULES: dict[str, Rule] = {
     ),
     "llama": _paired,
     "llama4": _llama4,
+    "mistral4": lambda config, name, value: _latent(
+        config, name + ".weight" * name.endswith(("gate_up_proj", "down_proj")), value
+    ),
     "nemotron_h_moe": lambda config, name, value: _mamba2(config.n_groups, name, value),
     "qwen35moe": _qwen35,
     "qwen3next": _qwen_linear,
@@ -592,6 +609,7 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "interleave_moe_layer_step": c.interleave_moe_layer_step,
     },
     "mimo2": _mimo_keys,
+    "mistral4": _latent_keys,
     "minimax-m2": lambda c: {
         "expert_feed_forward_length": c.intermediate_size,
         "expert_gating_func": 2,

@@ -103,6 +103,7 @@ DEFAULTS: Mapping[str, Any] = {
     "attention.q_lora_rank": None,
     "attention.shared_kv_layers": 0,
     "attention.sliding_window": None,
+    "attention.temperature_scale": 0.1,  # the converter leaves Mistral 4's out
     "attention.value_length": None,
     "attention.value_length_mla": None,
     "attention.value_scale": None,
@@ -262,6 +263,17 @@ _LATENT: dict[str, Any] = {
 def _kimi(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
     heads = config["num_attention_heads"]
     return _latent_sizes(config, layers) | {"linear_num_heads": heads}
+
+
+def _mistral(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
+    sizes = _latent_sizes(config, layers)
+    head = sizes["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    turned = {"partial_rotary_factor": config["qk_rope_head_dim"] / head}
+    scaled = {"llama_4_scaling_beta": config["_temperature"]}
+    return sizes | {
+        "head_dim": head,
+        "rope_parameters": config["rope_parameters"] | turned | scaled,
+    }
 
 
 def _greedy(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
@@ -798,6 +810,17 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
             sizes={"experts": "num_local_experts", "width": "intermediate_size"},
             gating=SIGMOID,
             names={"exp_probs_b": "mlp.e_score_correction_bias"},
+        )
+    ],
+    "mistral4": [
+        Architecture(
+            model_type="mistral4",
+            normalised=None,
+            **_LATENT
+            | {
+                "keys": _LATENT["keys"] | {"attention.temperature_scale": "_temperature"},
+                "derived": _mistral,
+            },
         )
     ],
     "nemotron_h_moe": [

@@ -133,6 +133,7 @@ class GgufKeys:
             ("expert_group_count", (None, 0, 1)),
             ("expert_group_used_count", (None, 0, 1)),
             ("attention.sliding_window", (None, 0)),
+            ("attention.temperature_length", (None, rope.get("original_max_position_embeddings"))),
             ("rope.freq_base_swa", (None, theta)),
             ("rope.scaling.attn_factor", (None, rope.get("attention_factor", 1.0))),
             ("rope.scaling.yarn_attn_factor", (None, 1.0)),
