@@ -81,6 +81,7 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_head_dim": 16, "num_expert_group": 1, "topk_group": 1},
     "llama4_text": {"attention_chunk_size": 8192, "no_rope_layers": None, "layer_types": None},
     "mimo_v2_flash": {
+        "attention_value_scale": 0.5,
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
             for kind, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))

@@ -232,7 +232,7 @@ def _layers(keys: GgufKeys, tensors: Mapping[str, GgufTensor]) -> list[frozenset
 
 def _stated(keys: GgufKeys, known: Architecture, num_layers: int) -> dict[str, Any]:
     """What keys say, by transformers' names."""
-    config = {}
+    config: dict[str, Any] = {}
     for key, ours in (KEYS | dict(known.keys)).items():
         default, kind = DEFAULTS.get(key, ...), int | float
         if key in known.lists:
