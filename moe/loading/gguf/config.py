@@ -126,6 +126,7 @@ class GgufKeys:
         """Refuse keys that state another routing or rotation than the model class computes, and
         keys that are not known here; log the rest."""
         theta, rope = self.get("rope.freq_base"), config.get("rope_parameters", {})
+        understood = {*known.keys, *(["rope.freq_base_swa"] if known.turned else [])}
         for key, wanted in (
             ("expert_gating_func", (None, 0, known.gating)),
             ("expert_weights_norm", (None, config.get("norm_topk_prob", known.normalised))),
@@ -139,9 +140,7 @@ class GgufKeys:
             ("rope.scaling.yarn_attn_factor", (None, 1.0)),
             ("rope.scaling.yarn_ext_factor", (None, 1.0)),
         ):
-            if known.turned and key == "rope.freq_base_swa":
-                continue
-            if key not in known.keys and self.get(key) not in wanted:
+            if key not in understood and self.get(key) not in wanted:
                 raise self.refused(key)
         own = f"{self._name}."
         for key in (key.removeprefix(own) for key in self._metadata if key.startswith(own)):
@@ -265,7 +264,9 @@ def _of_each(keys: GgufKeys, key: str, default: Any, num_layers: int) -> list[An
     value = keys.get(key, default, _EACH_OR_ALL)
     if not isinstance(value, list):
         return None if value is None else [value] * num_layers
-    if len(value) < num_layers or not all(isinstance(own, int | float) for own in value):
+    least = 1 if key.startswith("attention.head_count") else 0
+    fits = [isinstance(own, int | float) and least <= own < math.inf for own in value]
+    if len(value) < num_layers or not all(fits):
         raise keys.refused(key)
     return value[:num_layers]  # those behind are of layers that draft
 
