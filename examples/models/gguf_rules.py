@@ -7,6 +7,7 @@ reads such files by a table of its own.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,6 +26,7 @@ ARCHITECTURES = {
     "dots1": "dots1",
     "ernie4_5_moe": "ernie4_5-moe",
     "exaone_moe": "exaone-moe",
+    "gemma4_text": "gemma4",
     "glm4_moe": "glm4moe",
     "glm4_moe_lite": "deepseek2",
     "glm_moe_dsa": "glm-dsa",
@@ -34,9 +36,12 @@ ARCHITECTURES = {
     "granitemoeshared": "granitemoe",
     "hunyuan_v1_moe": "hunyuan-moe",
     "jamba": "jamba",
+    "kimi_linear": "kimi-linear",
     "lfm2_moe": "lfm2moe",
     "llama4_text": "llama4",
+    "mimo_v2_flash": "mimo2",
     "minimax_m2": "minimax-m2",
+    "mistral4": "mistral4",
     "mixtral": "llama",
     "nemotron_h": "nemotron_h_moe",
     "olmoe": "olmoe",
@@ -46,6 +51,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "qwen3_next": "qwen3next",
     "solar_open": "glm4moe",
+    "step3p7": "step35",
 }
 """transformers' names and llama.cpp's."""
 
@@ -56,6 +62,13 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"topk_method": "group_limited_greedy"},
     "dots1": {"norm_topk_prob": True, "routed_scaling_factor": 2.5},
+    "gemma4_text": {
+        "attention_k_eq_v": True,
+        "final_logit_softcapping": 2.0,
+        "per_layer_config": {
+            number: {"head_dim": 32, "num_key_value_heads": 1} for number in (1, 3)
+        },
+    },
     "glm4_moe": {"attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
     "glm_moe_dsa": {"indexer_types": ["full", "full", "shared", "full"]},
@@ -65,7 +78,28 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
         "logits_scaling": 3.0,
         "attention_multiplier": 0.3,
     },
+    "kimi_linear": {"linear_head_dim": 16, "num_expert_group": 1, "topk_group": 1},
     "llama4_text": {"attention_chunk_size": 8192, "no_rope_layers": None, "layer_types": None},
+    "mimo_v2_flash": {
+        "attention_value_scale": 0.5,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.5}
+            for kind, theta in (("full_attention", 5e6), ("sliding_attention", 1e4))
+        },
+    },
+    "mistral4": {
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 0.5,
+        },
+    },
     "phimoe": {"attention_bias": True, "lm_head_bias": True},
     "qwen3_5_moe_text": {"linear_num_value_heads": 4, "norm_topk_prob": True},
     "qwen3_moe": {"norm_topk_prob": True},
@@ -75,6 +109,21 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
             "rope_type": "default",
             "rope_theta": 10000.0,
             "partial_rotary_factor": 1.0,
+        },
+    },
+    "step3p7": {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "num_sliding_attention_heads": 6,
+        "per_layer_config": {number: {"num_attention_heads": 6} for number in (1, 3)},
+        "moe_router_scaling_factor": 3.0,
+        "swiglu_limits_shared": [0, 0, 0.3, 0],
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "default",
+                "rope_theta": 5e6,
+                "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         },
     },
 }
@@ -87,8 +136,9 @@ Rule = Callable[[Any, str, Tensor], Named]
 
 
 def gguf_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """All tensors of a file, by their names in it."""
-    config, name = model.config, ARCHITECTURES[model.config.model_type]
+    """All tensors of a file, by their names in it; the text part's of a multimodal model."""
+    config = _text_of(model.config)
+    name = ARCHITECTURES[model.config.model_type]
     numbers = {own: number for number, own in gguf.MODEL_ARCH_NAMES.items()}
     table = gguf.get_tensor_name_map(numbers[name], config.num_hidden_layers)
     rule = RULES.get(name, _unchanged)
@@ -102,13 +152,25 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
             own = own or table.get_name(given, try_suffixes=(".weight", ".bias"))
             assert own is not None, given
             found[own] = tensor
+    if name == "gemma4":
+        found["rope_freqs.weight"] = _standing(config)
     return found
 
 
+def _standing(config: Any) -> Tensor:
+    """What divides the frequencies of full layers: those that do not turn by 1e30."""
+    number = config.layer_types.index("full_attention")
+    pairs = config.per_layer_config[number].head_dim // 2
+    turning = int(pairs * config.rope_parameters["full_attention"]["partial_rotary_factor"])
+    return torch.tensor([1.0] * turning + [1e30] * (pairs - turning))
+
+
 def _stacked(state: dict[str, Tensor]) -> Named:
-    """Experts of a layer in one tensor for each projection."""
+    """Experts of a layer in one tensor for each projection; no parts that read images."""
     parts: dict[str, dict[int, Tensor]] = {}
     for name, value in state.items():
+        if name.startswith(("vision_model.", "vit_large_projector.")):
+            continue
         expert = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+\.(?:weight|bias))", name)
         if expert is None:
             yield name, value
@@ -126,7 +188,8 @@ def _renamed(name: str) -> str:
     name = re.sub(merged, r"model\1.mlp.experts.", name)
     name = re.sub(r"model(\.layers\.\d+\.feed_forward\.experts\.w)", r"\1", name)
     name = name.removeprefix(".").replace("mixer.dt_proj.bias", "mixer.dt.bias")
-    return re.sub(r"sinks$", "sinks.weight", name)
+    name = re.sub(r"router_bias$", "router_bias.bias", name)
+    return re.sub(r"(sinks|sink_bias)$", r"\1.weight", name)
 
 
 def _unchanged(_: Any, name: str, value: Tensor) -> Named:
@@ -183,6 +246,16 @@ def _latent(config: Any, name: str, value: Tensor) -> Named:
     yield name.replace("kv_b_proj", "v_b_proj"), values
 
 
+def _kimi(config: Any, name: str, value: Tensor) -> Named:
+    if name.endswith("A_log"):
+        value = -value.exp()
+    elif "_conv1d" in name:
+        value = value.reshape(1, len(value), 1, -1)
+    # transformers writes dense layers under the name of those with experts
+    name = re.sub(r"block_sparse_moe\.(?=\w+_proj\.)", "mlp.", name)
+    yield from _latent(config, name, value)
+
+
 def _qwen_linear(config: Any, name: str, value: Tensor) -> Named:
     if name.endswith("A_log"):
         value = -value.exp()
@@ -233,6 +306,16 @@ def _gpt_oss(_: Any, name: str, value: Tensor) -> Named:
         yield name, value
 
 
+def _gemma4(_: Any, name: str, value: Tensor) -> Named:
+    block = "blk." + "".join(re.findall(r"layers\.(\d+)\.", name))
+    if name.endswith("router.scale"):
+        yield f"{block}.ffn_gate_inp.scale", value
+    elif name.endswith("per_expert_scale"):
+        yield f"{block}.ffn_down_exps.scale", value
+    else:
+        yield name + ".weight" * (".experts." in name or "layer_scalar" in name), value
+
+
 def _llama4(_: Any, name: str, value: Tensor) -> Named:
     if name.endswith("gate_up_proj"):
         gate, up = value.mT.chunk(2, 1)
@@ -255,19 +338,25 @@ def _dbrx(config: Any, name: str, value: Tensor) -> Named:
 RULES: dict[str, Rule] = {
     "dbrx": _dbrx,
     "deepseek2": _latent,
+    "gemma4": _gemma4,
     "glm-dsa": _latent,
     "gpt-oss": _gpt_oss,
     "granitehybrid": _granite,
     "granitemoe": _granite,
     "jamba": _jamba,
+    "kimi-linear": _kimi,
     "lfm2moe": lambda _, name, value: iter(
         [(name, value.squeeze(1) if "conv.conv" in name else value)]
     ),
     "llama": _paired,
     "llama4": _llama4,
+    "mistral4": lambda config, name, value: _latent(
+        config, name + ".weight" * name.endswith(("gate_up_proj", "down_proj")), value
+    ),
     "nemotron_h_moe": lambda config, name, value: _mamba2(config.n_groups, name, value),
     "qwen35moe": _qwen35,
     "qwen3next": _qwen_linear,
+    "step35": lambda _, name, value: iter([(name, value + name.endswith("norm.weight"))]),
 }
 """By llama.cpp's name; the tensors of the others are written as they are."""
 
@@ -279,7 +368,7 @@ _FOUND_AS = {
     "attention.head_count": ("num_attention_heads",),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
     "expert_count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
-    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk"),
+    "expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
@@ -304,8 +393,8 @@ _FOUND_AS = {
 
 def gguf_keys(config: Any) -> dict[str, Any]:
     """What llama.cpp must know of a model beside its tensors and its tokenizer."""
+    name, config = ARCHITECTURES[config.model_type], _text_of(config)
     known = dict(_all_values(config))
-    name = ARCHITECTURES[config.model_type]
     keys = {
         key: next((known[own] for own in names if known.get(own) is not None), None)
         for key, names in _FOUND_AS.items()
@@ -315,6 +404,9 @@ def gguf_keys(config: Any) -> dict[str, Any]:
     head = known.get("head_dim") or config.hidden_size // config.num_attention_heads
     keys["attention.key_length"] = keys["attention.value_length"] = head
     rope = config.rope_parameters if getattr(config, "rope_parameters", None) else {}
+    if "sliding_attention" in rope:
+        keys["rope.freq_base_swa"] = float(rope["sliding_attention"]["rope_theta"])
+        rope = rope["full_attention"]
     if rope:
         keys["rope.freq_base"] = float(rope["rope_theta"])
         keys["rope.dimension_count"] = int(head * rope.get("partial_rotary_factor", 1))
@@ -324,6 +416,13 @@ def gguf_keys(config: Any) -> dict[str, Any]:
             keys["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
     keys |= KEYS.get(name, lambda _: {})(config)
     return {key: value for key, value in keys.items() if value is not None}
+
+
+def _text_of(config: Any) -> Any:
+    """The text part, with what is said of layers at large."""
+    config = copy.copy(config.get_text_config())
+    config.allow_global_per_layer_attribute_access = True
+    return config
 
 
 def _all_values(config: Any) -> Iterator[tuple[str, Any]]:
@@ -342,7 +441,7 @@ def _of_layers(config: Any, attention: tuple[str, ...] = ("attention", "full_att
 
 def _latent_keys(config: Any) -> dict[str, Any]:
     rank, rotary = config.kv_lora_rank, config.qk_rope_head_dim
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {}
     keys = {
         "attention.head_count_kv": 1,
         "attention.key_length": rank + rotary,
@@ -362,6 +461,62 @@ def _linear_keys(config: Any) -> dict[str, Any]:
         "ssm.inner_size": config.linear_value_head_dim * config.linear_num_value_heads,
         "full_attention_interval": 4,
         "attention.recurrent_layers": [k == "linear_attention" for k in config.layer_types],
+    }
+
+
+def _gemma_keys(config: Any) -> dict[str, Any]:
+    layers = [config.per_layer_config[number] for number in range(config.num_hidden_layers)]
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    full, sliding = (layers[slides.index(own)].head_dim for own in (False, True))
+    return {
+        "attention.head_count_kv": [own.num_key_value_heads for own in layers],
+        "attention.key_length": full,
+        "attention.key_length_swa": sliding,
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": slides,
+        "attention.value_length": full,
+        "attention.value_length_swa": sliding,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "final_logit_softcapping": config.final_logit_softcapping,
+        "rope.dimension_count": full,
+        "rope.dimension_count_swa": sliding,
+    }
+
+
+def _mimo_keys(config: Any) -> dict[str, Any]:
+    """Three layers that draft are counted; the window is one less than transformers'."""
+    slides = [kind == "sliding_attention" for kind in config.layer_types] + [True] * 3
+    heads = config.num_key_value_heads
+    return {
+        "block_count": config.num_hidden_layers + 3,
+        "nextn_predict_layers": 3,
+        "attention.head_count_kv": [2 * heads if own else heads for own in slides],
+        "attention.sliding_window": config.sliding_window - 1,
+        "attention.sliding_window_pattern": slides,
+        "attention.value_length": config.v_head_dim,
+        "attention.value_scale": config.attention_value_scale,
+        "expert_gating_func": 2,
+    }
+
+
+def _step_keys(config: Any) -> dict[str, Any]:
+    slides = [kind == "sliding_attention" for kind in config.layer_types]
+    heads = {True: config.num_sliding_attention_heads, False: config.num_attention_heads}
+    return {
+        "attention.head_count": [heads[own] for own in slides],
+        "attention.head_count_kv": [config.num_key_value_heads] * len(slides),
+        "attention.sliding_window": config.sliding_window,
+        "attention.sliding_window_pattern": slides,
+        "expert_gating_func": 2,
+        "expert_shared_feed_forward_length": config.share_expert_dim,
+        "expert_weights_norm": True,
+        "expert_weights_scale": config.moe_router_scaling_factor,
+        "leading_dense_block_count": config.mlp_layer_types.index("sparse"),
+        "moe_every_n_layers": 1,
+        "rope.dimension_count": config.head_dim,
+        "swiglu_clamp_exp": [float(limit or 0) for limit in config.swiglu_limits],
+        "swiglu_clamp_shexp": [float(limit or 0) for limit in config.swiglu_limits_shared],
     }
 
 
@@ -392,6 +547,7 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
             "attention.indexer.top_k": c.index_topk,
         }
     ),
+    "gemma4": _gemma_keys,
     "dots1": lambda c: {"expert_weights_norm": c.norm_topk_prob},
     "ernie4_5-moe": lambda c: {
         "interleave_moe_layer_step": c.moe_layer_interval,
@@ -432,6 +588,16 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "ssm.inner_size": _inner(c),
         "ssm.time_step_rank": c.mamba_dt_rank,
     },
+    "kimi-linear": lambda c: (
+        _latent_keys(c)
+        | {
+            "attention.head_count_kv": [int(k == "full_attention") for k in c.layer_types],
+            "expert_gating_func": 2,
+            "expert_weights_norm": None,
+            "kda.head_dim": c.linear_head_dim,
+            "leading_dense_block_count": 1,
+        }
+    ),
     "lfm2moe": lambda c: {
         "attention.head_count_kv": _of_layers(c),
         "expert_gating_func": 2,
@@ -443,6 +609,8 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "feed_forward_length": c.intermediate_size_mlp,
         "interleave_moe_layer_step": c.interleave_moe_layer_step,
     },
+    "mimo2": _mimo_keys,
+    "mistral4": _latent_keys,
     "minimax-m2": lambda c: {
         "expert_feed_forward_length": c.intermediate_size,
         "expert_gating_func": 2,
@@ -462,5 +630,6 @@ KEYS: dict[str, Callable[[Any], dict[str, Any]]] = {
     },
     "qwen35moe": lambda c: _linear_keys(c) | {"rope.dimension_sections": [11, 11, 10, 0]},
     "qwen3next": _linear_keys,
+    "step35": _step_keys,
 }
 """By llama.cpp's name: keys that others do not have, or have otherwise."""

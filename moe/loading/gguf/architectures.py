@@ -22,12 +22,11 @@ from moe.loading.gguf.layouts import (
     TILED_DECAY,
     TILED_HEADS,
     TensorLayout,
-    first_half,
     grouped_gates,
     grouped_qkv,
     latent_keys,
     latent_values,
-    second_half,
+    nth,
 )
 
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
@@ -44,7 +43,9 @@ class Architecture:
 
     Attributes:
         model_type: transformers' name.
+        text: its name of the text part, where only a multimodal class has that.
         keys: what it calls keys of a file, beyond `KEYS`.
+        lists: keys that state something of each layer.
         unused: keys that tell nothing here, beyond `moe.loading.gguf.config.SHOWN`.
         sizes: what it calls the number of experts and their width, and others that tensors show.
         fixed: what llama.cpp does without the file saying so.
@@ -55,6 +56,8 @@ class Architecture:
         normalised: whether weights of the chosen experts are made to sum to 1; None: a key says it.
         rotary: parts of `rope_parameters`, unless keys say otherwise.
         yarn: likewise, where positions are scaled by YaRN.
+        turned: kinds of layers whose `rope_parameters` stand apart, and how much of
+            ``rope.dimension_count`` they turn.
         dense_first: what it calls the number of layers before the first with experts.
         turns: it turns queries and keys by position.
         names: parameters of a layer that it calls otherwise than `NAMES`; of the whole model, too.
@@ -63,7 +66,9 @@ class Architecture:
     """
 
     model_type: str
+    text: str = ""
     keys: Mapping[str, str] = field(default_factory=dict)
+    lists: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     sizes: Mapping[str, str] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -74,6 +79,7 @@ class Architecture:
     normalised: bool | None = True
     rotary: Mapping[str, Any] = field(default_factory=dict)
     yarn: Mapping[str, Any] = field(default_factory=dict)
+    turned: Mapping[str, float] = field(default_factory=dict)
     dense_first: str = ""
     turns: bool = True
     names: Mapping[str, str] = field(default_factory=dict)
@@ -97,19 +103,26 @@ DEFAULTS: Mapping[str, Any] = {
     "attention.key_length": None,
     "attention.key_length_mla": None,
     "attention.q_lora_rank": None,
+    "attention.shared_kv_layers": 0,
     "attention.sliding_window": None,
+    "attention.temperature_scale": 0.1,  # the converter leaves Mistral 4's out
     "attention.value_length": None,
     "attention.value_length_mla": None,
+    "attention.value_scale": None,
+    "embedding_length_per_layer_input": 0,
     "embedding_scale": 1.0,
     "expert_group_count": 1,
     "expert_group_used_count": 1,
     "expert_shared_count": 0,
     "expert_weights_scale": 1.0,
+    "final_logit_softcapping": None,
     "interleave_moe_layer_step": 1,
     "logit_scale": 1.0,
     "moe_latent_size": None,
     "residual_scale": 1.0,
     "rope.scaling.finetuned": True,
+    "swiglu_clamp_exp": None,
+    "swiglu_clamp_shexp": None,
 }
 """Keys that need not be there, and what llama.cpp takes them for then."""
 
@@ -251,6 +264,22 @@ _LATENT: dict[str, Any] = {
 }
 
 
+def _kimi(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    return _latent_sizes(config, layers) | {"linear_num_heads": heads}
+
+
+def _mistral(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
+    sizes = _latent_sizes(config, layers)
+    head = sizes["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    turned = {"partial_rotary_factor": config["qk_rope_head_dim"] / head}
+    scaled = {"llama_4_scaling_beta": config["_temperature"]}
+    return sizes | {
+        "head_dim": head,
+        "rope_parameters": config["rope_parameters"] | turned | scaled,
+    }
+
+
 def _greedy(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
     grouped = config["n_group"] > 1
     method = "group_limited_greedy" if grouped else "greedy"
@@ -296,6 +325,44 @@ def _sliding_layers(config: dict[str, Any], _: Sequence[frozenset[str]]) -> dict
     return {"layer_types": [kinds[bool(slides)] for slides in config["_slides"]]}
 
 
+def _of_kind(config: dict[str, Any], part: str, slides: bool) -> int:
+    """What a list says of the first full layer, or of the first with a window; 0: no such layer."""
+    found = zip(config[part], config["_slides"], strict=True)
+    return next((value for value, own in found if bool(own) == slides), 0)
+
+
+def _gemma(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
+    full, sliding = (_of_kind(config, "_kv_heads", slides) for slides in (False, True))
+    first, last = config["_dense"][0], config["_dense"][-1]
+    return _sliding_layers(config, layers) | {
+        "num_key_value_heads": sliding,
+        "num_global_key_value_heads": full,
+        "global_head_dim": config["head_dim"],
+        "head_dim": config["_sliding_head"],
+        "attention_k_eq_v": any("attn_k" in own and "attn_v" not in own for own in layers),
+        "intermediate_size": first,
+        "use_double_wide_mlp": first != last,
+        "vocab_size_per_layer_input": config["vocab_size"],
+    }
+
+
+def _mimo(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
+    full = _of_kind(config, "_kv_heads", slides=False)
+    return _sliding_layers(config, layers) | {
+        "num_key_value_heads": full or _of_kind(config, "_kv_heads", slides=True) // 2,
+        # The window leaves the token itself out, as the converter takes it from the checkpoint.
+        "sliding_window": config["_window"] + 1,
+    }
+
+
+def _step(config: dict[str, Any], layers: Sequence[frozenset[str]]) -> dict[str, Any]:
+    full, sliding = (_of_kind(config, "_heads", slides) for slides in (False, True))
+    return _sliding_layers(config, layers) | {
+        "num_attention_heads": full or sliding,
+        "num_sliding_attention_heads": sliding or full,
+    }
+
+
 _GRANITE: dict[str, Any] = {
     "keys": {
         "attention.scale": "attention_multiplier",
@@ -314,8 +381,8 @@ _GRANITE: dict[str, Any] = {
     },
     "layouts": {
         **_PAIRS,
-        "ffn_gate_shexp": TensorLayout(parts=first_half),
-        "ffn_up_shexp": TensorLayout(parts=second_half),
+        "ffn_gate_shexp": nth(0),
+        "ffn_up_shexp": nth(1),
     },
 }
 _DENSE_OR_SPARSE = {"mlp_layer_types": {"ffn_gate_inp": "sparse", "ffn_gate": "dense"}}
@@ -413,11 +480,56 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
                 "attention.sliding_window_pattern": "_slides",
                 "expert_shared_count": "num_shared_experts",
             },
+            lists=("attention.sliding_window_pattern",),
             sizes=_QWEN,
             by_layer=_DENSE_OR_SPARSE,
             derived=_sliding_layers,
             gating=SIGMOID,
             normalised=None,
+        )
+    ],
+    "gemma4": [
+        Architecture(
+            model_type="gemma4_text",
+            keys={
+                "attention.head_count_kv": "_kv_heads",
+                "attention.key_length_swa": "_sliding_head",
+                "attention.shared_kv_layers": "num_kv_shared_layers",
+                "attention.sliding_window": "sliding_window",
+                "attention.sliding_window_pattern": "_slides",
+                "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+                "expert_used_count": "top_k_experts",
+                "feed_forward_length": "_dense",
+                "final_logit_softcapping": "final_logit_softcapping",
+            },
+            lists=(
+                "attention.head_count_kv",
+                "attention.sliding_window_pattern",
+                "feed_forward_length",
+            ),
+            unused=("attention.value_length_swa",),
+            sizes=_QWEN,
+            fixed={"enable_moe_block": True},
+            derived=_gemma,
+            turned={"full_attention": 1, "sliding_attention": 1},
+            names={
+                "per_layer_token_embd": "model.embed_tokens_per_layer",
+                "per_layer_model_proj": "model.per_layer_model_projection",
+                "per_layer_proj_norm": "model.per_layer_projection_norm",
+                "inp_gate": "per_layer_input_gate",
+                "proj": "per_layer_projection",
+                "post_norm": "post_per_layer_input_norm",
+                "post_attention_norm": "post_attention_layernorm",
+                "ffn_norm": "pre_feedforward_layernorm",
+                "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+                "post_ffw_norm": "post_feedforward_layernorm",
+                "post_ffw_norm_1": "post_feedforward_layernorm_1",
+                "post_ffw_norm_2": "post_feedforward_layernorm_2",
+                "ffn_gate_inp": "router.proj",
+                "ffn_gate_inp.scale": "router.scale",
+                "ffn_down_exps.scale": "router.per_expert_scale",
+                "layer_output_scale": "layer_scalar",
+            },
         )
     ],
     "glm4moe": [
@@ -554,6 +666,53 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
             layouts={"ssm_a": DECAY},
         )
     ],
+    "kimi-linear": [
+        Architecture(
+            model_type="kimi_linear",
+            **_LATENT
+            | {
+                "keys": _LATENT["keys"]
+                | {
+                    "expert_shared_count": "num_shared_experts",
+                    "kda.head_dim": "linear_head_dim",
+                    "ssm.conv_kernel": "linear_conv_kernel_dim",
+                },
+                "sizes": _QWEN,
+                "derived": _kimi,
+                "names": _LATENT["names"]
+                | _moved(
+                    "self_attn",
+                    ssm_conv1d_q="conv1d",
+                    ssm_conv1d_k="conv1d",
+                    ssm_conv1d_v="conv1d",
+                    ssm_f_a="forget_gate.f_a_proj",
+                    ssm_f_b="forget_gate.f_b_proj",
+                    ssm_dt="forget_gate.dt_bias",
+                    ssm_a="forget_gate.A_log",
+                    ssm_beta="b_proj",
+                    ssm_g_a="g_a_proj",
+                    ssm_g_b="g_b_proj",
+                    ssm_norm="o_norm",
+                ),
+                "layouts": _LATENT["layouts"]
+                | {
+                    "ssm_a": DECAY,
+                    "ssm_conv1d_q": nth(0),
+                    "ssm_conv1d_k": nth(1),
+                    "ssm_conv1d_v": nth(2),
+                },
+            },
+            by_layer=_DENSE_OR_SPARSE
+            | {
+                "layer_types": {
+                    "ssm_conv1d_q": "linear_attention",
+                    "attn_kv_a_mqa": "full_attention",
+                },
+            },
+            gating=SIGMOID,
+            turns=False,
+        )
+    ],
     "lfm2moe": [
         Architecture(
             model_type="lfm2_moe",
@@ -629,12 +788,43 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
             ),
         )
     ],
+    "mimo2": [
+        Architecture(
+            model_type="mimo_v2_flash",
+            keys={
+                **_GROUPS,
+                "attention.head_count_kv": "_kv_heads",
+                "attention.sliding_window": "_window",
+                "attention.sliding_window_pattern": "_slides",
+                "attention.value_length": "v_head_dim",
+                "attention.value_scale": "attention_value_scale",
+            },
+            lists=("attention.head_count_kv", "attention.sliding_window_pattern"),
+            sizes=_DEEPSEEK,
+            by_layer=_DENSE_OR_SPARSE,
+            derived=_mimo,
+            gating=SIGMOID,
+            turned={"full_attention": 1, "sliding_attention": 1},
+            names={"attn_sinks": "self_attn.sinks"},
+        )
+    ],
     "minimax-m2": [
         Architecture(
             model_type="minimax_m2",
             sizes={"experts": "num_local_experts", "width": "intermediate_size"},
             gating=SIGMOID,
             names={"exp_probs_b": "mlp.e_score_correction_bias"},
+        )
+    ],
+    "mistral4": [
+        Architecture(
+            model_type="mistral4",
+            normalised=None,
+            **_LATENT
+            | {
+                "keys": _LATENT["keys"] | {"attention.temperature_scale": "_temperature"},
+                "derived": _mistral,
+            },
         )
     ],
     "nemotron_h_moe": [
@@ -761,6 +951,44 @@ ARCHITECTURES: Mapping[str, Sequence[Architecture]] = {
     "qwen3vlmoe": [
         # Text alone is at one position in all sections, so it turns as Qwen3-MoE does.
         replace(_QWEN3_MOE, unused=("rope.dimension_sections", "n_deepstack_layers"))
+    ],
+    "step35": [
+        Architecture(
+            model_type="step3p7",
+            text="step3p5",
+            keys={
+                "attention.head_count": "_heads",
+                "attention.sliding_window": "sliding_window",
+                "attention.sliding_window_pattern": "_slides",
+                "expert_weights_scale": "moe_router_scaling_factor",
+                "swiglu_clamp_exp": "swiglu_limits",
+                "swiglu_clamp_shexp": "swiglu_limits_shared",
+            },
+            lists=(
+                "attention.head_count",
+                "attention.sliding_window_pattern",
+                "swiglu_clamp_exp",
+                "swiglu_clamp_shexp",
+            ),
+            unused=("moe_every_n_layers",),
+            # transformers reads the number of heads when it validates divided frequencies.
+            fixed={"allow_global_per_layer_attribute_access": True},
+            sizes=_DEEPSEEK | {"ffn_down_shexp": "share_expert_dim"},
+            by_layer=_DENSE_OR_SPARSE,
+            derived=_step,
+            gating=SIGMOID,
+            turned={"full_attention": 0.5, "sliding_attention": 1},
+            names={
+                "attn_gate": "self_attn.g_proj",
+                "token_embd": "model.language_model.embed_tokens",
+                "output_norm": "model.language_model.norm",
+            },
+            layers="model.language_model.layers",
+            layouts=dict.fromkeys(
+                ("attn_norm", "attn_q_norm", "attn_k_norm", "ffn_norm", "output_norm"),
+                NORM_OF_ONE_MORE,
+            ),
+        )
     ],
 }
 """By llama.cpp's name. Where there are several, the first whose gating a file has."""

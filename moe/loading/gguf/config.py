@@ -52,9 +52,10 @@ _TELLING = (
     "logit_scale",
     "final_logit",
     "attn_logit",
+    "swiglu_",
 )
 """How keys begin that change what a model computes."""
-_LISTS = ("attention.sliding_window_pattern", "rope.dimension_sections")
+_EACH_OR_ALL = list | int | float
 
 ROTARY_TENSORS: Mapping[str, tuple[str, ...]] = {
     "rope_freqs.weight": ("short_factor", "long_factor"),
@@ -98,7 +99,7 @@ class GgufKeys:
         """
         value = self._metadata.get(f"{self._name}.{key}")
         self._used.add(key)
-        if isinstance(value, list) and kind is not list:
+        if isinstance(value, list) and kind not in (list, _EACH_OR_ALL):
             several = {repr(own): own for own in value if own}
             value = next(iter(several.values())) if len(several) == 1 else value
         if value is None and default is ...:
@@ -107,7 +108,7 @@ class GgufKeys:
             raise self.refused(key)
         if isinstance(value, float) and not math.isfinite(value):
             raise self.refused(key)
-        if value is not None and default is ... and kind is not list and value <= 0:
+        if default is ... and isinstance(value, int | float) and value <= 0:
             raise self.refused(key)
         return default if value is None else value
 
@@ -125,6 +126,7 @@ class GgufKeys:
         """Refuse keys that state another routing or rotation than the model class computes, and
         keys that are not known here; log the rest."""
         theta, rope = self.get("rope.freq_base"), config.get("rope_parameters", {})
+        understood = {*known.keys, *(["rope.freq_base_swa"] if known.turned else [])}
         for key, wanted in (
             ("expert_gating_func", (None, 0, known.gating)),
             ("expert_weights_norm", (None, config.get("norm_topk_prob", known.normalised))),
@@ -132,12 +134,13 @@ class GgufKeys:
             ("expert_group_count", (None, 0, 1)),
             ("expert_group_used_count", (None, 0, 1)),
             ("attention.sliding_window", (None, 0)),
+            ("attention.temperature_length", (None, rope.get("original_max_position_embeddings"))),
             ("rope.freq_base_swa", (None, theta)),
             ("rope.scaling.attn_factor", (None, rope.get("attention_factor", 1.0))),
             ("rope.scaling.yarn_attn_factor", (None, 1.0)),
             ("rope.scaling.yarn_ext_factor", (None, 1.0)),
         ):
-            if key not in known.keys and self.get(key) not in wanted:
+            if key not in understood and self.get(key) not in wanted:
                 raise self.refused(key)
         own = f"{self._name}."
         for key in (key.removeprefix(own) for key in self._metadata if key.startswith(own)):
@@ -172,7 +175,7 @@ def gguf_config(
     config |= known.derived(config, stems)
     _check_sizes(known, config, tensors)
     keys.check(known, config)
-    kinds, own, wide = (
+    kinds, own_kinds, wide = (
         sorted({kind_name(t.kind) for n, t in tensors.items() if wanted(n, t)})
         for wanted in (
             lambda *_: True,
@@ -180,15 +183,29 @@ def gguf_config(
             lambda _, tensor: len(tensor.shape) > 1,
         )
     )
-    return {key: value for key, value in config.items() if not key.startswith("_")} | {
-        "model_type": known.model_type,
+    own = {key: value for key, value in config.items() if not key.startswith("_")}
+    both = {
         "tie_word_embeddings": "output.weight" not in tensors,
-        "dtype": FLOATS.get(wide[0], "bfloat16") if len(wide) == 1 else "bfloat16",
-        "quantization_config": {"quant_method": "gguf", "types": kinds, "expert_types": own},
         "bos_token_id": next(iter(_ids(metadata, "bos")), None),
         "pad_token_id": next(iter(_ids(metadata, "padding")), None),
         "eos_token_id": _ids(metadata, "eos", "eot", "eom") or None,
     }
+    if known.text:
+        stated = {part: value for part, value in both.items() if value is not None}
+        own = {"text_config": own | stated | {"model_type": known.text}}
+    return (
+        own
+        | both
+        | {
+            "model_type": known.model_type,
+            "dtype": FLOATS.get(wide[0], "bfloat16") if len(wide) == 1 else "bfloat16",
+            "quantization_config": {
+                "quant_method": "gguf",
+                "types": kinds,
+                "expert_types": own_kinds,
+            },
+        }
+    )
 
 
 def _layers(keys: GgufKeys, tensors: Mapping[str, GgufTensor]) -> list[frozenset[str]]:
@@ -214,9 +231,12 @@ def _layers(keys: GgufKeys, tensors: Mapping[str, GgufTensor]) -> list[frozenset
 
 def _stated(keys: GgufKeys, known: Architecture, num_layers: int) -> dict[str, Any]:
     """What keys say, by transformers' names."""
-    config = {}
+    config: dict[str, Any] = {}
     for key, ours in (KEYS | dict(known.keys)).items():
-        default, kind = DEFAULTS.get(key, ...), list if key in _LISTS else int | float
+        default, kind = DEFAULTS.get(key, ...), int | float
+        if key in known.lists:
+            config[ours] = _of_each(keys, key, default, num_layers)
+            continue
         if key == "attention.layer_norm_rms_epsilon":
             default = keys.get("attention.layer_norm_epsilon", ...) if not keys.has(key) else ...
         value = keys.get(key, default, kind)
@@ -228,13 +248,27 @@ def _stated(keys: GgufKeys, known: Architecture, num_layers: int) -> dict[str, A
     if "qk_rope_head_dim" in config:
         config["head_dim"] = config["qk_rope_head_dim"]
     else:
-        width = config[names["embedding_length"]] // config[names["attention.head_count"]]
+        heads = config[names["attention.head_count"]]
+        heads = heads[0] if isinstance(heads, list) else heads
+        width = config[names["embedding_length"]] // heads
         config["head_dim"] = keys.get("attention.key_length", width)
     if config.get("sliding_window") == 0:
         config["sliding_window"] = None
     if "feed_forward_length" not in known.keys and keys.get("feed_forward_length", kind=object):
         config["intermediate_size"] = keys.get("feed_forward_length")
     return config
+
+
+def _of_each(keys: GgufKeys, key: str, default: Any, num_layers: int) -> list[Any] | None:
+    """What a key says of each layer; one number is of all."""
+    value = keys.get(key, default, _EACH_OR_ALL)
+    if not isinstance(value, list):
+        return None if value is None else [value] * num_layers
+    least = 1 if key.startswith("attention.head_count") else 0
+    fits = [isinstance(own, int | float) and least <= own < math.inf for own in value]
+    if len(value) < num_layers or not all(fits):
+        raise keys.refused(key)
+    return value[:num_layers]  # those behind are of layers that draft
 
 
 def _shown(
@@ -294,11 +328,13 @@ def _check_sizes(
     """That keys do not contradict the shapes of what is made by them."""
     names = KEYS | dict(known.keys)
     hidden, heads = config[names["embedding_length"]], config[names["attention.head_count_kv"]]
+    heads = heads[0] if isinstance(heads, list) else heads
     embeddings = tensors["token_embd.weight"].shape if "token_embd.weight" in tensors else (0,)
     attn_k = re.compile(r"blk\.\d+\.attn_k\.weight")  # an indexer has one of its own
     keys = next((t.shape for n, t in tensors.items() if attn_k.fullmatch(n)), None)
     checked = [("token_embd.weight", (embeddings[0], hidden), embeddings)]
-    if keys is not None and config.get("head_dim"):
+    several = {"_sliding_head", "qk_rope_head_dim"} & config.keys()  # heads of other sizes, too
+    if keys is not None and config.get("head_dim") and not several:
         checked.append(("attn_k.weight", (heads * config["head_dim"], hidden), keys))
     for tensor, stated, found in checked:
         if found != stated:
@@ -319,21 +355,50 @@ def _rope(
     config: dict[str, Any],
     divisors: Mapping[str, Sequence[float]],
 ) -> dict[str, Any]:
-    rope = {**known.rotary, "rope_theta": keys.get("rope.freq_base", 10000.0)}
-    rope["rope_type"] = "default"
     rotated = keys.get("rope.dimension_count", config["head_dim"])
-    if rotated != config["head_dim"]:
-        rope["partial_rotary_factor"] = rotated / config["head_dim"]
+    base = keys.get("rope.freq_base", 10000.0)
+    if not known.turned:
+        return _rope_of(keys, known, config["head_dim"], divisors, rotated, base)
+    if keys.get("rope.scaling.type", "none", str) != "none":
+        raise keys.refused("rope.scaling.type")
+    kinds = {}
+    for kind, share in known.turned.items():
+        head, size, own_base, own = config["head_dim"], int(rotated * share), base, divisors
+        if kind == "sliding_attention":
+            own_base, own = keys.get("rope.freq_base_swa", base), {}
+            head = keys.get("attention.key_length_swa", head)
+            size = keys.get("rope.dimension_count_swa", size)
+        elif share < 1:  # numbers are there for all that turn in the other layers
+            own = {name: numbers[: size // 2] for name, numbers in divisors.items()}
+        kinds[kind] = _rope_of(keys, known, head, own, size, own_base)
+    return kinds
+
+
+def _rope_of(
+    keys: GgufKeys,
+    known: Architecture,
+    head: int,
+    divisors: Mapping[str, Sequence[float]],
+    rotated: int,
+    base: float,
+) -> dict[str, Any]:
+    """Positions in layers of one kind, which turn `rotated` of a head's dimensions."""
+    rope = {**known.rotary, "rope_theta": base, "rope_type": "default"}
+    if rotated != head:
+        rope["partial_rotary_factor"] = rotated / head
     scaling = keys.get("rope.scaling.type", "none", str)
     factor = keys.get("rope.scaling.factor")
-    if divisors and scaling in ("none", "longrope"):
+    turning = _turning(divisors, head // 2)
+    if turning is not None and scaling == "none":
+        rope |= {"rope_type": "proportional", "partial_rotary_factor": turning / (head // 2)}
+    elif divisors and scaling in ("none", "longrope"):
         rope |= _longrope(keys, known, divisors, rotated // 2)
     elif scaling in ("linear", "yarn") and not divisors:
         for key, ours in (_YARN if scaling == "yarn" else {"factor": "factor"}).items():
             if (value := keys.get(f"rope.scaling.{key}")) is not None:
                 rope[ours] = value
         rope |= {"rope_type": scaling} | (dict(known.yarn) if scaling == "yarn" else {})
-        if "qk_rope_head_dim" in config and keys.has("rope.scaling.yarn_log_multiplier"):
+        if "rope.dimension_count" in known.keys and keys.has("rope.scaling.yarn_log_multiplier"):
             # llama.cpp's converter states a tenth of what both of transformers' factors are.
             tenth = keys.get("rope.scaling.yarn_log_multiplier")
             rope["mscale"] = rope["mscale_all_dim"] = 10 * tenth
@@ -346,6 +411,14 @@ def _rope(
     if rope.get("mrope_interleaved"):
         rope["mrope_section"] = keys.get("rope.dimension_sections", ..., list)[:3]
     return rope
+
+
+def _turning(divisors: Mapping[str, Sequence[float]], pairs: int) -> int | None:
+    """How many of a head's pairs turn, where a file divides the others' frequencies by 1e30."""
+    numbers = list(divisors.get("rope_freqs.weight", ()))
+    turning = numbers.count(1.0)
+    stands = all(number > 9e29 for number in numbers[turning:])
+    return turning if len(numbers) == pairs and 0 < turning < pairs and stands else None
 
 
 def _longrope(

@@ -147,6 +147,8 @@ def read_gguf(
         if dimensions > 4:
             raise HeaderError(f"tensor {name!r} has {dimensions} dimensions, 4 is the most")
         shape = tuple(header.number("Q") for _ in range(dimensions))[::-1]
+        if dimensions == 4 and shape[0] == 1:
+            shape = shape[1:]  # as llama.cpp's quantiser leaves it out
         found[name] = shape, header.number("I"), header.number("Q")
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment.bit_count() != 1:

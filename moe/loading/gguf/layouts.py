@@ -78,12 +78,13 @@ DECAY = TensorLayout(value=lambda stored: torch.log(-stored))
 """The file has the negative exponential of the network's logarithm."""
 
 
-def first_half(_: Any, rows: int) -> Iterator[Part]:
-    yield Part(slice(None), (slice(0, rows),))
+def nth(number: int) -> TensorLayout:
+    """Rows that are a part of a parameter, behind as many parts of the same size."""
 
+    def parts(_: Any, rows: int) -> Iterator[Part]:
+        yield Part(slice(None), (slice(number * rows, (number + 1) * rows),))
 
-def second_half(_: Any, rows: int) -> Iterator[Part]:
-    yield Part(slice(None), (slice(rows, 2 * rows),))
+    return TensorLayout(parts=parts)
 
 
 def _latent(config: Any, head: int) -> tuple[int, int, int]:

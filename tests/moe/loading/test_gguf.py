@@ -19,7 +19,10 @@ from transformers import AutoTokenizer, PreTrainedModel
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor, load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from examples.models import gguf_files, gguf_rules
 from examples.models.gguf_files import Kind, write_model
@@ -54,9 +57,12 @@ Write = Callable[..., Path]
 def reference(model_type: str) -> PreTrainedModel:
     """A tiny model of an architecture, as llama.cpp can run it."""
     config = tiny_config(model_type)
-    values = config.to_dict() | AS_LLAMA_CPP.get(model_type, {})
+    values = config.to_dict()
+    values.get("text_config", values).update(AS_LLAMA_CPP.get(model_type, {}))
     torch.manual_seed(0)
-    made: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    kinds = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if multimodal else MODEL_FOR_CAUSAL_LM_MAPPING
+    made: Any = kinds[type(config)]
     model: PreTrainedModel = made(type(config).from_dict(values)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -64,8 +70,8 @@ def reference(model_type: str) -> PreTrainedModel:
             spread = 0.1 if parameter.ndim < 2 else parameter.shape[-1] ** -0.5
             parameter.copy_(parameter * (parameter.ndim < 2) + spread * drawn)
         for name, buffer in model.named_buffers():
-            if "bias" in name:
-                buffer.normal_(std=0.1)
+            if "bias" in name or "layer_scalar" in name:
+                buffer.add_(torch.randn_like(buffer), alpha=0.1)
     return model
 
 
@@ -112,7 +118,8 @@ def test_names_are_those_that_llama_cpp_publishes(name: str) -> None:
         kinds = (own for kinds in row.by_layer.values() for own in kinds)
         shown = (tensor.rpartition(".")[0] for tensor in row.shown.values())
         sizes = row.sizes.keys() - {"experts", "width"}
-        assert {*row.names, *row.layouts, *kinds, *shown, *sizes} <= published
+        names = {tensor.removesuffix(".scale") for tensor in row.names}
+        assert {*names, *row.layouts, *kinds, *shown, *sizes} <= published
     assert {own.model_type for own in TABLE[name]} <= set(ARCHITECTURES) | {"granitemoeshared"}
 
 
@@ -361,6 +368,26 @@ def test_frequencies_that_a_tensor_divides(
     values = AS_LLAMA_CPP.get(model_type, {}) | {"rope_parameters": LLAMA3}
     monkeypatch.setitem(AS_LLAMA_CPP, model_type, values)
     rewritten(model_type, write, monkeypatch, divided)
+
+
+def test_frequencies_that_a_tensor_divides_in_full_layers_alone(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Step 3.5 has them, with numbers for all of a head, of which these layers turn half."""
+
+    def divided(model: PreTrainedModel, tensors: Any, keys: Any) -> None:
+        config: Any = model.config.get_text_config()
+        scaled: Any = ROPE_INIT_FUNCTIONS["llama3"](config, None, layer_type="full_attention")[0]
+        plain = 5e6 ** (-torch.arange(0, 8, 2).float() / 8)
+        assert not torch.equal(scaled, plain)
+        tensors["rope_freqs.weight"] = torch.cat([plain / scaled, torch.full((4,), 7.0)])
+
+    values = AS_LLAMA_CPP["step3p7"]
+    kinds = values["rope_parameters"]
+    full = kinds["full_attention"] | LLAMA3 | {"rope_theta": 5e6}
+    changed = values | {"rope_parameters": kinds | {"full_attention": full}}
+    monkeypatch.setitem(AS_LLAMA_CPP, "step3p7", changed)
+    rewritten("step3p7", write, monkeypatch, divided)
 
 
 def test_frequencies_of_short_and_long_prompts(

@@ -163,6 +163,26 @@ def test_keys_that_change_the_model_are_understood_or_refused(
 
 
 @pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.sliding_window_pattern", [True]),
+        ("attention.head_count_kv", [0] * 7),
+        ("attention.head_count_kv", ["2"] * 7),
+        ("rope.scaling.type", "yarn"),
+    ],
+)
+def test_keys_of_each_layer_are_checked(
+    key: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("mimo_v2_flash")
+    keys = gguf_files.gguf_keys(model.config) | {key: value}
+    monkeypatch.setattr(gguf_files, "gguf_keys", lambda _: keys)
+    write_model(model, tmp_path / "of-layers.gguf")
+    with pytest.raises(UnsupportedModelError, match=f"it states mimo2.{key} = "):
+        planned(tmp_path / "of-layers.gguf")
+
+
+@pytest.mark.parametrize(
     ("name", "values", "message"),
     [
         ("rope_freqs", [1.0] * 5, "rope_freqs.weight of 5 numbers, not of 8 above 0"),
