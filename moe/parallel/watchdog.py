@@ -133,10 +133,11 @@ class Watchdog(threading.Thread):
     def _listen(self, until: float) -> None:
         while (left := until - time.monotonic()) > 0 and not self._closing.is_set():
             by_file = {c.fileno(): rank for rank, c in self._connections.items()}
-            ready, _, _ = select.select([*by_file, self._wake], [], [], left)
+            ready, _, _ = select.select([*by_file, self._wake.fileno()], [], [], left)
             until = self._excuse(until)
-            for file in (file for file in ready if file is not self._wake):
-                self._hear(by_file[file])
+            for file in ready:
+                if file in by_file:
+                    self._hear(by_file[file])
         self._excuse(until)
 
     def _excuse(self, until: float) -> float:
