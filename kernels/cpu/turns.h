@@ -42,7 +42,7 @@ class Turns {
 
   template <class Task>
   void run(long count, const Task& task) {
-    measure(count, [&](Claim& claim) {
+    take_part(count, [&](Claim& claim) {
       for (long i; (i = claim.take()) < count; ++claim.done) task(i);
     });
   }
@@ -50,7 +50,7 @@ class Turns {
   // The same with task(i, next), where `next` is the thread's next task; >= count: none.
   template <class Task>
   void run_ahead(long count, const Task& task) {
-    measure(count, [&](Claim& claim) {
+    take_part(count, [&](Claim& claim) {
       for (long i = claim.take(), next; i < count; i = next, ++claim.done) {
         next = claim.take();
         task(i, next);
@@ -84,8 +84,9 @@ class Turns {
     }
   };
 
+  // Runs work(claim) in a thread of the region, and waits for the others' tasks.
   template <class Work>
-  void measure(long count, const Work& work) {
+  void take_part(long count, const Work& work) {
     const long threads = omp_get_num_threads();
     const long shares = threads < MOST_SHARES ? threads : MOST_SHARES;
     const bool alone = threads == 1;
