@@ -132,8 +132,10 @@ def losses(
     return nats, agreed
 
 
-def train(args: argparse.Namespace, model: Any, layer: MtpLayer, streams: list[Tensor]) -> float:
-    """Train the layer; returns the seconds that it took."""
+def train(
+    args: argparse.Namespace, model: Any, layer: MtpLayer, streams: list[Tensor]
+) -> tuple[int, float]:
+    """Train the layer; returns the steps, and the seconds that they took."""
     optimizer, start = build_optimizer(layer, args.lr), time.time()
     for step in range(args.steps):
         done = max(step / args.steps, (time.time() - start) / 60 / args.minutes)
@@ -157,7 +159,7 @@ def train(args: argparse.Namespace, model: Any, layer: MtpLayer, streams: list[T
             save_file(layer.tensors(), args.out, metadata={"format": "pt"})
         if last:
             break
-    return time.time() - start
+    return step + 1, time.time() - start
 
 
 def parse_args() -> argparse.Namespace:
@@ -203,8 +205,8 @@ def main() -> None:
     layer = MtpLayer(model, residual_of(model, sample))
     if args.go_on is not None:
         layer.load(args.go_on)
-    seconds = train(args, model, layer, streams)
-    print(f"{args.out}: {args.steps} steps in {seconds / 60:.0f} min")
+    steps, seconds = train(args, model, layer, streams)
+    print(f"{args.out}: {steps} steps in {seconds / 60:.0f} min")
 
 
 if __name__ == "__main__":

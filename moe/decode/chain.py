@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from experts.linear import QuantizedLinear
 from kernels.cpu import decode as native
-from kernels.cpu.kv import FormatRecord
-from moe.decode.compiled import DescribedStep
+from moe.decode.compiled import CachePlaces, DescribedStep
 from moe.decode.records import DescriptionRecords
 from moe.decode.step import DecodeForward
 from moe.describe.description import Attention, LatentAttention, Projection
@@ -54,7 +53,6 @@ class CompiledChain:
         self._records = DescriptionRecords()
         self._matrix = self._records.matrix(draft_head(step.description.head))
         self._model = step.chain_model(self._matrix)
-        self._formats = [FormatRecord(*each) for each in KVCache.form[:2]]
         attentions = [layer.attention for layer in step.description.layers]
         self._empty = {own.layer: _no_rows(own) for own in attentions}
         self._made = _Made(1, 1)
@@ -75,7 +73,7 @@ class CompiledChain:
     ) -> ChainedDrafts:
         most, count = max(depths), len(work)
         sizes = [len(item.token_ids) for item in work]
-        rows = self._rows_of(work, depths)
+        places = self._places_of(work, depths)
         past_BH = (hidden[0] if count == 1 else torch.cat(list(hidden))).float().contiguous()
         layers, top_k = self._step.routed
         ids = torch.empty(layers * top_k * (sum(sizes) + count * (most - 1)), dtype=torch.int64)
@@ -95,8 +93,8 @@ class CompiledChain:
         first, chain = made.first, made.chain
         first.rows, first.hidden = past_BH.shape
         first.layers = len(self._step.caches)
-        first.tokens, first.position, first.capacity, first.cache = rows.pointers
-        first.keys, first.values = self._formats
+        first.tokens, first.position, first.capacity, first.cache = places.pointers
+        first.keys, first.values = places.formats
         first.threads, first.past = torch.get_num_threads(), past_BH.data_ptr()
         chain.model, chain.price, chain.ids = addressof(self._model), price, ids.data_ptr()
         self._step.kernel.draft(chain)
@@ -113,24 +111,17 @@ class CompiledChain:
             passes,
         )
 
-    def _rows_of(self, work: Sequence[Work], depths: Sequence[int]) -> _FirstRows:
+    def _places_of(self, work: Sequence[Work], depths: Sequence[int]) -> CachePlaces:
         """The rows of the first pass; their caches have room for those of all passes."""
-        numbers = list[tuple[int, int, int]]()
-        tables = list[np.ndarray]()
         for item, depth in zip(work, depths, strict=True):
-            cache, count = item.cache, len(item.token_ids)
+            cache = item.cache
             assert type(cache) is KVCache  # whose rows are floats, and attend to all before them
-            end = cache.length + count
-            cache.reserve(end + depth - 1)
+            end = cache.length + len(item.token_ids) + depth
+            cache.reserve(end - 1)
             for layer, shapes in self._empty.items() if cache.length == 0 else ():
                 cache.write(layer, *shapes)  # the buffers
-            self._step.reserve(end + depth)
-            room = cache.block_tokens
-            numbers += [(token, cache.length + at, room) for at, token in enumerate(item.token_ids)]
-            tables += [cache.tables(self._step.caches)] * count
-        rows_3B = np.array(numbers, np.int64).T.copy()
-        found = tables[0] if len(tables) == 1 else np.concatenate(tables)
-        return _FirstRows(rows_3B, found)
+            self._step.reserve(end)
+        return CachePlaces(work, self._step.caches)
 
     def _count(self, ids: Tensor, rows: Sequence[int], layers: int, top_k: int) -> None:
         """Count what the passes have read."""
@@ -139,15 +130,6 @@ class CompiledChain:
         parts = ids[: layers * top_k * sum(rows)].split([layers * top_k * own for own in rows])
         for own, count in zip(parts, rows, strict=True):
             self._forward.count_inside(own.view(layers, count, top_k))
-
-
-class _FirstRows:
-    """Tokens, positions, rooms and tables of the first pass; ``pointers`` to them."""
-
-    def __init__(self, rows_3B: np.ndarray, tables: np.ndarray) -> None:
-        self._kept = rows_3B, tables
-        first, each = rows_3B.ctypes.data, rows_3B.strides[0]
-        self.pointers = first, first + each, first + 2 * each, tables.ctypes.data
 
 
 class _Made:

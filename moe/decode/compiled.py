@@ -237,10 +237,7 @@ class DescribedStep(CompiledStep):
         memory = torch.empty(3, rows, hidden, dtype=torch.float32)
         h_BH = torch.empty(rows, hidden, dtype=torch.float32)  # alone, as sequences may keep it
         self._embedding.fill(places, memory[0])
-        h, (x, beside) = (
-            h_BH.data_ptr(),
-            (memory.data_ptr() + 4 * rows * hidden * i for i in (0, 1)),
-        )
+        x, h, beside = memory[0].data_ptr(), h_BH.data_ptr(), memory[1].data_ptr()
         record = native.StepRecord(
             rows, hidden, len(self._caches), x, h, beside, *places.pointers, None, places.seen,
             *places.formats, torch.get_num_threads(), places.bounds, self._past(rows),

@@ -60,16 +60,14 @@ class MtpDrafts(PassDrafts):
         stop: Stop,
     ) -> list[Draft]:
         chain = self._head.chain
-        places = [p for p, depth in enumerate(depths) if depth and len(_new_rows(sequences[p]))]
         if chain is None or not chain.ready:
             return super().draft(mode, sequences, depths, stop)
         self.rows = []
         drafts = [PLAIN] * len(sequences)
-        if not places:
-            return drafts
-        # Verification meets the same error and reports it to the sequences it belongs to.
-        with suppress(Exception):
-            self._chain(chain, mode, sequences, depths, stop, places, drafts)
+        if places := [p for p, own in enumerate(depths) if own and len(_kept(sequences[p]))]:
+            # Verification meets the same error and reports it to the sequences it belongs to.
+            with suppress(Exception):
+                self._chain(chain, mode, sequences, depths, stop, places, drafts)
         return drafts
 
     def _chain(
@@ -83,7 +81,7 @@ class MtpDrafts(PassDrafts):
         drafts: list[Draft],
     ) -> None:
         """Fill in the drafts of the sequences at these places: all passes in one call."""
-        read = [_new_rows(sequences[place]) for place in places]
+        read = [_kept(sequences[place]) for place in places]
         work, hidden, params = [], [], []
         for place, rows in zip(places, read, strict=True):
             sequence = sequences[place]
@@ -146,15 +144,8 @@ class MtpDrafts(PassDrafts):
         return logits
 
 
-def _new_rows(sequence: RunningSequence) -> HiddenRows:
+def _kept(of: RunningSequence | Work) -> HiddenRows:
     """The hidden states before the tokens that the layer has not read."""
-    cache = sequence.cache
-    assert isinstance(cache, KVCache)
-    assert cache.hidden is not None
-    return cache.hidden
-
-
-def _kept(work: Work) -> HiddenRows:
-    assert isinstance(work.cache, KVCache)
-    assert work.cache.hidden is not None
-    return work.cache.hidden
+    assert isinstance(of.cache, KVCache)
+    assert of.cache.hidden is not None
+    return of.cache.hidden
