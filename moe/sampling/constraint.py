@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 MASK_SECONDS = 0.1
 """Most seconds of a processor for one mask, by this machine's clock."""
 _PROMPT_S = 0.002
-"""A mask that has taken less than this is waited for, even if the step's time is up."""
+"""Until this long after it began a mask is waited for, even if the step's time is up."""
 _THREADS = 4
 _KNOWN = 64
 _SPECIAL = re.compile(r"<\[[^\]\s]*\]>|<\|[^|<>\s]+\|>")  # tokens by number or name
@@ -113,6 +113,7 @@ class Constraint:
         self._barred = [token_id for token_id in barred if token_id < vocab_size]
         self._threads = threads or MaskThreads()
         self._mask: Future[bytes] | None = None
+        self._begun = 0.0
         self._until = math.inf
         self._is_slow = False
 
@@ -126,6 +127,7 @@ class Constraint:
         """Start to compute the mask of the next token, in another thread."""
         if self._mask is None and self._matcher is not None and not self.is_over:
             self._mask = self._threads.submit(self._matcher.compute_bitmask)
+            self._begun = time.monotonic()
 
     def wait_until(self, until: float) -> None:
         """From now on masks are late after this time of `time.monotonic`."""
@@ -163,7 +165,8 @@ class Constraint:
         except MaskLateError:
             matcher = None
         twin = Constraint(matcher, self._vocab_size, self._barred, self._threads)
-        twin._mask, twin._until, twin._is_slow = self._mask, self._until, self._is_slow
+        twin._mask, twin._begun = self._mask, self._begun
+        twin._until, twin._is_slow = self._until, self._is_slow
         return twin
 
     def _idle_matcher(self) -> LLMatcher:
@@ -171,10 +174,10 @@ class Constraint:
         if self._matcher is None:
             raise MaskLateError
         if self._mask is not None and not self._mask.done():
-            left = self._until - time.monotonic()
-            least = 0.0 if self._is_slow else _PROMPT_S
+            until = self._until if self._is_slow else max(self._until, self._begun + _PROMPT_S)
+            left = max(until - time.monotonic(), 0.0)
             try:
-                self._mask.exception(None if math.isinf(left) else max(left, least))
+                self._mask.exception(None if math.isinf(left) else left)
             except FutureTimeoutError:
                 self._is_slow = True
                 raise MaskLateError from None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,3 +76,22 @@ def test_where_nothing_can_be_read(tmp_path: Path) -> None:
     assert machine.memory_available(tmp_path) is None
     assert machine.cpu_quota(tmp_path) is None
     assert machine.instruction_sets(tmp_path) == []
+
+
+def test_threads_of_torch_sleep_soon_unless_the_user_says_how_they_wait() -> None:
+    def spins(**given: str) -> str:
+        ways = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"
+        unset = {name: value for name, value in os.environ.items() if name not in ways}
+        env = unset | {"OMP_DISPLAY_ENV": "verbose"} | given
+        code = "import moe, torch; print('libgomp' in open('/proc/self/maps').read())"
+        run = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+        if "True" not in run.stdout:
+            pytest.skip("torch has another OpenMP here")
+        (found,) = re.findall(r"GOMP_SPINCOUNT = '(\w+)'", run.stderr)
+        return str(found)
+
+    assert spins() == "10000"
+    assert spins(GOMP_SPINCOUNT="77") == "77"
+    assert spins(OMP_WAIT_POLICY="ACTIVE") not in ("10000", "0")

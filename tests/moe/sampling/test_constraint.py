@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ from hypothesis import strategies as st
 
 from moe import Structure
 from moe.errors import RequestError, StructureError
+from moe.fair_pool import FairPool
 from moe.sampling.batch import LogitsError, Token
-from moe.sampling.constraint import Structures
+from moe.sampling.constraint import Constraint, MaskLateError, MaskThreads, Structures
 from moe.sampling.params import SamplingParams
 from moe.sampling.sampler import Sampler
 from moe.speculate.draft import Draft, Mode
@@ -332,3 +335,29 @@ def test_what_becomes_too_complex_while_it_is_followed_ends_with_the_reason(
     sampler, noise = make(structures, structure, seed=0), random.Random(0)
     with pytest.raises(StructureError, match=r"cannot be followed any further: .*too many"):
         draw(sampler, noise, 1000)
+
+
+def test_a_step_waits_once_for_all_masks_that_are_late() -> None:
+    """Not for each of them a little longer."""
+    go_on = threading.Event()
+
+    class Stuck:
+        def is_stopped(self) -> bool:
+            return False
+
+        def compute_bitmask(self) -> bytes:
+            assert go_on.wait(30)
+            return b""
+
+    pool = FairPool(1, "test", each=1)
+    made = [Constraint(Stuck(), VOCAB, threads=MaskThreads(pool)) for _ in range(200)]  # type: ignore[arg-type]
+    for constraint in made:
+        constraint.begin_mask()
+    begun = time.monotonic()
+    for constraint in made:
+        constraint.wait_until(begun + 0.02)
+    for constraint in made:
+        with pytest.raises(MaskLateError):
+            constraint.allowed_bits()
+    assert time.monotonic() - begun < 0.2  # else .42
+    go_on.set()
