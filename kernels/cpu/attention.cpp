@@ -1,8 +1,9 @@
-// Attention of a sequence's new rows over its keys and values, in float32, called through ctypes
-// (which releases the GIL). A task takes some rows of the query heads that share keys through all
-// splits of the keys.
+// Attention of a sequence's new rows over its keys and values, called through ctypes (which releases
+// the GIL). A task takes some rows of the query heads that share keys through all splits of the keys.
+// Sums are float32, and so are products, unless keys and values are bf16 and the CPU multiplies it.
 #include <omp.h>
 
+#include "attention_bf16.h"
 #include "attention_floats.h"
 #include "attention_parts.h"
 #include "calls.h"
@@ -158,6 +159,10 @@ int32_t moe_received(const Attend* a, float* out, int32_t threads) {
 // 0: no memory.
 int32_t moe_attend(const Attend* a, int32_t threads) {
   threads = team(a->queries * a->heads * a->keys * a->key_size, threads);
-  return amx::ready ? attend<Parts>(*a, threads) : attend<Floats>(*a, threads);
+  if (amx::ready) return attend<Parts>(*a, threads);
+#if defined(__AVX512BF16__)
+  if (Halves::fits(*a)) return attend<Halves>(*a, threads);
+#endif
+  return attend<Floats>(*a, threads);
 }
 }

@@ -1,5 +1,5 @@
 // Query rows of one key head over all splits of its keys, with a running softmax. The matrix products
-// are those of a class `Products` (attention_floats.h, attention_parts.h):
+// are those of a class `Products` (attention_floats.h, attention_bf16.h, attention_parts.h):
 //
 //   TILE                             rows that share every load
 //   unit_bytes(a)                    bytes of PANEL_KEYS packed keys and values

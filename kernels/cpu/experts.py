@@ -43,6 +43,11 @@ from kernels.scales import SCALES
 
 Weights = TypeVar("Weights", ExpertWeights, QuantizedExperts)
 
+_CALL_BYTES = 96 << 20
+"""C++ keeps up to 128 MiB for the next call (calls.h). New pages for each layer take a tenth of
+a long prompt's time."""
+_LEAST_TOKENS = 256
+
 _FORWARD = (
     NUMBER,
     (*(POINTER,) * 3, NUMBER, *(POINTER,) * 2, SIZE, SIZE, *(POINTER,) * 2, NUMBER),
@@ -160,6 +165,12 @@ class LayerArguments(Generic[Weights]):
     so_far: int | None
 
 
+def tokens_a_call(slots: int, hidden_size: int, intermediate_size: int) -> int:
+    """Most tokens of a call of C++, whose scratch memory is to take `_CALL_BYTES`."""
+    row_bytes = 5 * hidden_size + 4 * intermediate_size  # of a slot: its input, inner row, output
+    return max(_LEAST_TOKENS, _CALL_BYTES // (slots * row_bytes))
+
+
 class NativeLayer(ABC, Generic[Weights]):
     """`experts_forward` on the CPU by a compiled library (see kernels/cpu/build.py)."""
 
@@ -188,9 +199,14 @@ class NativeLayer(ABC, Generic[Weights]):
         ids_TK = expert_ids_TK.to(torch.int64).contiguous()
         weights_TK = weights_TK.to(torch.float32).contiguous()
         output_TH = torch.empty_like(hidden_TH) if add_to_TH is None else add_to_TH
-        so_far = None if add_to_TH is None else add_to_TH.data_ptr()
         run = self._run_in_steps if plan.activation is None else self._run_whole
-        run(plan, LayerArguments(hidden_TH, ids_TK, weights_TK, experts, output_TH, so_far))
+        (tokens, slots), sizes = ids_TK.shape, (experts.hidden_size, experts.intermediate_size)
+        step = -(-tokens // -(-tokens // tokens_a_call(slots, *sizes)))  # calls of about one size
+        for first in range(0, tokens, step):
+            own = slice(first, first + step)
+            so_far = None if add_to_TH is None else output_TH[own].data_ptr()
+            given = hidden_TH[own], ids_TK[own], weights_TK[own]
+            run(plan, LayerArguments(*given, experts, output_TH[own], so_far))
         return output_TH if add_to_TH is not None else output_TH.to(dtype)
 
     def layer_call(self, experts: Weights) -> LayerCall | None:

@@ -104,37 +104,41 @@ static inline void scores_of(const float* q, long stride, long queries, const Nu
   }
 }
 
-// Turns scores into e^(score - high), after scale and soft cap (0: none).
+// Turns scores into e^(scale * score - high), behind a soft cap (0: none).
 static inline Partial exponents(float* score, long count, float scale, float softcap) {
   constexpr int TOGETHER = LANES == 16 ? 4 : 2;  // as many as the registers hold
+  constexpr float LOG2_E = 1.44269504088896341f;
   vf highest = splat(-FLT_MAX);
-  for (long t = count; t % LANES; ++t) score[t] = -FLT_MAX / scale;
+  for (long t = count; t % LANES; ++t) score[t] = -FLT_MAX;
   for (long t = 0; t < count; t += LANES) {
-    vf s = load<vf>(score + t) * scale;
-    if (softcap > 0) s = softcap * (1.0f - 2.0f / (exp_lanes(2.0f / softcap * s) + 1.0f));
+    vf s = load<vf>(score + t);
+    if (softcap > 0) {
+      s = softcap * (1.0f - 2.0f / (exp_lanes(2.0f / softcap * scale * s) + 1.0f));
+      store(score + t, s);
+    }
     highest = s > highest ? s : highest;
-    store(score + t, s);
   }
-  const float high = largest_lane(highest);
+  if (softcap > 0) scale = 1;
+  const float high = largest_lane(highest), factor = scale * LOG2_E;
   vf sum = {};
   long t = 0;
-  for (; t + TOGETHER * LANES <= count; t += TOGETHER * LANES) {
-    vf e[TOGETHER];
-    UNROLL for (int i = 0; i < TOGETHER; ++i) e[i] = load<vf>(score + t + i * LANES) - high;
-    exp_each(e);
-    UNROLL for (int i = 0; i < TOGETHER; ++i) store(score + t + i * LANES, e[i]), sum += e[i];
-  }
-  for (; t + LANES <= count; t += LANES) {
-    const vf e = exp_lanes(load<vf>(score + t) - high);
-    store(score + t, e);
-    sum += e;
-  }
+  const auto some = [&](auto& e) {
+    constexpr int N = sizeof e / sizeof e[0];
+    UNROLL for (int i = 0; i < N; ++i) e[i] = (load<vf>(score + t + i * LANES) - high) * factor;
+    exp2_each(e);
+    UNROLL for (int i = 0; i < N; ++i) store(score + t + i * LANES, e[i]), sum += e[i];
+    t += N * LANES;
+  };
+  vf more[TOGETHER], one[1];
+  while (t + TOGETHER * LANES <= count) some(more);
+  while (t + LANES <= count) some(one);
   if (t < count) {
-    store(score + t, exp_lanes(load<vf>(score + t) - high));
-    for (long end = (count + LANES - 1) / LANES * LANES; count < end; ++count) score[count] = 0;
-    sum += load<vf>(score + t);
+    const vf so_far = sum;
+    some(one);
+    for (; count < t; ++count) score[count] = 0;
+    sum = so_far + load<vf>(score + t - LANES);
   }
-  return {high, total(sum)};
+  return {high * scale, total(sum)};
 }
 
 // out[g] = sum over t of weight[g][t] * v[t], for N queries.

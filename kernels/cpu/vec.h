@@ -206,6 +206,27 @@ static inline void exp_each(vf (&x)[N]) {
 #undef EACH
 }
 
+// 2^x for x of at most 127, of which 2^-126 stands for all that is smaller: x = n + r, a polynomial in
+// r (minimax, 1.6e-7) whose exponent grows by n.
+template <int N>
+static inline void exp2_each(vf (&x)[N]) {
+  const float to_int = 12582912.0f;  // 1.5 * 2^23
+  vf low = splat(-126.0f);
+  IN_REGISTER(low);
+  vf shifted[N], r[N], p[N];
+#define EACH UNROLL for (int i = 0; i < N; ++i)
+  EACH x[i] = low > x[i] ? low : x[i];
+  EACH shifted[i] = x[i] + to_int;
+  EACH r[i] = x[i] - (shifted[i] - to_int);
+  EACH p[i] = 1.3264727e-3f * r[i] + 9.671513e-3f;
+  EACH p[i] = p[i] * r[i] + 5.5507336e-2f;
+  EACH p[i] = p[i] * r[i] + 2.4022242e-1f;
+  EACH p[i] = p[i] * r[i] + 6.9314700e-1f;
+  EACH p[i] = p[i] * r[i] + 1.0f;
+  EACH x[i] = bits<vf>(bits<vi>(p[i]) + (bits<vi>(shifted[i]) << 23));
+#undef EACH
+}
+
 static inline vf exp_lanes(vf x) {
   vf each[1] = {x};
   exp_each(each);

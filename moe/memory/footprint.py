@@ -29,6 +29,7 @@ from transformers import (
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import backend_status
+from kernels.cpu.experts import tokens_a_call
 from moe.describe.attention import seen_windows
 from moe.describe.stateful import find_stateful
 from moe.errors import UnsupportedModelError
@@ -313,8 +314,11 @@ def _scratch(module: Any, hidden: Tensor, top_k_index: Tensor, _: Tensor) -> Ten
     """Allocate the float32 rows of the experts' kernel: inner and outer ones for each slot."""
     width = module.down_proj.numel() // (module.num_experts * hidden.shape[-1])
     inner = width * (3 if module.has_gate else 2)
-    row = inner + hidden.shape[-1] if module.scratch_is_small else 4 * hidden.shape[-1]
-    rows = torch.empty(top_k_index.numel() * row, dtype=torch.float32, device=hidden.device)
+    (tokens, slots), size = top_k_index.shape, hidden.shape[-1]
+    row = 4 * size
+    if module.scratch_is_small:
+        row, tokens = inner + size, min(tokens, tokens_a_call(slots, size, width))
+    rows = torch.empty(tokens * slots * row, dtype=torch.float32, device=hidden.device)
     del rows
     return torch.empty_like(hidden)
 

@@ -59,6 +59,32 @@ def test_large_layers_agree_with_the_reference_row_by_row(
     assert torch.equal(torch.cat(alone), together)
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("adds", [True, False])
+def test_long_prompts_are_computed_in_parts(
+    native: NativeExperts, monkeypatch: pytest.MonkeyPatch, known: bool, adds: bool
+) -> None:
+    case = make_case(tokens=45, experts=4, top_k=2, hidden=30, width=20)
+    if not known:  # then torch computes it between two calls
+        experts = replace(case.experts, activation=lambda row: row[:, :20].tanh() * row[:, 20:])
+        case = replace(case, experts=experts)
+
+    def results() -> torch.Tensor:
+        return native.experts(*case.arguments, torch.ones(45, 30) if adds else None)
+
+    expected, calls = results(), list[int]()
+    monkeypatch.setattr("kernels.cpu.experts.tokens_a_call", lambda *sizes: 10)
+    for name in ("_run_whole", "_run_in_steps"):
+        run = getattr(native, name)
+        monkeypatch.setattr(
+            native,
+            name,
+            lambda plan, call, run=run: (calls.append(len(call.ids_TK)), run(plan, call)),
+        )
+    assert torch.equal(results(), expected)
+    assert calls == [9] * 5
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_threads_do_not_change_bits(native: NativeExperts) -> None:
     case = make_case(tokens=30, experts=4, top_k=2, hidden=300, width=200)
