@@ -1,6 +1,6 @@
-// `Products` of attention.h with AVX-512's bf16 products, for keys and values that are kept in bf16:
-// twice the numbers of float32 an instruction. Queries and softmax weights are rounded to bf16, too,
-// and sums are float32, as in FlashAttention on GPUs (Dao 2023).
+// `Products` of attention.h with AVX-512's bf16 products, for keys and values that are kept in bf16 or
+// in codes of fewer bits: twice the numbers of float32 an instruction. All operands are rounded to
+// bf16, and sums are float32, as in FlashAttention on GPUs (Dao 2023).
 #pragma once
 #include "attention_floats.h"
 
@@ -11,7 +11,7 @@ class Halves {
   static constexpr int TILE = 8;
 
   static bool fits(const Attend& a) {
-    return a.k_table && a.v_table && a.k_format.bits == 16 && a.v_format.bits == 16;
+    return a.k_table && a.v_table && a.k_format.bits <= 16 && a.v_format.bits <= 16;
   }
 
   // For each pair of D numbers those of PANEL_KEYS keys side by side; then for each pair of keys those
@@ -22,11 +22,11 @@ class Halves {
     auto* half = reinterpret_cast<uint16_t*>(to);
     for (long t = 0; t < count; ++t)
       for (long d = 0; d < a.key_size; ++d)
-        half[(d / 2 * PANEL_KEYS + t) * 2 + d % 2] = upper_half(k.at(t)[d]);
+        half[(d / 2 * PANEL_KEYS + t) * 2 + d % 2] = rounded(k.at(t)[d]);
     half += key_pairs(a) * PANEL_KEYS * 2;
     for (long t = 0; t < count; ++t)
       for (long c = 0; c < a.value_size; ++c)
-        half[(t / 2 * columns(a) + c) * 2 + t % 2] = upper_half(v.at(t)[c]);
+        half[(t / 2 * columns(a) + c) * 2 + t % 2] = rounded(v.at(t)[c]);
   }
 
   static long task_bytes(const Attend& a) {
@@ -86,7 +86,10 @@ class Halves {
   }
   const uint32_t* unit(long key) const { return packed_ + key / PANEL_KEYS * unit_pairs(a_); }
 
-  static uint16_t upper_half(float x) { return uint16_t(bits<uint32_t>(x) >> 16); }  // of a bf16
+  static uint16_t rounded(float x) {
+    const __m128bh half = _mm_cvtneps_pbh(_mm_set_ss(x));
+    return load<uint16_t>(&half);
+  }
   static uint32_t pair(float low, float high) {
     const __m128bh both = _mm_cvtneps_pbh(_mm_setr_ps(low, high, 0, 0));
     return load<uint32_t>(&both);

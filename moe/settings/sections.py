@@ -208,10 +208,10 @@ class MemorySettings(Settings):
     """The same limit in GiB; set only one of the two."""
 
     kv_bits: Literal["auto", 32, 16, 8, 4] = "auto"
-    """Bits of a number in keys and values on a CPU: 32 (float32), 16 (bf16, in which prompts then
-    multiply, too, where the CPU can), or 8 or 4 in groups of 32 with a scale. auto: 16 if the
-    experts are quantised, else 32. Without compiled decode steps they stay at 32, on a GPU at the
-    dtype of the weights; the status and a notice say so."""
+    """Bits of a number in keys and values on a CPU: 32 (float32), 16 (bf16), or 8 or 4 in groups of
+    32 with a scale. auto: 16 if the experts are quantised, else 32. With 16 or fewer, prompts also
+    multiply in bf16, where the CPU can. Without compiled decode steps keys and values stay at 32,
+    on a GPU at the dtype of the weights; the status and a notice say so."""
 
     kv_policy: str | None = None
     """Lossy: decode steps attend to no more than TOKENS tokens of a sequence, by blocks of 64, on a

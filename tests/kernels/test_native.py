@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 import kernels
 from kernels import reference
 from kernels.cpu.build import load_library
-from kernels.cpu.experts import NativeExperts
+from kernels.cpu.experts import LayerArguments, NativeExperts
+from kernels.reference import ExpertWeights
 from tests.kernels.kernel_cases import (
     ACTIVATIONS,
     DTYPES,
@@ -73,14 +74,15 @@ def test_long_prompts_are_computed_in_parts(
         return native.experts(*case.arguments, torch.ones(45, 30) if adds else None)
 
     expected, calls = results(), list[int]()
+    name = "_run_whole" if known else "_run_in_steps"
+    run = getattr(native, name)
+
+    def watched(plan: object, call: LayerArguments[ExpertWeights]) -> None:
+        calls.append(len(call.ids_TK))
+        run(plan, call)
+
+    monkeypatch.setattr(native, name, watched)
     monkeypatch.setattr("kernels.cpu.experts.tokens_a_call", lambda *sizes: 10)
-    for name in ("_run_whole", "_run_in_steps"):
-        run = getattr(native, name)
-        monkeypatch.setattr(
-            native,
-            name,
-            lambda plan, call, run=run: (calls.append(len(call.ids_TK)), run(plan, call)),
-        )
     assert torch.equal(results(), expected)
     assert calls == [9] * 5
 
