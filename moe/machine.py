@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -56,6 +57,32 @@ def cpu_quota(root: Path = ROOT) -> float | None:
         if len(limit) == 2 and limit[0] not in ("max", "-1"):
             quotas.append(int(limit[0]) / int(limit[1]))
     return min(quotas, default=None)
+
+
+def memory_nodes(root: Path = ROOT) -> list[frozenset[int]]:
+    """The usable CPUs of each memory controller (NUMA node) that has some, in their order; all in
+    one where the system does not say."""
+    usable = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+    lists = sorted(
+        (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"),
+        key=lambda file: int(file.parent.name[4:]),
+    )
+    found = [frozenset(_cpus(_read(file) or "")) & usable for file in lists]
+    return [cpus for cpus in found if cpus] or [usable]
+
+
+def _cpus(text: str) -> Iterator[int]:
+    """Of a list as in ``0-3,8``."""
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)
+
+
+def stay_on(cpus: Collection[int]) -> None:
+    """Let this process run on these CPUs only; memory that it touches first is then near them."""
+    for task in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended
+            os.sched_setaffinity(int(task), cpus)
 
 
 def memory_total(root: Path = ROOT) -> int | None:

@@ -151,6 +151,10 @@ def check_threads() -> Finding:
     most = cpus if quota is None else min(cpus, max(1, int(quota)))
     if threads > most:
         return Finding("threads", "warning", detail, f"slower than --set threads={most}")
+    if (nodes := len(machine.memory_nodes())) > 1:
+        ranks = f"deepspeed --num_gpus {nodes} --module moe serve MODEL --profile expert-parallel"
+        remedy = f"one process reads much of its memory from another node; a rank for each: {ranks}"
+        return Finding("threads", "warning", f"{detail}, on {nodes} memory nodes", remedy)
     return Finding("threads", "ok", detail)
 
 

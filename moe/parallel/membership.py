@@ -84,11 +84,18 @@ class Membership:
     members: list[Member]
     connections: dict[str, dict[int, Connection]]
 
+    def sharers(self, rank: int) -> list[int]:
+        """The ranks that may run on some of a rank's cores, itself among them."""
+        own = self.members[rank]
+        return [
+            other
+            for other, member in enumerate(self.members)
+            if member.host == own.host and set(member.cores) & set(own.cores)
+        ]
+
     def threads(self, rank: int) -> int:
         """How many threads a rank may have: its cores, divided by the ranks that share them."""
-        own = self.members[rank]
-        sharers = [m for m in self.members if m.host == own.host and set(m.cores) & set(own.cores)]
-        return max(1, len(own.cores) // len(sharers))
+        return max(1, len(self.members[rank].cores) // len(self.sharers(rank)))
 
     def neighbours(self, rank: int) -> int:
         """How many ranks are on a rank's machine, itself included."""

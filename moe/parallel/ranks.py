@@ -6,8 +6,9 @@ They meet before they load, because they share the machine's memory and cores.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from moe.engine.runner import ModelRunner
 from moe.loader import LoadedModel
 from moe.loading.hub import resolve_model
 from moe.loading.memory_plan import GIB
-from moe.machine import memory_available
+from moe.machine import memory_available, memory_nodes, stay_on
 from moe.parallel.coordinator import Coordinator, WorkerLinks
 from moe.parallel.expected_load import expected_load_of
 from moe.parallel.group import own_address, use_interface
@@ -58,6 +59,15 @@ def load_with_ranks(
     except BaseException as error:
         ranks.fail(error)
         raise
+
+
+def parts_of(nodes: Sequence[frozenset[int]], count: int) -> list[frozenset[int]]:
+    """The CPUs of each of ``count`` ranks that share memory nodes: whole nodes, or, with more ranks
+    than nodes, one that it shares with others."""
+    starts = [index * len(nodes) // count for index in range(count + 1)]
+    return [
+        frozenset().union(*nodes[start : max(end, start + 1)]) for start, end in pairwise(starts)
+    ]
 
 
 def meet(model: str | Path, profile: Profile) -> Ranks | None:
@@ -107,8 +117,14 @@ class Ranks:
         return self.launch.size
 
     def share(self, profile: Profile) -> Profile:
-        """The profile of one rank: its part of the machine's cores and memory."""
+        """The profile of one rank: its part of the machine's cores and memory. On a machine with
+        several memory nodes, this process then stays on its own, so its weights are near."""
         threads = self.membership.threads(self.launch.rank)
+        sharers, nodes = self.membership.sharers(self.launch.rank), memory_nodes()
+        if not _on_cuda(profile) and len(sharers) > 1 and len(nodes) > 1:
+            parts = parts_of(nodes, len(sharers))
+            stay_on(cpus := parts[sharers.index(self.launch.rank)])
+            threads = max(1, len(cpus) // parts.count(cpus))
         threads = min(threads, profile.threads or torch.get_num_threads())
         own = profile.offload.model_copy(update={"hot_set": False})  # its share says what is hot
         changed: dict[str, object] = {"threads": threads, "offload": own}

@@ -71,6 +71,38 @@ def test_instruction_sets(tmp_path: Path) -> None:
     assert machine.instruction_sets(root) == ["AVX2", "AVX-512F", "AMX"]
 
 
+def test_memory_nodes_are_those_of_usable_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 5, 9, 12})
+    lists = {0: "0-3,8-11\n", 2: "4\n", 10: "12-15\n", 9: "\n", 1: "5"}
+    folder = "sys/devices/system/node"
+    root = tree(tmp_path, {f"{folder}/node{at}/cpulist": text for at, text in lists.items()})
+    assert machine.memory_nodes(root) == [{0, 1, 9}, {5}, {12}]
+    assert machine.memory_nodes(tmp_path / "nothing") == [{0, 1, 5, 9, 12}]
+
+
+def test_all_threads_stay_on_the_given_cpus() -> None:
+    code = """
+import os, threading
+from moe.machine import stay_on
+cpu = {min(os.sched_getaffinity(0))}
+begin, end, seen = threading.Event(), threading.Event(), []
+def wait():
+    begin.set()
+    end.wait()
+    seen.append(os.sched_getaffinity(0))
+other = threading.Thread(target=wait)
+other.start()
+begin.wait()
+stay_on(cpu)
+end.set()
+other.join()
+assert seen == [cpu] and os.sched_getaffinity(0) == cpu
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_where_nothing_can_be_read(tmp_path: Path) -> None:
     assert machine.memory_total(tmp_path) is None
     assert machine.memory_available(tmp_path) is None

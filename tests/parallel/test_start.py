@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -14,10 +15,12 @@ from moe.parallel.launch import SECRET, Launch, required_launch
 from moe.parallel.membership import (
     CONTROL,
     WATCH,
+    Member,
     Membership,
     identity,
     rendezvous,
 )
+from moe.parallel.ranks import Ranks
 from moe.settings.profile import load_profile
 from tests.launched import free_port
 
@@ -184,3 +187,32 @@ def test_ranks_that_the_profile_does_not_want_are_refused(monkeypatch: pytest.Mo
         required_launch(load_profile(None, environ={}).profile)
     wanted = load_profile("expert-parallel", environ={}).profile
     assert required_launch(wanted) == Launch(1, 2, "127.0.0.1", 5, True)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "cpus"),
+    [
+        (2, [4, 4], [{0, 1, 2, 3}, {4, 5, 6, 7}]),
+        (3, [2, 2, 4], [{0, 1, 2, 3}, {0, 1, 2, 3}, {4, 5, 6, 7}]),
+        (4, [2, 2, 2, 2], [{0, 1, 2, 3}, {0, 1, 2, 3}, {4, 5, 6, 7}, {4, 5, 6, 7}]),
+    ],
+)
+def test_ranks_of_a_machine_stay_on_memory_nodes_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, threads: list[int], cpus: list[set[int]]
+) -> None:
+    """Not one of another machine, nor one whose launcher gave it cores of its own."""
+    nodes = [frozenset(range(4)), frozenset(range(4, 8))]
+    members = [Member({}, "here", rank, "", tuple(range(8))) for rank in range(ranks)]
+    others = [Member({}, "there", 0, "", tuple(range(8))), Member({}, "here", 9, "", (8, 9))]
+    seen: list[frozenset[int]] = []
+    monkeypatch.setattr("moe.parallel.ranks.memory_nodes", lambda: nodes)
+    monkeypatch.setattr("moe.parallel.ranks.stay_on", seen.append)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    profile, anything = load_profile({"device": "cpu"}, environ={}).profile, cast(Any, None)
+    membership = Membership(anything, [*members, *others], {})
+    shares = [
+        Ranks(launch(rank, ranks + 2, 1), membership, anything).share(profile)
+        for rank in range(ranks + 2)
+    ]
+    assert seen == cpus
+    assert [share.threads for share in shares] == [*threads, 8, 2]

@@ -136,6 +136,10 @@ def test_more_threads_than_granted_is_a_warning(monkeypatch: pytest.MonkeyPatch)
     assert (found.status, found.remedy) == ("warning", "slower than --set threads=2")
     monkeypatch.setattr(machine, "cpu_quota", lambda: None)
     assert doctor_checks.check_threads() == Finding("threads", "ok", "8 on 8 usable CPUs")
+    monkeypatch.setattr(machine, "memory_nodes", lambda: [{0, 1, 2, 3}, {4, 5, 6, 7}])
+    found = doctor_checks.check_threads()
+    assert (found.status, found.detail) == ("warning", "8 on 8 usable CPUs, on 2 memory nodes")
+    assert "--num_gpus 2 " in found.remedy
 
 
 def test_little_disk_and_memory_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
