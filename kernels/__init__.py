@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from kernels import reference
 from kernels.backends import Backend, Forward, choose_backend, triton_kernels
 from kernels.cpu import backend_status, choose_kernel
+from kernels.cpu.dense import MOST_CHOICES
 from kernels.megablocks import BackendError
 from kernels.planes import PlaneLayout, PlaneMatrix, QuantizedExperts, arranged, pieces_of
 from kernels.reference import AnyExperts, ExpertWeights
@@ -38,6 +39,7 @@ __all__ = [
     "matrix_rows",
     "reads_nothing_back",
     "row_linear",
+    "row_top_k",
     "weighted_sum",
 ]
 
@@ -141,6 +143,19 @@ def row_linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Te
     if native is not None and native.linear.supports(x, weight_NK):
         return native.linear.linear(x, weight_NK, bias_N)
     return linear(x, weight_NK, bias_N)
+
+
+def row_top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """`torch.topk` of the last dimension, but of equal values the lower id comes first.
+
+    torch leaves their order open. That holds on a CPU, without gradients, for float32 rows of at
+    most 1,024 numbers; else this is torch's own.
+    """
+    native = choose_kernel()[0] if x.device.type == "cpu" else None
+    if native is not None and native.norms.supports(x) and 0 < k <= x.shape[-1] <= MOST_CHOICES:
+        return native.norms.top_k(x, k)
+    values, ids = torch.topk(x, k)
+    return values, ids
 
 
 def weighted_sum(

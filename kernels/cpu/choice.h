@@ -18,12 +18,45 @@ struct Rule {
 // Whether a ranks before b: the larger first, NaN before all numbers.
 static inline bool above(float a, float b) { return a > b || (a != a && b == b); }
 
-// Index of the largest of n values; of equal ones the first.
+// Index of the largest of n values, NaN before all numbers; of equal ones the first.
 static inline long largest(const float* values, long n) {
-  long best = 0;
-  for (long e = 1; e < n; ++e)
-    if (above(values[e], values[best])) best = e;
-  return best;
+  vf high = splat(-INFINITY);
+  vi odd = {};
+  long e = 0;
+  for (; e + LANES <= n; e += LANES) {
+    const vf x = load<vf>(values + e);
+    high = x > high ? x : high;
+    odd |= x != x;
+  }
+  float most = largest_lane(high);
+  bool has_nan = fold_lanes(odd, [](auto a, auto b) { return a | b; });
+  for (; e < n; ++e) {
+    most = values[e] > most ? values[e] : most;
+    has_nan |= values[e] != values[e];
+  }
+  const auto is_largest = [&](auto x) { return has_nan ? x != x : x == most; };
+  for (e = 0; e + LANES <= n; e += LANES)
+    if (fold_lanes(vi(is_largest(load<vf>(values + e))), [](auto a, auto b) { return a | b; })) break;
+  while (!is_largest(values[e])) ++e;
+  return e;
+}
+
+// The k largest of n values, which it overwrites, and their indices, the largest first; of equal ones
+// the first.
+static inline void largest_of(float* values, long n, long k, float* found, int64_t* ids) {
+  long i = 0;
+  for (; i < k; ++i) {
+    const long id = largest(values, n);
+    found[i] = values[id], ids[i] = id;
+    if (found[i] == -INFINITY) break;  // as is what was taken before
+    values[id] = -INFINITY;
+  }
+  const long first = i;
+  for (long id = 0; i < k; ++id) {
+    bool taken = false;
+    for (long j = 0; j < first; ++j) taken |= ids[j] == id;
+    if (!taken) found[i] = -INFINITY, ids[i++] = id;
+  }
 }
 
 static inline void keep_groups(const Rule& rule, float* choice) {

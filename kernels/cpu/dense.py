@@ -228,14 +228,19 @@ class NativeLinear:
         return out
 
 
+MOST_CHOICES = 1024
+"""Numbers of a row that the largest are chosen from."""
+
+
 class NativeNorms:
-    """Norms and rotary positions of float32 rows."""
+    """Norms, rotary positions and largest numbers of float32 rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         norm = None, (POINTER, POINTER, SIZE, SIZE, POINTER, NUMBER)
         turn = None, (POINTER, POINTER, POINTER, SIZE, NUMBER)
-        declare(library, {"moe_norm": norm, "moe_turn": turn})
-        self._norm, self._turn = library.moe_norm, library.moe_turn
+        top_k = None, (POINTER, SIZE, SIZE, SIZE, POINTER, POINTER, NUMBER)
+        declare(library, {"moe_norm": norm, "moe_turn": turn, "moe_top_k": top_k})
+        self._norm, self._turn, self._top_k = library.moe_norm, library.moe_turn, library.moe_top_k
 
     @staticmethod
     def supports(x: Tensor) -> bool:
@@ -256,3 +261,15 @@ class NativeNorms:
         assert rows.is_contiguous()
         count, threads = len(positions_T), torch.get_num_threads()
         self._turn(addressof(heads), rows.data_ptr(), positions_T.data_ptr(), count, threads)
+
+    def top_k(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """``(..., k)`` values and int64 ids of the largest of ``(..., N)``, the largest first: NaN
+        before all numbers, of equal ones the lower id. N is at most `MOST_CHOICES`."""
+        x, n = x.contiguous(), x.shape[-1]
+        values = torch.empty(*x.shape[:-1], k)
+        ids = torch.empty_like(values, dtype=torch.int64)
+        self._top_k(
+            x.data_ptr(), x.numel() // n, n, k, values.data_ptr(), ids.data_ptr(),
+            torch.get_num_threads(),
+        )  # fmt: skip
+        return values, ids

@@ -1,5 +1,6 @@
-// Norms and rotary positions of a prompt's rows, by the functions of a decode step (norms.h), called
-// through ctypes (which releases the GIL).
+// Norms, rotary positions and choices of a prompt's rows, by the functions of a decode step (norms.h,
+// choice.h), called through ctypes (which releases the GIL).
+#include "choice.h"
 #include "grouped.h"
 #include "norms.h"
 
@@ -35,5 +36,15 @@ void moe_turn(const decode::Heads* heads, float* rows, const int64_t* position, 
               int32_t threads) {
   const long width = heads->count * heads->size;
   each_row(stages::POSITIONS, count, width, threads, [&](long row) { heads->turn(position[row], rows + row * width); });
+}
+
+// values and ids (rows, k) = the largest of each row of n, n <= 1024, as of `largest_of`.
+void moe_top_k(const float* from, int64_t rows, int64_t n, int64_t k, float* values, int64_t* ids,
+               int32_t threads) {
+  each_row(stages::CHOICE, rows, n * k, threads, [&](long row) {
+    float left[1024];
+    memcpy(left, from + row * n, n * sizeof(float));
+    decode::largest_of(left, n, k, values + row * k, ids + row * k);
+  });
 }
 }

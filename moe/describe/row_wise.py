@@ -4,7 +4,8 @@ torch computes few rows otherwise than many. The last bits of a router's logits 
 nearly equal experts, those of the head between tokens, and 8-bit activations amplify them: without
 this, an answer could depend on what else was read in the same pass.
 
-Matrix products of few rows sum in another order. Routers and the head get `kernels.row_linear`;
+Matrix products of few rows sum in another order. Routers and the head get `kernels.row_linear`, and
+routers `kernels.row_top_k`, as torch chooses any of equal numbers and takes five times as long;
 quantized layers (`QuantizedLinear`) are row-wise anyway; other layers are left to torch, which is
 up to twice as fast for long prompts: their float32 bits may differ.
 
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, pad, silu, softplus
 from torch.overrides import TorchFunctionMode
 
-from kernels import row_linear
+from kernels import row_linear, row_top_k
 from moe.describe.probe import random_prompts, stand_in
 from moe.describe.stateful import active_modules
 from moe.network.backbone import Backbone
@@ -42,6 +43,7 @@ _GRAIN, _VECTOR = 16384, 64
 
 _NAMES = ("sigmoid", "tanh", "exp", "sin", "cos")
 _plain: ContextVar[bool] = ContextVar("_plain", default=False)
+_TOP_K = (torch.topk, Tensor.topk)
 _ACTIVATIONS = {silu, gelu, softplus} | {getattr(of, n) for n in _NAMES for of in (torch, Tensor)}
 
 
@@ -73,8 +75,9 @@ class RowWise(TorchFunctionMode):
     """While it is active, activations give an element the same bits wherever it stands.
 
     Args:
-        products: `kernels.row_linear` computes matrix products, too. Most routers of transformers
-            are no `nn.Linear`, but call `linear` themselves.
+        products: `kernels.row_linear` computes matrix products, too, and `kernels.row_top_k` the
+            largest numbers. Most routers of transformers are no `nn.Linear`, but call `linear`
+            themselves.
     """
 
     def __init__(self, *, products: bool = False) -> None:
@@ -91,7 +94,12 @@ class RowWise(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _ACTIVATIONS and args and not kwargs.get("inplace") and "out" not in kwargs:
             return _in_blocks(partial(func, **kwargs), *args)
-        return (row_linear if self._products and func is linear else func)(*args, **kwargs)
+        if self._products:
+            if func is linear:
+                return row_linear(*args, **kwargs)
+            if func in _TOP_K and (given := _plain_top_k(*args, **kwargs)):
+                return torch.return_types.topk(row_top_k(*given))
+        return func(*args, **kwargs)
 
 
 class _Watch(TorchFunctionMode):
@@ -139,6 +147,14 @@ def _route(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return routed
     apart = routed.new_empty(*routed.shape, 2)[..., 0]
     return apart.copy_(routed)
+
+
+def _plain_top_k(
+    x: Tensor, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True, **others: Any
+) -> tuple[Tensor, int] | None:
+    """The arguments of `row_top_k`, if it does what `torch.topk` is asked for."""
+    last = x.dim() and dim in (-1, x.dim() - 1)
+    return (x, k) if last and largest and not others and isinstance(k, int) else None
 
 
 def _in_blocks(activation: Callable[..., Tensor], x: Tensor, *args: Any) -> Tensor:

@@ -233,3 +233,16 @@ def test_row_linear_is_linear_and_row_wise(
     if rows:
         at = seed * rows // 10
         assert torch.equal(row_linear(x[at : at + 1], w, b)[0], got[at])
+
+
+def test_choices_of_routers_take_the_lower_of_equal_ids_and_others_are_torchs() -> None:
+    rows = torch.rand(5, 7, 64).round(decimals=1)  # many are equal
+    with RowWise(products=True):
+        chosen = torch.topk(rows, 4, dim=2, sorted=False)
+        others = rows.topk(3, dim=1), torch.topk(rows, 4, largest=False), rows.topk(k=4)
+    order = rows.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(chosen.indices, order.indices[..., :4])
+    assert torch.equal(chosen.values, order.values[..., :4])
+    assert torch.equal(others[0].values, rows.topk(3, dim=1).values)
+    assert torch.equal(others[1].values, torch.topk(rows, 4, largest=False).values)
+    assert torch.equal(others[2].indices, chosen.indices)
