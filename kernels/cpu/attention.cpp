@@ -161,7 +161,7 @@ int32_t moe_attend(const Attend* a, int32_t threads) {
   threads = team(a->queries * a->heads * a->keys * a->key_size, threads);
   if (amx::ready) return attend<Parts>(*a, threads);
 #if defined(__AVX512BF16__)
-  if (Halves::fits(*a)) return attend<Halves>(*a, threads);
+  if (Bf16Products::fits(*a)) return attend<Bf16Products>(*a, threads);
 #endif
   return attend<Floats>(*a, threads);
 }

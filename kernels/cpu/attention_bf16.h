@@ -6,7 +6,7 @@
 
 #if defined(__AVX512BF16__)
 
-class Halves {
+class Bf16Products {
  public:
   static constexpr int TILE = 8;
 
@@ -32,7 +32,7 @@ class Halves {
   static long task_bytes(const Attend& a) {
     return ROWS_A_TASK * key_pairs(a) * long(sizeof(uint32_t));
   }
-  Halves(const Attend& a, long, const char* packed, char* memory)
+  Bf16Products(const Attend& a, long, const char* packed, char* memory)
       : a_(a), packed_(reinterpret_cast<const uint32_t*>(packed)),
         queries_(reinterpret_cast<uint32_t*>(memory)) {}
 
