@@ -20,8 +20,8 @@ from experts.embedding import QuantizedEmbedding
 from experts.linear import QuantizedLinear
 from experts.weights import ExpertShape, from_blobs, is_interleaved, split_parts
 from kernels import PlaneMatrix, QuantizedExperts
-from kernels.planes import PlaneFormat, PlaneLayout
-from kernels.scales import GroupScales
+from kernels.planes import PlaneFormat, PlaneLayout, float_values
+from kernels.scales import GroupScales, has_float_codes, powers_of_two
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import WeightPlan, WeightReader
 from moe.loading.plan import Index, LoadPlan, WeightConversion
@@ -45,11 +45,13 @@ class Piece:
 
     Attributes:
         place: number of the part, ``parts`` for the second projection; None: all parts.
+        joined: the stored tensor has the matrices of all experts.
     """
 
     name: str
     expert: int
     place: int | None
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class OwnPlanes:
         bits = 8 * sum(self.nbytes(network).values()) / weights
         return (
             f"the experts of {len(self.experts)} layers and {len(self.tables)} other matrices keep "
-            f"their codes, with scales and offsets in float16, at {bits:.2f} bits a weight"
+            f"their codes, with scales and offsets, at {bits:.2f} bits a weight"
         )
 
     def without(self, weights: WeightPlan, checkpoint: Checkpoint) -> WeightPlan:
@@ -165,7 +167,8 @@ class OwnReader:
         memory = torch.empty(count, shape.nbytes(8), dtype=torch.uint8)
         blobs, scales = shape.split(memory, 8)
         for piece in pieces:
-            codes_NK, numbers = self._read(piece.name)
+            expert = piece.expert if piece.joined else None
+            codes_NK, numbers = self._read(piece.name, expert=expert)
             for place, rows in _places(piece, shape, len(codes_NK), interleaved):
                 layout = shape.second if place == shape.parts else shape.first
                 made = PlaneMatrix.of_file(codes_NK[rows], numbers.rows(rows), layout)
@@ -174,7 +177,10 @@ class OwnReader:
                     blobs[plane][piece.expert, start : start + blob.numel()] = blob
                 start = place * shape.first.scale_bytes
                 scales[piece.expert, start : start + made.scales.numel()] = made.scales
-            self.advance(self.checkpoint.tensors[piece.name].nbytes)
+            nbytes, done = self.checkpoint.tensors[piece.name].nbytes, piece.expert
+            if piece.joined:
+                nbytes = nbytes * (done + 1) // count - nbytes * done // count
+            self.advance(nbytes)
         blobs, scales = shape.split(memory.to(self.device), 8)
         return from_blobs(shape, blobs, scales, interleaved, **beside)
 
@@ -207,8 +213,13 @@ class OwnReader:
         *planes, scales = (blob.to(self.device) for blob in blobs)
         return PlaneMatrix(layout, tuple(planes), scales)
 
-    def _read(self, name: str, rows: slice | None = None) -> tuple[Tensor, GroupScales]:
-        codes_NK, numbers = self.checkpoint.read_planes(name, rows=rows)
+    def _read(
+        self, name: str, rows: slice | None = None, expert: int | None = None
+    ) -> tuple[Tensor, GroupScales]:
+        codes_NK, numbers = self.checkpoint.read_planes(name, rows=rows, expert=expert)
+        own = self.checkpoint.plane_format(name)
+        if own is not None and own != _format_on(self.device, own):
+            codes_NK, numbers = _in_halves(codes_NK, numbers)
         if self.check_finite and not numbers.is_finite:
             fault = f"{name} in {self.checkpoint.tensors[name].file.name} holds NaN or infinity"
             if fault not in self.not_finite[-1:]:
@@ -226,28 +237,32 @@ def find_own(
     plan: LoadPlan,
     settings: ModelSettings,
     *,
-    embedding: bool = True,
+    device: torch.device,
 ) -> OwnPlanes:
     """The modules that the settings leave as they are stored, and that are stored as codes.
 
-    Args:
-        embedding: may be one of them. On a GPU the host would wait for the check of its ids.
+    On a GPU the embedding is not one of them, as the host would wait for the check of its ids.
     """
+
+    def format_of(stored: str) -> PlaneFormat | None:
+        own = checkpoint.plane_format(stored)
+        return own if own is None else _format_on(device, own)
+
     by_target = {c.first_target: c for c in plan.conversions}
     experts: dict[str, OwnExperts] = {}
     if settings.expert_bits is None and settings.expert_dtype == "auto":
         for name, module in experts_modules(network):
-            if (found := _own_experts(name, module, by_target, checkpoint)) is not None:
+            if (found := _own_experts(name, module, by_target, format_of, checkpoint)) is not None:
                 experts[name] = found
     tables: dict[str, tuple[str, PlaneFormat]] = {}
     input_table = network.get_input_embeddings()
     for name in _candidates(network, settings):
-        if not embedding and network.get_submodule(name) is input_table:
+        if device.type != "cpu" and network.get_submodule(name) is input_table:
             continue
         conversion = by_target.get(f"{name}.weight")
         if conversion is not None and len(conversion.pieces) == 1:
             ((stored, index),) = conversion.pieces
-            own = checkpoint.plane_format(stored)
+            own = format_of(stored)
             if own is not None and index in ((), (slice(None),)):
                 tables[name] = stored, own
     tied = {}
@@ -259,6 +274,23 @@ def find_own(
             else:
                 del tables[table]
     return OwnPlanes(experts, tables, tied)
+
+
+def _format_on(device: torch.device, own: PlaneFormat) -> PlaneFormat | None:
+    """The format that kernels of the device read such weights in; None: they are decoded.
+
+    On CPUs MXFP4 becomes whole numbers of 5 bits, and FP8 is decoded.
+    """
+    if device.type != "cpu" or not has_float_codes(own.scales):
+        return own
+    return PlaneFormat(own.group_size, 5, "centred") if own.scales == "mxfp4" else None
+
+
+def _in_halves(codes_NK: Tensor, scales: GroupScales) -> tuple[Tensor, GroupScales]:
+    """MXFP4 as whole numbers of halves, around 16, and float16 scales."""
+    numbers = 2 * float_values(codes_NK, "mxfp4") + 16
+    scale_ND = powers_of_two(scales.scale_ND) / 2
+    return numbers.to(torch.uint8), GroupScales(scale_ND.half())
 
 
 def _candidates(network: PreTrainedModel, settings: ModelSettings) -> Iterator[str]:
@@ -276,7 +308,11 @@ def _candidates(network: PreTrainedModel, settings: ModelSettings) -> Iterator[s
 
 
 def _own_experts(
-    name: str, module: Any, by_target: Mapping[str, WeightConversion], checkpoint: Checkpoint
+    name: str,
+    module: Any,
+    by_target: Mapping[str, WeightConversion],
+    format_of: Callable[[str], PlaneFormat | None],
+    checkpoint: Checkpoint,
 ) -> OwnExperts | None:
     shape = expert_shape(module, 64)
     targets = [f"{name}.{weight}" for weight in weight_names(module)]
@@ -285,15 +321,19 @@ def _own_experts(
     pieces, formats = [], []
     for second, target in enumerate(targets):
         own = by_target[target].pieces
-        kinds = {checkpoint.plane_format(stored) for stored, _ in own}
+        kinds = {format_of(stored) for stored, _ in own}
         kind = kinds.pop() if len(kinds) == 1 else None
+        whole = len(own) == 1 and own[0][1] in ((), (slice(None),))
+        joined = whole and len(checkpoint.tensors[own[0][0]].shape) == 3
+        if joined:
+            own = [(own[0][0], (expert,)) for expert in range(module.num_experts)]
         places = [_place(index, shape.parts, bool(second)) for _, index in own]
         if kind is None or any(place is None for place in places):
             return None
         formats.append(kind)
         for (stored, _), found in zip(own, places, strict=True):
             assert found is not None
-            pieces.append(Piece(stored, *found))
+            pieces.append(Piece(stored, *found, joined))
     owned = (target for target in by_target if target.startswith(f"{name}."))
     beside = tuple(by_target[target] for target in owned if target not in targets)
     shape = replace(shape, own=(formats[0], formats[1]))

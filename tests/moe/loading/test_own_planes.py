@@ -110,7 +110,8 @@ def test_on_a_gpu_all_but_the_embedding_stays(
 ) -> None:
     """Main memory in the place of a GPU's: planes lie as they would there."""
     monkeypatch.setattr(
-        "moe.loading.sources.find_own", lambda *own, **_: find_own(*own, embedding=False)
+        "moe.loading.sources.find_own",
+        lambda *own, **_: find_own(*own, device=torch.device("cuda")),
     )
     monkeypatch.setattr("kernels.planes.arrangement_for", lambda *_: "cuda")
     model = steady()
