@@ -195,6 +195,61 @@ def test_a_step_that_sleeps_at_a_layer_keeps_what_is_its_own(data: st.DataObject
         torch.testing.assert_close([*actual, *nested], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@settings(max_examples=1)
+@given(data=st.data())
+@torch.inference_mode()
+def test_shared_experts_run_beside_the_routed_ones(late: bool, data: st.DataObject) -> None:
+    """They begin before the host runs the others, and end at the latest before the next segment,
+    also where the host fails."""
+    happened: list[str] = []
+
+    class Beside(Tape):
+        def beside(self, function: Any) -> Any:
+            replay = super().beside(function)()
+
+            def start() -> Any:
+                happened.append("begin")
+                if not late:
+                    replay()
+                return lambda: (happened.append("end"), late and replay())
+
+            return start
+
+    torch.manual_seed(0)
+    maker = Maker(data, 8, whole=True)
+    maker.dtype, maker.most_heads = torch.float32, (3, 2)
+    description = maker.description(2)
+    layers = [
+        replace(
+            layer,
+            feed=replace(
+                maker.experts(index, maker.router()), shared=maker.mlp(), shared_gate=None
+            ),
+        )
+        for index, layer in enumerate(description.layers)
+    ]
+    description, memory = replace(description, layers=tuple(layers)), new_memory()
+    step = GraphStep(description, memory, inside, Beside)
+    work = [Work([1], cache) for cache in sequences_of(description, memory, [4], 4)]
+    plain, failing = in_buffers(work), copies(work)
+
+    def noted(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        happened.append("experts")
+        if len(happened) > 6:
+            raise RuntimeError("an expert is lost")
+        return routed(layer, rows, routing)
+
+    actual = step(work, noted)
+    assert happened == ["begin", "experts", "end"] * 2
+    torch.testing.assert_close(
+        actual, reference_step(description, plain, routed), rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(RuntimeError, match="an expert is lost"):
+        step(failing, noted)
+    assert happened[6:] == ["begin", "experts", "end"]
+
+
 @settings(max_examples=2)
 @given(st.data())
 @torch.inference_mode()
