@@ -216,8 +216,8 @@ class Recording:
         self._segments, answer = list[_Segment](), None
         while True:
             replay, end = capture(partial(advance, answer))
-            beside = None if end.halt is None else end.halt.beside
-            beside = None if beside is None else capture.beside(beside)
+            shared = None if end.halt is None else end.halt.beside
+            beside = None if shared is None else capture.beside(shared)
             self._segments.append(_Segment(replay, end, beside))
             if end.halt is None:
                 return
