@@ -29,6 +29,7 @@ Shape legend: N rows, B blocks of rows, D groups of a row, U superblocks of a ro
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -65,14 +66,22 @@ class GroupScales:
 
     def rows(self, index: slice | Tensor) -> GroupScales:
         """Those of some rows."""
-        own = (self.scale_ND, self.offset_ND, self.super_scale_NU, self.super_offset_NU)
-        return GroupScales(*(None if x is None else x[index] for x in own))  # type: ignore[arg-type]
+        return self._each(lambda x: x[index])
+
+    def to(self, device: torch.device) -> GroupScales:
+        return self._each(lambda x: x.to(device))
 
     @property
     def is_finite(self) -> bool:
-        own = (self.scale_ND, self.offset_ND, self.super_scale_NU, self.super_offset_NU)
-        floats = (x for x in own if x is not None and x.is_floating_point())
+        floats = (x for x in self._all if x is not None and x.is_floating_point())
         return all(bool(x.isfinite().all()) for x in floats)
+
+    @property
+    def _all(self) -> tuple[Tensor | None, ...]:
+        return self.scale_ND, self.offset_ND, self.super_scale_NU, self.super_offset_NU
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> GroupScales:
+        return GroupScales(*(None if x is None else change(x) for x in self._all))  # type: ignore[arg-type]
 
 
 def has_superblocks(kind: Scales) -> bool:

@@ -122,7 +122,7 @@ class OwnReader:
 
     Attributes:
         dtypes: that biases are kept in.
-        device: that planes and scales are moved to.
+        device: that planes are made on.
         check_finite: note scales that are NaN or infinite.
         advance: called with every number of bytes read.
         not_finite: one line for each matrix with such scales.
@@ -164,7 +164,7 @@ class OwnReader:
         shape = own.shape
         interleaved = shape.parts == 2 and is_interleaved(beside["activation"], shape.intermediate)
         count = 1 + max(piece.expert for piece in pieces)
-        memory = torch.empty(count, shape.nbytes(8), dtype=torch.uint8)
+        memory = torch.empty(count, shape.nbytes(8), dtype=torch.uint8, device=self.device)
         blobs, scales = shape.split(memory, 8)
         for piece in pieces:
             expert = piece.expert if piece.joined else None
@@ -181,7 +181,6 @@ class OwnReader:
             if piece.joined:
                 nbytes = nbytes * (done + 1) // count - nbytes * done // count
             self.advance(nbytes)
-        blobs, scales = shape.split(memory.to(self.device), 8)
         return from_blobs(shape, blobs, scales, interleaved, **beside)
 
     def _read_biases(self, module: nn.Module, conversions: Sequence[WeightConversion]) -> None:
@@ -201,7 +200,7 @@ class OwnReader:
         step = max(16, _PIECE_CODES // layout.columns // 16 * 16)
         widths = range(len(layout.format.plane_bits))
         sizes = [*map(layout.plane_bytes, widths), layout.scale_bytes]
-        blobs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        blobs = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         left = list(blobs)
         for start in range(0, layout.rows, step):
             codes_NK, numbers = self._read(name, slice(start, min(start + step, layout.rows)))
@@ -210,7 +209,7 @@ class OwnReader:
                 left[index][: blob.numel()] = blob
                 left[index] = left[index][blob.numel() :]
         self.advance(self.checkpoint.tensors[name].nbytes)
-        *planes, scales = (blob.to(self.device) for blob in blobs)
+        *planes, scales = blobs
         return PlaneMatrix(layout, tuple(planes), scales)
 
     def _read(
@@ -224,7 +223,8 @@ class OwnReader:
             fault = f"{name} in {self.checkpoint.tensors[name].file.name} holds NaN or infinity"
             if fault not in self.not_finite[-1:]:
                 self.not_finite.append(fault)
-        return codes_NK, numbers
+        # Planes are made on the device, where that takes no time.
+        return codes_NK.to(self.device), numbers.to(self.device)
 
     def _position(self, name: str) -> tuple[str, int]:
         info = self.checkpoint.tensors[name]
