@@ -22,6 +22,7 @@ from experts.weights import ExpertShape, from_blobs, is_interleaved, split_parts
 from kernels import PlaneMatrix, QuantizedExperts
 from kernels.planes import PlaneFormat, PlaneLayout, float_values
 from kernels.scales import GroupScales, has_float_codes, powers_of_two
+from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import WeightPlan, WeightReader
 from moe.loading.plan import Index, LoadPlan, WeightConversion
@@ -219,6 +220,11 @@ class OwnReader:
         own = self.checkpoint.plane_format(name)
         if own is not None and own != _format_on(self.device, own):
             codes_NK, numbers = _in_halves(codes_NK, numbers)
+            if not numbers.is_finite:
+                raise CheckpointError(
+                    f"{name} in {self.checkpoint.tensors[name].file.name} has scales above 65536, "
+                    "whose halves float16 cannot hold; set model.expert_bits: 16 to decode it"
+                )
         if self.check_finite and not numbers.is_finite:
             fault = f"{name} in {self.checkpoint.tensors[name].file.name} holds NaN or infinity"
             if fault not in self.not_finite[-1:]:

@@ -194,6 +194,11 @@ def test_on_a_cpu_mxfp4_becomes_whole_numbers_of_halves(tmp_path: Path) -> None:
         assert {(own.scales, own.bits) for own in mine.layouts} == {("centred", 5)}
         assert torch.equal(dequantize_experts(mine).gate_up_EGH, exact.gate_up_EGH)
         assert torch.equal(dequantize_experts(mine).down_EHF, exact.down_EHF)
+    tensors = load_file(small / "model.safetensors")
+    next(own for name, own in tensors.items() if name.endswith("_scales"))[0, 0, 0] = 144
+    save_file(tensors, small / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj in .* has scales above 65536, whose halves"):
+        MoE.from_pretrained(small, engine=PLAIN)
     small, _ = quantised(tmp_path / "b", "fp8")
     loaded = MoE.from_pretrained(small, engine=PLAIN)
     assert not any(isinstance(layer, QuantizedExperts) for layer in loaded._loaded.experts.layers)
@@ -221,7 +226,7 @@ def test_a_number_that_is_none_stays_one_where_it_is_asked_for(gpu: None, tmp_pa
         MoE.from_pretrained(small, engine=PLAIN)
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q8_0", "IQ4_XS"])
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q8_0", "IQ4_XS", "MXFP4"])
 def test_files_of_one_type(kind: str, write: Write) -> None:
     model = steady()
     file = write(model, lambda _: kind)
