@@ -79,8 +79,8 @@ def make_file_matrix(
         layout = PlaneLayout(rows, columns, *format)
         matrix = PlaneMatrix.of_file(torch.from_numpy(codes).byte(), own, layout)
         exact = powers_of_two(own.scale_ND) if kind == "mxfp4" else own.scale_ND
-        spread = np.repeat(exact.double().numpy(), size, 1)[:, :columns]
-        return matrix, FileWeights(codes, spread, np.zeros_like(spread), kind)
+        all_scales = np.repeat(exact.double().numpy(), size, 1)[:, :columns]
+        return matrix, FileWeights(codes, all_scales, np.zeros_like(all_scales), kind)
     if not has_superblocks(kind):
         scale = signed.astype(np.float16)
         offset = random.normal(scale=0.05, size=scale.shape).astype(np.float16)
@@ -104,8 +104,8 @@ def make_file_matrix(
             each = inner * spread[0], -(least * spread[1])
     layout = PlaneLayout(rows, columns, *format)
     matrix = PlaneMatrix.of_file(torch.from_numpy(codes).to(torch.uint8), own, layout)
-    wide = [np.repeat(x, size, 1)[:, :columns] for x in each]
-    return matrix, FileWeights(codes, *wide)
+    scale_NK, offset_NK = (np.repeat(x, size, 1)[:, :columns] for x in each)
+    return matrix, FileWeights(codes, scale_NK, offset_NK)
 
 
 def small_floats(codes: Array, exponent: int, mantissa: int) -> Array:

@@ -47,7 +47,9 @@ def test_linear_layers(name: str, panels: bool, monkeypatch: pytest.MonkeyPatch)
 
 
 @triton.jit
-def numbers_kernel(plane, output, BITS: tl.constexpr, COMPUTE: tl.constexpr):
+def numbers_kernel(  # type: ignore[no-untyped-def]
+    plane, output, BITS: tl.constexpr, COMPUTE: tl.constexpr
+):
     chunk = tl.program_id(0)
     block = tl.zeros((1,), tl.int32)
     numbers = float_numbers(plane, block + chunk, block == 0, BITS, COMPUTE, 16)

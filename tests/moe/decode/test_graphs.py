@@ -212,7 +212,12 @@ def test_shared_experts_run_beside_the_routed_ones(late: bool, data: st.DataObje
                 happened.append("begin")
                 if not late:
                     replay()
-                return lambda: (happened.append("end"), late and replay())
+                return end
+
+            def end() -> None:
+                happened.append("end")
+                if late:
+                    replay()
 
             return start
 
@@ -268,6 +273,17 @@ def test_what_cannot_be_recorded_leaves_sequences_as_they_were(data: st.DataObje
     torch.testing.assert_close(step(work, routed), expected, rtol=1e-4, atol=1e-4)
 
 
+class Once:
+    """Runs what is to be recorded, and replays nothing."""
+
+    def __call__(self, function: Any) -> Any:
+        return lambda: None, function()
+
+    def beside(self, function: Any) -> Any:
+        function()
+        return lambda: lambda: None
+
+
 @settings(max_examples=10)
 @given(st.data())
 @torch.inference_mode()
@@ -278,9 +294,8 @@ def test_a_step_stays_on_its_device(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.append(kernel))
         step = GraphStep(
-            description, DeviceBlocks(torch.device("meta"), torch.bfloat16, 4), inside,
-            lambda: lambda function: (lambda: None, function()),
-        )  # fmt: skip
+            description, DeviceBlocks(torch.device("meta"), torch.bfloat16, 4), inside, Once
+        )
         step.inside([], Counted())
     assert launches
 

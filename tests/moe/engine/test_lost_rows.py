@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from examples.models.loopback import Switchboard, ThreadExchange, on_ranks
 from experts.dispatch import DeviceDispatcher, Failure
@@ -56,7 +57,7 @@ def test_a_step_of_ranks_has_one_readback_unless_rows_are_lost(
         between_hosts = ThreadExchange(host, exchange.rank)
         dispatcher = DeviceDispatcher(exchange, between_hosts, [linear(4, 4, 2)] * 2)
         ids = torch.tensor([[0], [0], [3]]) if exchange.rank == 0 else torch.tensor([[1]])
-        lane: Lane[None] = Lane(lambda: None, "decode", len(sizes) if exchange.rank == 0 else 1)
+        lane: Lane[list[Tensor]] = Lane(list, "decode", len(sizes) if exchange.rank == 0 else 1)
         own = sizes if exchange.rank == 0 else (1,)
         logits = torch.randn(len(own), VOCABULARY)
         expected = logits.argmax(1).tolist()
