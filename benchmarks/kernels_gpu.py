@@ -2,10 +2,10 @@
 
     python -m benchmarks.kernels_gpu [--quick]
 
-One MoE layer of Qwen3-30B-A3B's size in Triton, as bf16 and as bit planes of 8, 4 and 2 bits,
-against plain torch and, where it is installed, MegaBlocks. Layers take turns and every call has a
-routing of its own, so that weights come from memory. Says so and stops where there is no CUDA
-device. Not yet run on a GPU.
+One MoE layer of Qwen3-30B-A3B's size in Triton, as bf16, as bit planes of 8, 4, 3 and 2 bits, and
+with the codes of FP8 and MXFP4 checkpoints, against plain torch and, where it is installed,
+MegaBlocks. Layers take turns and every call has a routing of its own, so that weights come from
+memory. Says so and stops where there is no CUDA device. Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from torch.nn.functional import silu
 from benchmarks.common import environment, print_header, print_json, print_table, take_turns
 from kernels import BackendError, ExpertWeights, experts_forward, reference
 from kernels.megablocks import MegaBlocksExperts
-from kernels.planes import PREFIX_BITS, PlaneLayout, num_planes
+from kernels.planes import PREFIX_BITS, PlaneFormat, PlaneLayout
 from kernels.reference import AnyExperts, QuantizedExperts
 
 TOKENS = (1, 4, 16, 512, 2048)
 ROUTINGS = 8
+SYMMETRIC = PlaneFormat()
+CHECKPOINTS = {"FP8": PlaneFormat(128, 8, "fp8"), "MXFP4": PlaneFormat(32, 4, "mxfp4")}
 
 
 class Size(NamedTuple):
@@ -76,6 +78,8 @@ def run(
     layers: dict[str, list[AnyExperts]] = {"bf16": [*whole]}
     for bits in PREFIX_BITS[::-1]:
         layers[f"{bits} bits"] = [random_planes(size, device, bits) for _ in range(size.layers)]
+    for name, own in CHECKPOINTS.items():
+        layers[name] = [random_planes(size, device, 8, own) for _ in range(size.layers)]
     points = []
     for count in tokens:
         calls = [random_call(size, count, device) for _ in range(ROUTINGS)]
@@ -131,20 +135,24 @@ def random_weights(size: Size, device: torch.device) -> ExpertWeights:
     return ExpertWeights(first, second, silu_gate)
 
 
-def random_planes(size: Size, device: torch.device, bits: int) -> QuantizedExperts:
+def random_planes(
+    size: Size, device: torch.device, bits: int, own: PlaneFormat = SYMMETRIC
+) -> QuantizedExperts:
     """Experts of random codes: as fast as real ones, without the minutes of quantizing."""
-    first = PlaneLayout(size.width, size.hidden, arrangement="cuda")
-    second = PlaneLayout(size.hidden, size.width, arrangement="cuda")
+    first = PlaneLayout(size.width, size.hidden, *own, arrangement="cuda")
+    second = PlaneLayout(size.hidden, size.width, *own, arrangement="cuda")
     layouts, experts = (first, first, second), range(size.experts)
 
     def blob(plane: int) -> Tensor:
         count = sum(layout.plane_bytes(plane) for layout in layouts)
         return torch.randint(0, 256, (count,), dtype=torch.uint8, device=device)
 
-    planes = tuple(tuple(blob(plane) for plane in range(num_planes(bits))) for _ in experts)
-    scales = torch.full(
-        (sum(layout.num_scales for layout in layouts),), 1e-3, dtype=torch.float16, device=device
-    )
+    planes = tuple(tuple(blob(plane) for plane in range(own.num_planes(bits))) for _ in experts)
+    count = sum(layout.scale_bytes for layout in layouts)
+    scale = torch.tensor(1e-3, dtype={"fp8": torch.float32}.get(own.scales, torch.float16))
+    if own.scales == "mxfp4":
+        scale = torch.tensor(117, dtype=torch.uint8)  # 2 ** -10
+    scales = scale.repeat(count // scale.itemsize).view(first.scale_dtype).to(device)
     own_scales = tuple(scales.clone() for _ in experts)
     return QuantizedExperts(first, 2, second, planes, own_scales, silu_gate)
 

@@ -106,8 +106,8 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
     """
     if x_TK.device.type == "cpu":
         native, _ = choose_kernel()
-        arranged_so = matrix.layout.arrangement == "cpu"
-        if native is not None and arranged_so and native.planes.supports(x_TK, matrix.scales):
+        known = matrix.layout.for_cpus
+        if native is not None and known and native.planes.supports(x_TK, matrix.scales):
             return native.planes.linear(x_TK, matrix)
     if x_TK.device.type == "cuda":
         triton = triton_kernels()
@@ -129,7 +129,7 @@ def matrix_rows(ids_T: Tensor, matrix: PlaneMatrix) -> Tensor:
         raise IndexError(f"rows must be in [0, {matrix.layout.rows}), got {ids_T.tolist()[:8]}")
     native = choose_kernel()[0] if matrix.scales.device.type == "cpu" else None
     own = matrix.layout
-    if native is not None and own.scales != "symmetric" and own.arrangement == "cpu":
+    if native is not None and own.scales != "symmetric" and own.for_cpus:
         return native.planes.rows(ids_T, matrix)
     return reference.matrix_rows(ids_T, matrix)
 

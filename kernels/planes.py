@@ -32,7 +32,8 @@ has of a chunk of
 
 - 2 bits: 4 words, u; a column's bits begin at ``4 p + 16 h + 2 c``;
 - 1 bit: 2 words, ``u // 2``; its bit is ``4 p + 16 h + u % 2 + 2 c``;
-- 4 bits: 8 words, ``2 u + c``; its bits begin at ``4 p + 16 h``.
+- 4 bits: 8 words, ``2 u + c``; its bits begin at ``4 p + 16 h``;
+- 8 bits: 16 words, ``4 u + 2 (p // 2) + c``; its bits begin at ``8 (p % 2) + 16 h``.
 
 So a thread reads one word of a plane for 16 codes; after one shift the planes' bits of a column
 meet in one nibble, and two neighbouring columns lie 16 bits apart, as matrix instructions take
@@ -42,7 +43,7 @@ Weights that a file has quantised already keep its own codes, of 2 to 6 or 8 bit
 scales and offsets (kernels/scales.py). Their planes are few: the first 4 bits, then the others; of
 2 and 3 bits the first 2. Four bits are unpacked with a mask and a shift, and have no coarser
 prefix. The middle of a prefix is that of the codes that begin with it, to a half. Columns are
-padded to 32.
+padded to 32. Codes that are floating point numbers (``fp8``, ``mxfp4``) are one plane.
 
 Shape legend: N rows (outputs), K columns (inputs), B blocks of 16 rows, D groups of a row; E, F, G,
 H and S as in kernels/reference.py.
@@ -65,6 +66,7 @@ from kernels.scales import (
     GroupScales,
     Scales,
     block_bytes,
+    has_float_codes,
     is_centred,
     pack_group_scales,
     unpack_group_scales,
@@ -78,6 +80,11 @@ GROUP_SIZES = (32, 64)
 FILE_GROUP_SIZES = (16, 32, 64, 128)
 FILE_PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (4, 4)}
 """Bits of the planes of codes that come from a file, by the bits of a code."""
+FLOAT_FORMATS: dict[Scales, tuple[int, tuple[int, ...]]] = {
+    "fp8": (8, (32, 64, 128)),
+    "mxfp4": (4, (32,)),
+}
+"""Bits of a code, and columns that may share a scale, where codes are floating point numbers."""
 FILE_ROW_GROUP = 32
 """Columns of activations that share a scale where weights come from a file."""
 CHUNK_COLUMNS = 32
@@ -85,13 +92,17 @@ CHUNK_COLUMNS = 32
 STEP_COLUMNS = 4
 ZERO_CODE = 136
 MAX_CODE = 255
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Numbers of 4 bits; the highest one is their sign."""
 _LARGEST_BELOW, _LARGEST_ABOVE = 8 * 16, 7 * 16  # codes from zero
 _STEP_CODES = BLOCK_ROWS * STEP_COLUMNS
 _ARRANGED_CHUNKS = 1 << 15
 """Rearranged at once: a byte a code and more is in memory for a while."""
 _CODES, _WORDS = (-6, -3, -2, -7, -1, -5), (-7, -6, -5, -4, -3, -2)
 """Dimensions of a chunk in order of codes, and in that of words for CUDA; see `_arranged`."""
-_POSITIONS = {1: (7, 5, 3, 1, 6, 4, 2, 0), 2: (6, 4, 2, 0), 4: (0, 4)}
+_BYTES = (-6, -3, -2, -5, -7, -1, -4), (-7, -6, -5, -4, -3, -2, -1)
+"""Of codes of 8 bits, from the order of codes to that for CUDA."""
+_POSITIONS = {1: (7, 5, 3, 1, 6, 4, 2, 0), 2: (6, 4, 2, 0), 4: (0, 4), 8: (0,)}
 """Lowest bit of each step within a byte of a plane of this many bits, first step first."""
 
 
@@ -105,6 +116,8 @@ class PlaneFormat(NamedTuple):
     @property
     def plane_bits(self) -> tuple[int, ...]:
         """Bits of each plane."""
+        if has_float_codes(self.scales):
+            return (self.bits,)
         return PLANE_BITS if self.scales == "symmetric" else FILE_PLANES[self.bits]
 
     @property
@@ -129,7 +142,8 @@ class PlaneLayout:
     Attributes:
         group_size: columns that share a scale.
         bits: of a code.
-        scales: see kernels/scales.py; codes that are ``symmetric`` have 8 bits.
+        scales: see kernels/scales.py; codes that are ``symmetric`` or ``fp8`` have 8 bits, those
+            of ``mxfp4`` 4.
         arrangement: of the bits, for CPUs or for CUDA devices.
 
     Raises:
@@ -148,6 +162,13 @@ class PlaneLayout:
         if self.scales not in SCALES:
             raise ValueError(f"scales are {', '.join(SCALES)}, got {self.scales}")
         own = self.scales == "symmetric"
+        if self.scales in FLOAT_FORMATS:
+            bits, groups = FLOAT_FORMATS[self.scales]
+            if self.bits != bits or self.group_size not in groups:
+                raise ValueError(
+                    f"{self.scales} codes have {bits} bits and groups of "
+                    f"{' or '.join(map(str, groups))}, got {self.bits} and {self.group_size}"
+                )
         if own and self.group_size not in GROUP_SIZES:
             raise ValueError(f"group size must be 32 or 64, got {self.group_size}")
         if not own and self.group_size not in FILE_GROUP_SIZES:
@@ -162,6 +183,11 @@ class PlaneLayout:
     @property
     def format(self) -> PlaneFormat:
         return PlaneFormat(self.group_size, self.bits, self.scales)
+
+    @property
+    def for_cpus(self) -> bool:
+        """Whether the compiled kernels for CPUs read it."""
+        return self.arrangement == "cpu" and not has_float_codes(self.scales)
 
     @property
     def num_blocks(self) -> int:
@@ -290,37 +316,45 @@ def _arranged(plane: Tensor, bits: int, arrangement: Arrangement) -> Tensor:
     """See `arranged`; legend: C chunks, R rows of a block, v vectors, i steps, b columns of a step;
     c q p u h as at the top of this module, of p and u each bit apart."""
     lead, mask = plane.shape[:-1], 2**bits - 1
-    positions = plane.new_tensor(_POSITIONS[bits])
     if arrangement == "cuda":
+        positions = plane.new_tensor(_POSITIONS[bits])
         bytes_CvRb = plane.view(*lead, -1, bits, BLOCK_ROWS, STEP_COLUMNS)
         codes = (bytes_CvRb[..., None] >> positions) & mask  # C v R b i
         codes = codes.movedim(-3, -4).movedim(-1, -2)  # C R v i b
         codes = codes.reshape(*lead, -1, 2, 8, 2, 2, 2, 2, 2)  # C c q p1 p0 u1 u0 h
-        own = codes.movedim(
-            (-6, -3, -2, -7, -1, -5), (-7, -6, -5, -4, -3, -2)
-        )  # C q u1 u0 c h p1 p0
+        if bits == 8:
+            return codes.movedim(*_BYTES).flatten(len(lead))  # C q u1 u0 p1 c h p0
+        own = codes.movedim(_CODES, _WORDS)  # C q u1 u0 c h p1 p0
         own = own[..., 0] | own[..., 1] << 4
         if bits <= 2:
             own = own[..., 0, :, :] | own[..., 1, :, :] << 2  # C q u1 u0 h p1
         if bits == 1:
             own = own[..., 0, :, :] | own[..., 1, :, :] << 1  # C q u1 h p1
         return own.flatten(len(lead))
+    if bits == 8:
+        codes = plane.view(*lead, -1, 8, 2, 2, 2, 2, 2, 2).movedim(*reversed(_BYTES))
+        return _steps_of_chunks(codes, bits).flatten(len(lead))
     own = plane.view(*lead, -1, 8, 2, *(2,) * {1: 0, 2: 1, 4: 2}[bits], 2, 2)
     if bits == 1:
         own = torch.stack([own, own >> 1], -3)
     if bits <= 2:
         own = torch.stack([own, own >> 2], -3)  # C q u1 u0 c h p1
     codes = torch.stack([own, own >> 4], -1) & mask  # C q u1 u0 c h p1 p0
-    codes = codes.movedim(_WORDS, _CODES)  # C c q p1 p0 u1 u0 h
-    codes = codes.reshape(*lead, -1, BLOCK_ROWS, bits, 8 // bits, STEP_COLUMNS)  # C R v i b
-    steps = (codes << positions[:, None]).sum(-2, dtype=torch.uint8)  # C R v b
-    return steps.movedim(-2, -3).flatten(len(lead))
+    return _steps_of_chunks(codes.movedim(_WORDS, _CODES), bits).flatten(len(lead))
+
+
+def _steps_of_chunks(codes: Tensor, bits: int) -> Tensor:
+    """``(..., C, v, R, b)`` bytes of codes in the order ``C c q p1 p0 u1 u0 h``."""
+    codes = codes.reshape(*codes.shape[:-7], BLOCK_ROWS, bits, 8 // bits, STEP_COLUMNS)  # C R v i b
+    steps = codes << codes.new_tensor(_POSITIONS[bits])[:, None]
+    return steps.sum(-2, dtype=torch.uint8).movedim(-2, -3)  # C v R b
 
 
 def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:
     """``(..., N, K)`` uint8 codes of the first planes. All planes give the codes that were packed.
 
-    The bits of missing planes are centred in symmetric codes, else 0.
+    The bits of missing planes are centred in symmetric codes, else 0. Codes that are floating point
+    numbers keep their bits.
     """
     if layout.arrangement == "cuda":
         return unpack(arranged(planes, [layout], "cpu"), replace(layout, arrangement="cpu"))
@@ -363,8 +397,12 @@ def dequantize(planes: Sequence[Tensor], scales: Tensor, layout: PlaneLayout) ->
         values = unpack(planes, layout).float().sub_(ZERO_CODE)
         spread = unpack_scales(scales, layout).float().repeat_interleave(layout.group_size, -1)
         return values.mul_(spread[..., : layout.columns])
-    values = unpack(planes, layout).float()
-    values += (2 ** (layout.bits - layout.format.prefix_bits[len(planes) - 1]) - 1) / 2
+    codes = unpack(planes, layout)
+    if has_float_codes(layout.scales):
+        values = float_values(codes, layout.scales)
+    else:
+        values = codes.float()
+        values += (2 ** (layout.bits - layout.format.prefix_bits[len(planes) - 1]) - 1) / 2
     if is_centred(layout.scales):
         values -= 2 ** (layout.bits - 1)
     spread, offset = unpack_group_scales(
@@ -374,6 +412,14 @@ def dequantize(planes: Sequence[Tensor], scales: Tensor, layout: PlaneLayout) ->
     if offset is not None:
         values += offset.repeat_interleave(layout.group_size, -1)[:, : layout.columns]
     return values
+
+
+def float_values(codes: Tensor, kind: Scales) -> Tensor:
+    """Float32 numbers of uint8 codes that are E4M3 (``fp8``) or E2M1 (``mxfp4``)."""
+    if kind == "fp8":
+        return codes.view(torch.float8_e4m3fn).float()
+    values = torch.tensor(E2M1, device=codes.device)
+    return torch.cat([values, -values])[codes.int()]
 
 
 def _scale(low: Tensor, high: Tensor) -> Tensor:

@@ -12,19 +12,24 @@ ways:
 - ``super-offset``: a uint8 scale and a uint8 minimum a group, and float16 ones for 256 columns: the
   offset is minus the product of the minima (Q4_K, Q5_K).
 - ``super-nibbles``: the same with 4 bits each in one byte, the scale in the low ones (Q2_K).
+- ``fp8``: a float32 scale, for codes that are E4M3 numbers (FP8 checkpoints).
+- ``mxfp4``: a power of two, an E8M0 byte, for codes that are E2M1 numbers (gpt-oss, GGUF's MXFP4).
 
-The blob of a matrix goes block by block (16 rows). Within a block, float16 numbers go group by
-group, and for each group row by row: first the scales of the rows, then their offsets. Superblocks
-follow one another, each with its own numbers first (scales, then minima), then those of its groups;
-the last one has all its groups even if the matrix ends before; else there are groups for every 32
-columns that have begun. Codes of rows and columns that only
-fill up have scale 0.
+The last two are for kernels/triton only.
+
+The blob of a matrix goes block by block (16 rows). Within a block, float16 numbers (or those of the
+last two kinds) go group by group, and for each group row by row: first the scales of the rows, then
+their offsets. Superblocks follow one another, each with its own numbers first (scales, then
+minima), then those of its groups; the last one has all its groups even if the matrix ends before.
+Groups of 16 come in pairs, and so do those of ``mxfp4``. Codes of rows and columns that only fill
+up have scale 0.
 
 Shape legend: N rows, B blocks of rows, D groups of a row, U superblocks of a row.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -32,11 +37,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-Scales = Literal["symmetric", "centred", "offset", "super", "super-offset", "super-nibbles"]
+Scales = Literal[
+    "symmetric", "centred", "offset", "super", "super-offset", "super-nibbles", "fp8", "mxfp4"
+]
 SCALES: tuple[Scales, ...] = get_args(Scales)
 """In the order of their numbers in C++ (kernels/cpu/plane_matrix.h)."""
 SUPERBLOCK = 256
 BLOCK_ROWS = 16
+_E8M0_BIAS = 127
+_SCALE_DTYPES: dict[Scales, torch.dtype] = {"fp8": torch.float32, "mxfp4": torch.uint8}
+"""Of kinds without superblocks; else float16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +54,7 @@ class GroupScales:
     """The numbers of one matrix, as its file has them; unused ones are None.
 
     Attributes:
-        scale_ND: float16, int8 or uint8.
+        scale_ND: float16, int8 or uint8; float32 of ``fp8``.
         offset_ND: float16 offsets, or uint8 minima.
         super_scale_NU, super_offset_NU: float16.
     """
@@ -56,18 +66,31 @@ class GroupScales:
 
     def rows(self, index: slice | Tensor) -> GroupScales:
         """Those of some rows."""
-        own = (self.scale_ND, self.offset_ND, self.super_scale_NU, self.super_offset_NU)
-        return GroupScales(*(None if x is None else x[index] for x in own))  # type: ignore[arg-type]
+        return self._each(lambda x: x[index])
+
+    def to(self, device: torch.device) -> GroupScales:
+        return self._each(lambda x: x.to(device))
 
     @property
     def is_finite(self) -> bool:
-        own = (self.scale_ND, self.offset_ND, self.super_scale_NU, self.super_offset_NU)
-        floats = (x for x in own if x is not None and x.is_floating_point())
+        floats = (x for x in self._all if x is not None and x.is_floating_point())
         return all(bool(x.isfinite().all()) for x in floats)
+
+    @property
+    def _all(self) -> tuple[Tensor | None, ...]:
+        return self.scale_ND, self.offset_ND, self.super_scale_NU, self.super_offset_NU
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> GroupScales:
+        return GroupScales(*(None if x is None else change(x) for x in self._all))  # type: ignore[arg-type]
 
 
 def has_superblocks(kind: Scales) -> bool:
     return kind.startswith("super")
+
+
+def has_float_codes(kind: Scales) -> bool:
+    """Whether codes are small floating point numbers."""
+    return kind in ("fp8", "mxfp4")
 
 
 def is_centred(kind: Scales) -> bool:
@@ -78,25 +101,27 @@ def is_centred(kind: Scales) -> bool:
 def block_bytes(kind: Scales, columns: int, group_size: int) -> int:
     """Bytes of the scales of 16 rows; a multiple of 32."""
     if not has_superblocks(kind):
-        numbers = 2 if kind == "offset" else 1
-        return 2 * numbers * BLOCK_ROWS * _stored_groups(columns, group_size)
+        each = {"offset": 4, "fp8": 4, "mxfp4": 1}.get(kind, 2)
+        return each * BLOCK_ROWS * _stored_groups(kind, columns, group_size)
     own = 2 if kind == "super" else 4
     each = 2 if kind == "super-offset" else 1
     groups = SUPERBLOCK // group_size
     return BLOCK_ROWS * (own + each * groups) * -(-columns // SUPERBLOCK)
 
 
-def _stored_groups(columns: int, group_size: int) -> int:
+def _stored_groups(kind: Scales, columns: int, group_size: int) -> int:
     """Of a row, where there are no superblocks."""
-    return -(-columns // 32) * 2 if group_size == 16 else -(-columns // group_size)
+    in_pairs = group_size == 16 or kind == "mxfp4"
+    return -(-columns // (2 * group_size)) * 2 if in_pairs else -(-columns // group_size)
 
 
 def pack_group_scales(own: GroupScales, kind: Scales, group_size: int, columns: int) -> Tensor:
     """The blob, uint8, of a matrix whose codes are not symmetric."""
     if not has_superblocks(kind):
         numbers = [own.scale_ND] if own.offset_ND is None else [own.scale_ND, own.offset_ND]
-        more = _stored_groups(columns, group_size) - own.scale_ND.shape[1]
-        blocks = [_by_block(pad(x.half(), (0, more))) for x in numbers]
+        more = _stored_groups(kind, columns, group_size) - own.scale_ND.shape[1]
+        dtype = _SCALE_DTYPES.get(kind, torch.float16)
+        blocks = [_by_block(pad(x.to(dtype), (0, more))) for x in numbers]
         return torch.stack(blocks, -2).flatten().view(torch.uint8)
     assert own.super_scale_NU is not None
     count = own.super_scale_NU.shape[1]
@@ -124,7 +149,10 @@ def unpack_group_scales(
         return values_BDR.transpose(1, 2).flatten(0, 1)[:rows, :groups].float()
 
     if not has_superblocks(kind):
-        stored = blob.view(torch.float16).view(blocks, _stored_groups(columns, group_size), -1)
+        stored = blob.view(_SCALE_DTYPES.get(kind, torch.float16))
+        if kind == "mxfp4":
+            stored = powers_of_two(stored)
+        stored = stored.view(blocks, _stored_groups(kind, columns, group_size), -1)
         scale, *offset = stored.split(BLOCK_ROWS, 2)
         return by_row(scale), by_row(offset[0]) if offset else None
     count, each = -(-columns // SUPERBLOCK), SUPERBLOCK // group_size
@@ -139,6 +167,12 @@ def unpack_group_scales(
         inner = torch.cat([inner & 15, inner >> 4], -2)
     scale, minimum = (inner.float() * supers.transpose(2, 3)).unbind(-2)
     return by_row(scale.flatten(1, 2)), -by_row(minimum.flatten(1, 2))
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """Float32 numbers of E8M0 bytes."""
+    ones = torch.ones(exponents.shape, device=exponents.device)
+    return torch.ldexp(ones, exponents.int() - _E8M0_BIAS)
 
 
 def _by_block(values_ND: Tensor) -> Tensor:

@@ -71,8 +71,8 @@ class NativeKernels:
     def supports(self, hidden_TH: Tensor, experts: AnyExperts) -> bool:
         """Whether `experts_forward` knows these activations and weights."""
         if isinstance(experts, QuantizedExperts):
-            arrangements = {experts.first.arrangement, experts.second.arrangement}
-            return arrangements == {"cpu"} and self.planes.supports(hidden_TH, experts.scales[0])
+            known = experts.first.for_cpus and experts.second.for_cpus
+            return known and self.planes.supports(hidden_TH, experts.scales[0])
         return self.whole.supports(hidden_TH, experts)
 
     def experts_forward(

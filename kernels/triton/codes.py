@@ -2,7 +2,8 @@
 
 Codes become whole numbers, or halves where bits are missing, which bf16 and float16 hold exactly:
 `chunk_numbers` those of symmetric codes, `file_numbers` those that a file had quantised, whose
-scales and offsets `group_scale` reads as kernels/scales.py has them.
+scales and offsets `group_scale` reads as kernels/scales.py has them. Codes that are floating point
+numbers stay exact, too: `widened` moves their bits to where wider types have them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 
 CENTRED = tl.constexpr(1)
 """Numbers of the kinds of scales, by their order in kernels/scales.py; 0 is symmetric."""
-OFFSET, SUPER, SUPER_OFFSET, SUPER_NIBBLES = map(tl.constexpr, range(2, 6))
+OFFSET, SUPER, SUPER_OFFSET, SUPER_NIBBLES, FP8, MXFP4 = map(tl.constexpr, range(2, 8))
 
 
 @triton.jit
@@ -115,6 +116,56 @@ def chunk_numbers(
 
 
 @triton.jit
+def widened(word, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, COMPUTE: tl.constexpr):
+    """Two small floats of each word: (N, 4, 2). They begin at the highest bit of each half.
+
+    A product mends the exponent, of numbers below the least one, too: bf16 and float16
+    are never flushed.
+    """
+    WIDE: tl.constexpr = 5 if tl.float16 == COMPUTE else 8
+    LIFT: tl.constexpr = 2.0 ** (2 ** (WIDE - 1) - 2 ** (EXPONENT - 1))
+    FIELD: tl.constexpr = 2**15 - 2 ** (15 - EXPONENT - MANTISSA)
+    MASK: tl.constexpr = (FIELD >> (WIDE - EXPONENT)) * 0x00010001
+    own = (word & 0x80008000) | ((word >> (WIDE - EXPONENT)) & MASK)
+    if tl.float32 == COMPUTE:
+        low = (own << 16).to(tl.float32, bitcast=True)
+        high = (own & 0xFFFF0000).to(tl.float32, bitcast=True)
+    else:
+        low = (own & 0xFFFF).to(tl.int16).to(COMPUTE, bitcast=True)
+        high = (own >> 16).to(tl.int16).to(COMPUTE, bitcast=True)
+    return tl.join(low, high) * LIFT
+
+
+@triton.jit
+def bytes_of_rows(plane, chunk, inside, COLUMNS: tl.constexpr):
+    """(COLUMNS, 4) words of the first 16 columns, and of the others; see `words_of_rows`."""
+    pair = chunk[:, None, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None, None]
+    at = pair * 16 + tl.arange(0, 4)[None, None, :, None, None] * 4
+    at += tl.arange(0, 2)[None, None, None, :, None] * 2
+    at += tl.arange(0, 2)[None, None, None, None, :]
+    words = tl.load(plane + at, mask=inside[:, None, None, None, None], other=0)
+    first, last = tl.split(tl.permute(words, (0, 4, 1, 2, 3)))
+    return tl.reshape(first, (COLUMNS, 4)), tl.reshape(last, (COLUMNS, 4))
+
+
+@triton.jit
+def float_numbers(
+    plane, chunk, inside, BITS: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """(COLUMNS, 32) numbers of one chunk; codes of 8 bits are E4M3, those of 4 bits E2M1."""
+    if BITS == 8:
+        first, last = bytes_of_rows(plane, chunk, inside, COLUMNS)
+        early = tl.join(widened(first << 8, 4, 3, COMPUTE), widened(first, 4, 3, COMPUTE))
+        late = tl.join(widened(last << 8, 4, 3, COMPUTE), widened(last, 4, 3, COMPUTE))
+    else:
+        words = nibbles_of_rows(plane, chunk, inside, COLUMNS)
+        early = tl.join(widened(words << 12, 2, 1, COMPUTE), widened(words << 8, 2, 1, COMPUTE))
+        late = tl.join(widened(words << 4, 2, 1, COMPUTE), widened(words, 2, 1, COMPUTE))
+    numbers = tl.permute(tl.join(early, late), (0, 4, 3, 1, 2))
+    return tl.reshape(numbers, (COLUMNS, 32))
+
+
+@triton.jit
 def words_at(entry, PLANE: tl.constexpr):
     return tl.multiple_of(tl.load(entry + PLANE).to(tl.pointer_type(tl.uint32)), 16)
 
@@ -184,7 +235,14 @@ def group_scale(
     """
     own = scales + block.to(tl.int64) * block_bytes
     least = tl.zeros_like(within).to(tl.float32)
-    if KIND <= OFFSET:
+    if KIND == FP8:
+        at = own.to(tl.pointer_type(tl.float32)) + group * 16 + within
+        scale = tl.load(at, mask=inside, other=0.0)
+    elif KIND == MXFP4:
+        power = tl.load(own + group * 16 + within, mask=inside, other=0).to(tl.int32)
+        # 2 ** (power - 127); the least of them has no exponent of its own.
+        scale = tl.where(power == 0, 1 << 22, power << 23).to(tl.float32, bitcast=True)
+    elif KIND <= OFFSET:
         NUMBERS: tl.constexpr = KIND
         at = own.to(tl.pointer_type(tl.float16)) + group * (16 * NUMBERS) + within
         scale = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -210,6 +268,6 @@ def group_scale(
                 inner = inner & 15
             scale *= inner.to(tl.float32)
             least = -outer_least * minimum.to(tl.float32)
-    if KIND == OFFSET or KIND >= SUPER_OFFSET:
+    if KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8):
         least += scale * (2.0 ** (BITS - 1))
     return scale, least

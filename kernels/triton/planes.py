@@ -28,10 +28,12 @@ from kernels.planes import CHUNK_COLUMNS, PlaneLayout
 from kernels.scales import SCALES
 from kernels.scales import block_bytes as scale_bytes
 from kernels.triton.codes import (
+    FP8,
     OFFSET,
     SUPER_OFFSET,
     chunk_numbers,
     file_numbers,
+    float_numbers,
     group_scale,
     words_at,
 )
@@ -106,7 +108,7 @@ def sum_file_splits(
     """
     CHUNKS: tl.constexpr = GROUP // 32 if GROUP > 32 else 1
     HALVES: tl.constexpr = 2 if GROUP == 16 else 1
-    ADDS: tl.constexpr = KIND == OFFSET or KIND >= SUPER_OFFSET
+    ADDS: tl.constexpr = KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8)
     plane0, plane1 = words_at(entry, 0), words_at(entry, 1)
     scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.uint8)), 16)
     block, within = rows // 16, rows % 16
@@ -124,10 +126,13 @@ def sum_file_splits(
                     index = unit * CHUNKS + chunk
                     # The last group may be short.
                     wanted = masked_by(blocks * 16 < N, index < chunks)
-                    numbers = file_numbers(
-                        plane0, plane1, blocks * chunks + index, wanted,
-                        BITS, PLANES, COMPUTE, COLUMNS,
-                    )  # fmt: skip
+                    own = blocks * chunks + index
+                    if KIND >= FP8:
+                        numbers = float_numbers(plane0, own, wanted, BITS, COMPUTE, COLUMNS)
+                    else:
+                        numbers = file_numbers(
+                            plane0, plane1, own, wanted, BITS, PLANES, COMPUTE, COLUMNS
+                        )
                     rest = (depth < K - index * 32)[:, None]
                     x = tl.load(from_x + index * 32, mask=used[None, :] & rest, other=0.0)
                     if HALVES == 2:
@@ -389,9 +394,12 @@ def dequantize_file_chunk(
     block = first // 16 + tl.arange(0, COLUMNS // 16)
     index = tl.program_id(1)
     own = block * chunks + index
-    numbers = file_numbers(
-        plane0, plane1, own, block * 16 < last_row, BITS, PLANES, COMPUTE, COLUMNS
-    ).to(tl.float32)
+    wanted = block * 16 < last_row
+    if KIND >= FP8:
+        numbers = float_numbers(plane0, own, wanted, BITS, COMPUTE, COLUMNS)
+    else:
+        numbers = file_numbers(plane0, plane1, own, wanted, BITS, PLANES, COMPUTE, COLUMNS)
+    numbers = numbers.to(tl.float32)
     group = index * 32 // GROUP
     scale, least = group_scale(
         scales, rows // 16, rows % 16, group, inside, block_bytes, BITS, KIND, GROUP
@@ -499,7 +507,11 @@ def arrange_kernel(source, target, pairs, BITS: tl.constexpr, PAIRS: tl.constexp
             index = step % STEPS
             u = column % 8 // 2
             bit = 4 * (column // 8) + 16 * (column % 2)
-            if BITS == 4:
+            if BITS == 8:
+                position = 0
+                own = 4 * u + 2 * (column // 16) + late
+                bit = 8 * (column // 8 % 2) + 16 * (column % 2)
+            elif BITS == 4:
                 position = 4 * index
                 own = 2 * u + late
             elif BITS == 2:

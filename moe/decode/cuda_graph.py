@@ -2,7 +2,8 @@
 
 `GraphStep` makes a `Recording` for a number of rows when it is first needed. To record, it advances
 the walk through the description (`moe.decode.reference.walk`) while torch captures its work: a
-segment ends where the host has to act, which is where it runs experts, or with the step. Experts
+segment ends where the host has to act, which is where it runs experts, or with the step. Meanwhile
+the shared expert of the layer, a recording of its own, runs on another stream. Experts
 that run inside the graph need no stop, so the step is a single segment. What changes from step to
 step lies in `GraphInputs`, tensors that never move; rows of padding fill a recording up to its
 size.
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,11 +33,19 @@ _DOUBLING = 32
 """Rows up to which recordings are made for powers of two, and for multiples of it above."""
 
 
+Made = TypeVar("Made")
+Beside = Callable[[], Callable[[], object]]
+"""Starts work beside what follows; what it returns ends it."""
+
+
 class Capture(Protocol):
     """Runs a function once while its work is recorded; see `CudaCapture`."""
 
-    def __call__(self, function: Callable[[], _End]) -> tuple[Callable[[], object], _End]:
+    def __call__(self, function: Callable[[], Made]) -> tuple[Callable[[], object], Made]:
         """What replays the work, and what the function returned."""
+
+    def beside(self, function: Callable[[], object]) -> Beside:
+        """What replays the work on another stream."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +57,23 @@ class _End:
     routings: Routing | None = None  # of all layers, concatenated, if experts are inside
 
 
+class _Segment(NamedTuple):
+    """A part of a step, up to its end; and what runs beside the host's answer to it."""
+
+    replay: Callable[[], object]
+    end: _End
+    beside: Beside | None
+
+
 class CudaCapture:
-    """Records CUDA graphs that share a memory pool, and are always replayed in this order."""
+    """Records CUDA graphs that share a memory pool: what is replayed beside others ends before the
+    next graph, so they use it in this order."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()
+        self._stream, self._side = torch.cuda.Stream(), torch.cuda.Stream()
 
-    def __call__(self, function: Callable[[], _End]) -> tuple[Callable[[], object], _End]:
+    def __call__(self, function: Callable[[], Made]) -> tuple[Callable[[], object], Made]:
         graph = torch.cuda.CUDAGraph()
         # The outer one restores the caller's stream also where capturing fails.
         with torch.cuda.stream(self._stream):
@@ -63,6 +81,29 @@ class CudaCapture:
             with torch.cuda.graph(graph, self._pool, **how):  # type: ignore[arg-type]
                 end = function()
         return graph.replay, end
+
+    def beside(self, function: Callable[[], object]) -> Beside:
+        replay, _ = self(function)
+
+        def start() -> Callable[[], object]:
+            current = torch.cuda.current_stream()
+            self._side.wait_stream(current)
+            with torch.cuda.stream(self._side):
+                replay()
+            return lambda: current.wait_stream(self._side)
+
+        return start
+
+
+class _Rehearsal:
+    """Runs the work of a recording without one: kernels compile and are measured."""
+
+    def __call__(self, function: Callable[[], Made]) -> tuple[Callable[[], object], Made]:
+        return function, function()
+
+    def beside(self, function: Callable[[], object]) -> Beside:
+        function()
+        return lambda: function
 
 
 class GraphStep:
@@ -167,14 +208,20 @@ class Recording:
     ) -> None:
         self.inputs = inputs
         self._routed = routed
-        self._record(start, lambda function: (function, function()))  # compiles, measures
+        self._record(start, _Rehearsal())
         self._record(start, capture)
 
     def _record(self, start: Callable[[GraphInputs], Walk], capture: Capture) -> None:
         advance = partial(self._advance, start(self.inputs), list[Routing]())
-        self._segments = [capture(partial(advance, None))]
-        while (end := self._segments[-1][1]).halt is not None:
-            self._segments.append(capture(partial(advance, end.answer)))
+        self._segments, answer = list[_Segment](), None
+        while True:
+            replay, end = capture(partial(advance, answer))
+            shared = None if end.halt is None else end.halt.beside
+            beside = None if shared is None else capture.beside(shared)
+            self._segments.append(_Segment(replay, end, beside))
+            if end.halt is None:
+                return
+            answer = end.answer
 
     def _advance(self, steps: Walk, routings: list[Routing], answer: Tensor | None) -> _End:
         """Walk to the next halt that is left to the host, or to the end."""
@@ -191,14 +238,20 @@ class Recording:
 
     def play(self, count: int, routed: RoutedExperts | None) -> tuple[Tensor, list[Routing]]:
         """Logits ``(count, V)``, and the routing of each layer whose experts ran inside."""
-        for replay, end in self._segments:
+        for replay, end, beside in self._segments:
             replay()
             if end.halt is not None:
                 assert routed is not None
                 own = end.halt.routing
                 # A copy: statistics keep it longer than the step.
                 routing = Routing(own.expert_ids[:count].clone(), own.weights[:count].clone())
-                end.answer[:count] = routed(end.halt.layer, end.halt.rows.rounded[:count], routing)
+                join = None if beside is None else beside()
+                try:
+                    rows = routed(end.halt.layer, end.halt.rows.rounded[:count], routing)
+                finally:
+                    if join is not None:
+                        join()
+                end.answer[:count] = rows
         logits = end.answer[:count].clone()
         if end.routings is None:
             return logits, []

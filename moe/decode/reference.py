@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -39,11 +40,17 @@ from routing import Routing
 
 @dataclass(frozen=True)
 class Halt:
-    """Rows that wait for the routed experts of an MoE layer."""
+    """Rows that wait for the routed experts of an MoE layer.
+
+    Attributes:
+        beside: computes what the shared expert makes of them, once, if somebody wants it before
+            the routed experts are there; None where there is no shared expert.
+    """
 
     layer: int
     rows: Normed
     routing: Routing
+    beside: Callable[[], Tensor] | None
 
 
 Walk = Generator[Halt, Tensor, Tensor]
@@ -123,14 +130,20 @@ def _feed(feed: FeedForward | Experts, rows: Normed, means: StepOperations) -> W
         routing = Routing.from_router(*router.forward(rows.exact), feed.num_experts)
     else:
         routing = route(router, rows.exact)
-    routed = yield Halt(feed.layer, rows, routing)
-    if feed.shared is None:
+    shared = (
+        None if feed.shared is None else cache(partial(_shared, feed, feed.shared, rows, means))
+    )
+    routed = yield Halt(feed.layer, rows, routing, shared)
+    if shared is None:
         return scaled(routed, feed.scale)
-    output = scaled(routed.float(), feed.scale)
-    shared = means.feed(feed.shared, rows)
-    if feed.shared_gate is not None:
-        shared = shared * torch.sigmoid(means.project(feed.shared_gate, rows).float())
-    return output + shared
+    return scaled(routed.float(), feed.scale) + shared()
+
+
+def _shared(feed: Experts, expert: FeedForward, rows: Normed, means: StepOperations) -> Tensor:
+    shared = means.feed(expert, rows)
+    if feed.shared_gate is None:
+        return shared
+    return shared * torch.sigmoid(means.project(feed.shared_gate, rows).float())
 
 
 def _normed(norm: Norm | None, rows: Tensor) -> Tensor:

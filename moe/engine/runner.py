@@ -16,9 +16,12 @@ takes too long holds its logits and is left out of passes until it is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,10 +33,11 @@ from moe.network.kv_cache import SequenceCache
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
-from moe.sampling.batch import Token
+from moe.sampling.batch import Token, joined
 from moe.sampling.constraint import MaskLateError
 from moe.sampling.sampler import Guesses, verify
 from moe.sequence import RunningSequence
+from moe.settings.device import to_device
 from moe.speculate.draft import PLAIN, Draft
 from moe.speculate.speculator import Speculator
 from offload.errors import OffloadError
@@ -94,8 +98,8 @@ class ModelRunner:
         last = prefill if prefill is not None and prefill.batch.is_last_layer_group else None
         _limit_waiting([*step.decode, *(last.sequences if last is not None else ())])
         ends = [
-            _End(sequence, rows, draft if proposed else None)
-            for sequence, rows, draft in zip(decode, logits, drafts, strict=True)
+            _End(sequence, rows, draft if proposed else None, lost)
+            for sequence, (rows, lost), draft in zip(decode, logits, drafts, strict=True)
         ]
         ends += [_End(sequence, _held(sequence)) for sequence in held]
         if last is not None:
@@ -114,8 +118,9 @@ class ModelRunner:
 
     def _forward(
         self, tokens: Sequence[Work], prefill: PrefillPass | None, overlap: bool
-    ) -> list[Tensor | Exception]:
-        """Logits of each sequence's tokens; the prefill pass runs to its end or its next pause."""
+    ) -> list[tuple[Tensor | Exception, Lost | None]]:
+        """Logits of each sequence's tokens, with `_End.lost`; the prefill pass runs to its end or
+        its next pause."""
         cut = len(tokens) // 2 if overlap and prefill is None else len(tokens)
         parts = [tokens[:cut], tokens[cut:]]
         lanes = [self.backbone.lanes(part, "decode") for part in parts]
@@ -125,11 +130,11 @@ class ModelRunner:
             run_overlapped((lanes[0], others), self.experts, pauses)
         else:
             run_lanes([*others, *lanes[0]], self.experts.run, pause_at=pauses)
-        return [
-            rows
-            for part, own in zip(parts, lanes, strict=True)
-            for rows in _results(own, part, self.backbone, self.experts.run)
-        ]
+        found = []
+        for part, own in zip(parts, lanes, strict=True):
+            rows, ran = _results(own, part, self.backbone, self.experts.run)
+            found += _lost_later(rows, ran, part)
+        return found
 
     def _next(self, sequence: RunningSequence, unread: int) -> list[int]:
         """The tokens that a sequence reads in this step, without drafted ones."""
@@ -170,12 +175,20 @@ class PrefillPass:
 
     def finish(self, run_experts: ExpertsRunner) -> list[_End]:
         """The ends of the prompts that have been read whole, and failures."""
-        logits = _results(self.lanes, self._work, self._backbone, run_experts)
+        logits, lanes = _results(self.lanes, self._work, self._backbone, run_experts)
+        logits = [
+            own if isinstance(own, Exception) or (error := lost()) is None else error
+            for own, lost in zip(logits, _lost_of(lanes, self._work), strict=True)
+        ]
         ends: list[_End] = []
         for chunk, work, rows in zip(self.batch.chunks, self._work, logits, strict=True):
             if not chunk.group.cancelled:
                 ends += _finish_chunk(chunk, work.cache, rows)
         return ends
+
+
+Lost = Callable[[], Exception | None]
+"""Reads back from the device why logits mean nothing, if they do."""
 
 
 class _End(NamedTuple):
@@ -184,11 +197,14 @@ class _End(NamedTuple):
     Attributes:
         rows: ``(T, V)`` logits of its last tokens, drafted ones included; or why there are none.
         draft: that was read with them, `PLAIN` or more; None where nothing was proposed.
+        lost: where only the device knows whether an expert of another rank was missing: then the
+            logits are NaN, so that it costs no readback as long as tokens can be drawn.
     """
 
     sequence: RunningSequence
     rows: Tensor | Exception
     draft: Draft | None = None
+    lost: Lost | None = None
 
     @property
     def guesses(self) -> Guesses:
@@ -232,8 +248,8 @@ def _results(
     work: Sequence[Work],
     backbone: Backbone,
     run_experts: ExpertsRunner,
-) -> list[Tensor | Exception]:
-    """Logits of each item of work, or its error, from lanes that have finished.
+) -> tuple[list[Tensor | Exception], Sequence[Lane[list[Tensor]]]]:
+    """Logits of each item of work, or its error, from lanes that have finished; and the lanes.
 
     If a pass over several sequences lacked an expert, it is run again with a lane for each, so
     that only the sequences that need the expert fail.
@@ -243,26 +259,58 @@ def _results(
         lanes = [lane for item in work for lane in backbone.lanes([item], lanes[0].phase)]
         run_lanes(lanes, run_experts)
         rows = _lane_logits(lanes)
-    return _without_lost(rows, lanes, work)
+    return rows, lanes
 
 
-def _without_lost(
-    rows: list[Tensor | Exception], lanes: Sequence[Lane[list[Tensor]]], work: Sequence[Work]
-) -> list[Tensor | Exception]:
-    """The same, with an error for work that lacked an expert of another rank (`Lane.lost`)."""
-    first = 0
+def _lost_of(lanes: Sequence[Lane[list[Tensor]]], work: Sequence[Work]) -> list[Lost]:
+    """Of each item of work, what says whether it lacked an expert of another rank."""
+    found, items = list[Lost](), iter(work)
     for lane in lanes:
-        start, own = 0, range(first, first + lane.pieces)
+        start = 0
+        for item in islice(items, lane.pieces):
+            found.append(partial(_lost, lane, range(start, start + len(item.token_ids))))
+            start += len(item.token_ids)
+    return found
+
+
+def _lost(lane: Lane[list[Tensor]], rows: range) -> Exception | None:
+    lost = lane.lost()
+    for row in sorted(lost):
+        if row in rows:
+            return (OffloadError if lost[row].unreadable else RankError)(lost[row].reason)
+    return None
+
+
+def _lost_later(
+    rows: Sequence[Tensor | Exception], lanes: Sequence[Lane[list[Tensor]]], work: Sequence[Work]
+) -> list[tuple[Tensor | Exception, Lost | None]]:
+    """Logits, NaN where an expert of another rank was missing and only the device knows; and what
+    says why."""
+    found, lost, first = list[tuple[Tensor | Exception, Lost | None]](), _lost_of(lanes, work), 0
+    for lane in lanes:
+        own = slice(first, first + lane.pieces)
         first = own.stop
-        lost = lane.lost()
-        for index in own if lost else ():
-            end = start + len(work[index].token_ids)
-            reasons = [lost[row] for row in sorted(lost) if start <= row < end]
-            if reasons and not isinstance(rows[index], Exception):
-                kind = OffloadError if reasons[0].unreadable else RankError
-                rows[index] = kind(reasons[0].reason)
-            start = end
-    return rows
+        logits = [row for row in rows[own] if isinstance(row, Tensor)]
+        whole = len(logits) == lane.pieces
+        if whole and (lost_T := lane.lost_there()) is not None:
+            sizes = [len(item.token_ids) for item in work[own]]
+            found += zip(_voided(logits, sizes, lost_T), lost[own], strict=True)
+            continue
+        for row, why in zip(rows[own], lost[own], strict=True):
+            error = None if isinstance(row, Exception) else why()
+            found.append((row if error is None else error, None))
+    return found
+
+
+def _voided(logits: Sequence[Tensor], sizes: Sequence[int], lost_T: Tensor) -> list[Tensor]:
+    """The logits of items of work, all NaN where one of an item's so many tokens is lost."""
+    items, rows, device = len(sizes), [len(own) for own in logits], lost_T.device
+    if len(lost_T) > items:
+        owner_T = to_device(np.repeat(np.arange(items), sizes), device)
+        lost_T = lost_T.new_zeros(items, dtype=torch.int32).index_add_(0, owner_T, lost_T.int()) > 0
+    if sum(rows) > items:
+        lost_T = lost_T[to_device(np.repeat(np.arange(items), rows), device)]
+    return list(joined(logits).masked_fill_(lost_T[:, None], torch.nan).split(rows))
 
 
 def _lane_logits(lanes: Sequence[Lane[list[Tensor]]]) -> list[Tensor | Exception]:
@@ -300,6 +348,8 @@ def _sample(ends: Sequence[_End], speculator: Speculator | None) -> list[Outcome
         if not isinstance(end.rows, Exception) and _num_unread(end.sequence) <= 0:
             guesses = end.guesses
             drawn.append((end, guesses, end.rows[-1 - len(guesses) :]))
+        elif end.lost is not None and (lost := end.lost()) is not None:
+            outcomes[end.sequence] = lost
     samplers = [end.sequence.sampler for end, *_ in drawn]
     try:
         verified = verify(samplers, [own for _, own, _ in drawn], [rows for *_, rows in drawn])
@@ -307,6 +357,9 @@ def _sample(ends: Sequence[_End], speculator: Speculator | None) -> list[Outcome
         return [*(outcomes | {end.sequence: error for end, *_ in drawn}).items()]
     for (end, guesses, rows), found in zip(drawn, verified, strict=True):
         sequence = end.sequence
+        if found.error is not None and end.lost is not None and (lost := end.lost()) is not None:
+            outcomes[sequence] = lost
+            continue
         if found.error is None:
             sequence.hold(None)
             outcomes[sequence] = found.tokens

@@ -142,10 +142,15 @@ class Checkpoint:
         """The bit planes that hold a matrix with its own numbers; None where it is no codes."""
         return None
 
-    def read_planes(self, name: str, *, rows: slice | None = None) -> tuple[Tensor, GroupScales]:
+    def read_planes(
+        self, name: str, *, rows: slice | None = None, expert: int | None = None
+    ) -> tuple[Tensor, GroupScales]:
         """``(N, K)`` unsigned codes of a matrix that has a `plane_format`, and their scales.
 
         N are outputs, even where a network has the matrix transposed.
+
+        Args:
+            expert: of a tensor that joins the matrices of all experts.
         """
         raise KeyError(name)
 

@@ -20,8 +20,9 @@ from experts.embedding import QuantizedEmbedding
 from experts.linear import QuantizedLinear
 from experts.weights import ExpertShape, from_blobs, is_interleaved, split_parts
 from kernels import PlaneMatrix, QuantizedExperts
-from kernels.planes import PlaneFormat, PlaneLayout
-from kernels.scales import GroupScales
+from kernels.planes import PlaneFormat, PlaneLayout, float_values
+from kernels.scales import GroupScales, has_float_codes, powers_of_two
+from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import WeightPlan, WeightReader
 from moe.loading.plan import Index, LoadPlan, WeightConversion
@@ -45,11 +46,13 @@ class Piece:
 
     Attributes:
         place: number of the part, ``parts`` for the second projection; None: all parts.
+        joined: the stored tensor has the matrices of all experts.
     """
 
     name: str
     expert: int
     place: int | None
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ class OwnPlanes:
         bits = 8 * sum(self.nbytes(network).values()) / weights
         return (
             f"the experts of {len(self.experts)} layers and {len(self.tables)} other matrices keep "
-            f"their codes, with scales and offsets in float16, at {bits:.2f} bits a weight"
+            f"their codes, with scales and offsets, at {bits:.2f} bits a weight"
         )
 
     def without(self, weights: WeightPlan, checkpoint: Checkpoint) -> WeightPlan:
@@ -120,7 +123,7 @@ class OwnReader:
 
     Attributes:
         dtypes: that biases are kept in.
-        device: that planes and scales are moved to.
+        device: that planes are made on.
         check_finite: note scales that are NaN or infinite.
         advance: called with every number of bytes read.
         not_finite: one line for each matrix with such scales.
@@ -162,10 +165,11 @@ class OwnReader:
         shape = own.shape
         interleaved = shape.parts == 2 and is_interleaved(beside["activation"], shape.intermediate)
         count = 1 + max(piece.expert for piece in pieces)
-        memory = torch.empty(count, shape.nbytes(8), dtype=torch.uint8)
+        memory = torch.empty(count, shape.nbytes(8), dtype=torch.uint8, device=self.device)
         blobs, scales = shape.split(memory, 8)
         for piece in pieces:
-            codes_NK, numbers = self._read(piece.name)
+            expert = piece.expert if piece.joined else None
+            codes_NK, numbers = self._read(piece.name, expert=expert)
             for place, rows in _places(piece, shape, len(codes_NK), interleaved):
                 layout = shape.second if place == shape.parts else shape.first
                 made = PlaneMatrix.of_file(codes_NK[rows], numbers.rows(rows), layout)
@@ -174,8 +178,10 @@ class OwnReader:
                     blobs[plane][piece.expert, start : start + blob.numel()] = blob
                 start = place * shape.first.scale_bytes
                 scales[piece.expert, start : start + made.scales.numel()] = made.scales
-            self.advance(self.checkpoint.tensors[piece.name].nbytes)
-        blobs, scales = shape.split(memory.to(self.device), 8)
+            nbytes, done = self.checkpoint.tensors[piece.name].nbytes, piece.expert
+            if piece.joined:
+                nbytes = nbytes * (done + 1) // count - nbytes * done // count
+            self.advance(nbytes)
         return from_blobs(shape, blobs, scales, interleaved, **beside)
 
     def _read_biases(self, module: nn.Module, conversions: Sequence[WeightConversion]) -> None:
@@ -195,7 +201,7 @@ class OwnReader:
         step = max(16, _PIECE_CODES // layout.columns // 16 * 16)
         widths = range(len(layout.format.plane_bits))
         sizes = [*map(layout.plane_bytes, widths), layout.scale_bytes]
-        blobs = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        blobs = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
         left = list(blobs)
         for start in range(0, layout.rows, step):
             codes_NK, numbers = self._read(name, slice(start, min(start + step, layout.rows)))
@@ -204,16 +210,27 @@ class OwnReader:
                 left[index][: blob.numel()] = blob
                 left[index] = left[index][blob.numel() :]
         self.advance(self.checkpoint.tensors[name].nbytes)
-        *planes, scales = (blob.to(self.device) for blob in blobs)
+        *planes, scales = blobs
         return PlaneMatrix(layout, tuple(planes), scales)
 
-    def _read(self, name: str, rows: slice | None = None) -> tuple[Tensor, GroupScales]:
-        codes_NK, numbers = self.checkpoint.read_planes(name, rows=rows)
+    def _read(
+        self, name: str, rows: slice | None = None, expert: int | None = None
+    ) -> tuple[Tensor, GroupScales]:
+        codes_NK, numbers = self.checkpoint.read_planes(name, rows=rows, expert=expert)
+        own = self.checkpoint.plane_format(name)
+        if own is not None and own != _format_on(self.device, own):
+            codes_NK, numbers = _in_halves(codes_NK, numbers)
+            if not numbers.is_finite:
+                raise CheckpointError(
+                    f"{name} in {self.checkpoint.tensors[name].file.name} has scales above 65536, "
+                    "whose halves float16 cannot hold; set model.expert_bits: 16 to decode it"
+                )
         if self.check_finite and not numbers.is_finite:
             fault = f"{name} in {self.checkpoint.tensors[name].file.name} holds NaN or infinity"
             if fault not in self.not_finite[-1:]:
                 self.not_finite.append(fault)
-        return codes_NK, numbers
+        # Planes are made on the device, where that takes no time.
+        return codes_NK.to(self.device), numbers.to(self.device)
 
     def _position(self, name: str) -> tuple[str, int]:
         info = self.checkpoint.tensors[name]
@@ -226,28 +243,32 @@ def find_own(
     plan: LoadPlan,
     settings: ModelSettings,
     *,
-    embedding: bool = True,
+    device: torch.device,
 ) -> OwnPlanes:
     """The modules that the settings leave as they are stored, and that are stored as codes.
 
-    Args:
-        embedding: may be one of them. On a GPU the host would wait for the check of its ids.
+    On a GPU the embedding is not one of them, as the host would wait for the check of its ids.
     """
+
+    def format_of(stored: str) -> PlaneFormat | None:
+        own = checkpoint.plane_format(stored)
+        return own if own is None else _format_on(device, own)
+
     by_target = {c.first_target: c for c in plan.conversions}
     experts: dict[str, OwnExperts] = {}
     if settings.expert_bits is None and settings.expert_dtype == "auto":
         for name, module in experts_modules(network):
-            if (found := _own_experts(name, module, by_target, checkpoint)) is not None:
+            if (found := _own_experts(name, module, by_target, format_of, checkpoint)) is not None:
                 experts[name] = found
     tables: dict[str, tuple[str, PlaneFormat]] = {}
     input_table = network.get_input_embeddings()
     for name in _candidates(network, settings):
-        if not embedding and network.get_submodule(name) is input_table:
+        if device.type != "cpu" and network.get_submodule(name) is input_table:
             continue
         conversion = by_target.get(f"{name}.weight")
         if conversion is not None and len(conversion.pieces) == 1:
             ((stored, index),) = conversion.pieces
-            own = checkpoint.plane_format(stored)
+            own = format_of(stored)
             if own is not None and index in ((), (slice(None),)):
                 tables[name] = stored, own
     tied = {}
@@ -259,6 +280,23 @@ def find_own(
             else:
                 del tables[table]
     return OwnPlanes(experts, tables, tied)
+
+
+def _format_on(device: torch.device, own: PlaneFormat) -> PlaneFormat | None:
+    """The format that kernels of the device read such weights in; None: they are decoded.
+
+    On CPUs MXFP4 becomes whole numbers of 5 bits, and FP8 is decoded.
+    """
+    if device.type != "cpu" or not has_float_codes(own.scales):
+        return own
+    return PlaneFormat(own.group_size, 5, "centred") if own.scales == "mxfp4" else None
+
+
+def _in_halves(codes_NK: Tensor, scales: GroupScales) -> tuple[Tensor, GroupScales]:
+    """MXFP4 as whole numbers of halves, around 16, and float16 scales."""
+    numbers = 2 * float_values(codes_NK, "mxfp4") + 16
+    scale_ND = powers_of_two(scales.scale_ND) / 2
+    return numbers.to(torch.uint8), GroupScales(scale_ND.half())
 
 
 def _candidates(network: PreTrainedModel, settings: ModelSettings) -> Iterator[str]:
@@ -276,7 +314,11 @@ def _candidates(network: PreTrainedModel, settings: ModelSettings) -> Iterator[s
 
 
 def _own_experts(
-    name: str, module: Any, by_target: Mapping[str, WeightConversion], checkpoint: Checkpoint
+    name: str,
+    module: Any,
+    by_target: Mapping[str, WeightConversion],
+    format_of: Callable[[str], PlaneFormat | None],
+    checkpoint: Checkpoint,
 ) -> OwnExperts | None:
     shape = expert_shape(module, 64)
     targets = [f"{name}.{weight}" for weight in weight_names(module)]
@@ -285,15 +327,19 @@ def _own_experts(
     pieces, formats = [], []
     for second, target in enumerate(targets):
         own = by_target[target].pieces
-        kinds = {checkpoint.plane_format(stored) for stored, _ in own}
+        kinds = {format_of(stored) for stored, _ in own}
         kind = kinds.pop() if len(kinds) == 1 else None
+        whole = len(own) == 1 and own[0][1] in ((), (slice(None),))
+        joined = whole and len(checkpoint.tensors[own[0][0]].shape) == 3
+        if joined:
+            own = [(own[0][0], (expert,)) for expert in range(module.num_experts)]
         places = [_place(index, shape.parts, bool(second)) for _, index in own]
         if kind is None or any(place is None for place in places):
             return None
         formats.append(kind)
         for (stored, _), found in zip(own, places, strict=True):
             assert found is not None
-            pieces.append(Piece(stored, *found))
+            pieces.append(Piece(stored, *found, joined))
     owned = (target for target in by_target if target.startswith(f"{name}."))
     beside = tuple(by_target[target] for target in owned if target not in targets)
     shape = replace(shape, own=(formats[0], formats[1]))

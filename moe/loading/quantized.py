@@ -171,7 +171,7 @@ class DecodedCheckpoint(Checkpoint):
         self._scheme = scheme
         self._parts: dict[str, dict[str, str]] = {}
         self._last: tuple[str, Tensor] | None = None
-        self._last_planes: tuple[str, Tensor, GroupScales] | None = None
+        self._last_planes: tuple[tuple[str, int | None], Tensor, GroupScales] | None = None
         problems: list[str] = []
         tensors = dict(stored.tensors)
         for stem, parts in scheme.group(tensors).items():
@@ -200,15 +200,21 @@ class DecodedCheckpoint(Checkpoint):
         infos = {role: stored[part] for role, part in self._parts[name].items()}
         return self._scheme.planes.format(infos)
 
-    def read_planes(self, name: str, *, rows: slice | None = None) -> tuple[Tensor, GroupScales]:
+    def read_planes(
+        self, name: str, *, rows: slice | None = None, expert: int | None = None
+    ) -> tuple[Tensor, GroupScales]:
         own = self.plane_format(name)
         assert own is not None
         assert self._scheme.planes is not None
-        if self._last_planes is None or self._last_planes[0] != name:
+        if self._last_planes is None or self._last_planes[0] != (name, expert):
             self._last_planes = None  # one weight at a time
-            parts = {role: self._stored.read(part) for role, part in self._parts[name].items()}
+            one = None if expert is None else slice(expert, expert + 1)
+            stored = self._parts[name].items()
+            parts = {role: self._stored.read(part, rows=one) for role, part in stored}
+            if expert is not None:
+                parts = {role: part[0] for role, part in parts.items()}
             try:
-                self._last_planes = name, *self._scheme.planes.read(parts, own)
+                self._last_planes = (name, expert), *self._scheme.planes.read(parts, own)
             except SchemeError as error:
                 raise CheckpointError(f"{self.path}: {name}: {error}") from error
         _, codes_NK, scales = self._last_planes

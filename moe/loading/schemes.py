@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from experts.safetensors_io import TensorInfo
-from kernels.planes import FILE_GROUP_SIZES, PlaneFormat
-from kernels.scales import GroupScales, Scales
+from kernels.planes import FILE_GROUP_SIZES, FLOAT_FORMATS, PlaneFormat, float_values
+from kernels.scales import GroupScales, Scales, powers_of_two
 
 Infos = Mapping[str, TensorInfo]
 Parts = Mapping[str, Tensor]
@@ -45,7 +46,8 @@ class StoredPlanes:
 
     Attributes:
         format: of a weight, from the headers of its parts; None where no planes hold it.
-        read: ``(N, K)`` unsigned codes, and their scales in that format; raises `SchemeError`.
+        read: ``(N, K)`` unsigned codes, and their scales in that format; raises `SchemeError`. Of
+            a weight that joins experts, from the parts of one of them.
     """
 
     format: Callable[[Infos], PlaneFormat | None]
@@ -121,8 +123,6 @@ def known_bits(config: dict[str, Any], key: str, known: tuple[int, ...]) -> int:
 # Every function gives the exact products of codes and scales; the caller rounds them to what it
 # keeps. Legend: N rows (outputs), K columns (inputs), D groups of a row.
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = 127
 _NVFP4_GROUP = 16
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column that each 4-bit field of a word holds, lowest field first (AutoAWQ's GEMM packing)."""
@@ -134,7 +134,7 @@ def decode_fp8(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor
     Scales of one byte are exponents (E8M0).
     """
     rows, columns = weight.shape[-2:]
-    spread = _e8m0(scales) if scales.dtype == torch.uint8 else scales.float()
+    spread = powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
     spread = spread.repeat_interleave(block[0], -2)[..., :rows, :]
     return weight.float() * spread.repeat_interleave(block[1], -1)[..., :columns]
 
@@ -144,9 +144,7 @@ def decode_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 
     The result is transposed, as transformers' own decoder does for these checkpoints.
     """
-    values = torch.tensor(_FP4 + tuple(-value for value in _FP4))
-    fields = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    decoded = values[fields.int()] * _e8m0(scales)[..., None]
+    decoded = float_values(_fp4_fields(blocks), "mxfp4") * powers_of_two(scales)[..., None]
     return decoded.flatten(-2).transpose(-2, -1).contiguous()
 
 
@@ -156,11 +154,14 @@ def decode_nvfp4(packed: Tensor, scales: Tensor) -> Tensor:
     return halves_NK * (scales / 2).repeat_interleave(_NVFP4_GROUP, 1)
 
 
+def _fp4_fields(packed: Tensor) -> Tensor:
+    """Twice as many codes as bytes, the low one of each first."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
+
+
 def _fp4_halves(packed: Tensor) -> Tensor:
     """``(N, K)`` numbers in int8, in halves: whole numbers from -12 to 12."""
-    values = torch.tensor([int(2 * value) for value in _FP4], dtype=torch.int8)
-    fields = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).int()
-    return torch.cat([values, -values])[fields]
+    return (2 * float_values(_fp4_fields(packed), "mxfp4")).to(torch.int8)
 
 
 def decode_gptq(
@@ -213,19 +214,51 @@ def plane_format(group: int, bits: int, scales: Scales) -> PlaneFormat | None:
     return PlaneFormat(max(fits), bits, scales) if fits else None
 
 
+def float8_format(weight: TensorInfo, block_columns: int | None) -> PlaneFormat | None:
+    """Of a matrix of E4M3 numbers.
+
+    Args:
+        block_columns: that share a scale; None: a row does.
+    """
+    columns = max(FLOAT_FORMATS["fp8"][1]) if block_columns is None else block_columns
+    fits = [size for size in FLOAT_FORMATS["fp8"][1] if columns % size == 0]
+    known = weight.dtype == torch.float8_e4m3fn and len(weight.shape) == 2 and fits
+    return PlaneFormat(max(fits), 8, "fp8") if known else None
+
+
+def float8_planes(
+    weight: Tensor, scales: Tensor, block: tuple[int, int], size: int
+) -> tuple[Tensor, GroupScales]:
+    """Codes and scales of E4M3 numbers, of which ``block`` have one, as groups of ``size``."""
+    (rows, columns), codes_NK = weight.shape, weight.view(torch.uint8)
+    groups = -(-columns // size)
+    spread = powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
+    spread = spread.repeat_interleave(block[0], 0)[:rows]
+    spread = spread.repeat_interleave(-(-block[1] // size), 1)[:, :groups].expand(rows, groups)
+    # Kernels do not know the code for NaN, so its group's scale says it.
+    nan_NK = (codes_NK & 127) == 127
+    if bool(nan_NK.any()):
+        nan_ND = pad(nan_NK, (0, -columns % size)).unflatten(1, (groups, size)).any(-1)
+        spread = spread.masked_fill(nan_ND, torch.nan)
+    return codes_NK, GroupScales(spread)
+
+
 def _fields(words: Tensor, bits: int) -> Tensor:
     """``(..., 32 / bits)`` numbers in uint8 that int32 words hold, lowest bits first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return ((words[..., None] >> shifts) & (2**bits - 1)).to(torch.uint8)
 
 
+def finite_powers(exponents: Tensor) -> Tensor:
+    """E8M0 bytes; raises `SchemeError` where one says NaN."""
+    if bool((exponents == 255).any()):
+        raise SchemeError("a scale is NaN (255)")
+    return exponents
+
+
 def _unscramble(fields: Tensor) -> Tensor:
     places = torch.tensor(_AWQ_ORDER).argsort()
     return fields[..., places]
-
-
-def _e8m0(exponents: Tensor) -> Tensor:
-    return torch.ldexp(torch.ones(exponents.shape), exponents.int() - _E8M0_BIAS)
 
 
 # Weights as small floating point numbers: FP8 with scales of blocks or rows, MXFP4 and NVFP4.
@@ -259,8 +292,24 @@ def fp8(config: dict[str, Any]) -> Scheme:
         scale = scale.reshape(1, 1) if scale.dim() < 2 else scale
         return decode_fp8(weight, scale, size)
 
-    parts = {"scale": "_scale_inv", "weight": ""}
-    return Scheme("FP8", parts, shape, decode, "", ignored=("activation_scale", "input_scale"))
+    def format(parts: Infos) -> PlaneFormat | None:
+        return float8_format(parts["weight"], None if block is None else block[1])
+
+    def read(parts: Parts, own: PlaneFormat) -> tuple[Tensor, GroupScales]:
+        weight, scale = parts["weight"], parts["scale"]
+        size = block or (weight.shape[0], weight.shape[1])
+        scale = scale.reshape(1, 1) if scale.dim() < 2 else scale
+        return float8_planes(weight, scale, size, own.group_size)
+
+    return Scheme(
+        "FP8",
+        {"scale": "_scale_inv", "weight": ""},
+        shape,
+        decode,
+        "",
+        ignored=("activation_scale", "input_scale"),
+        planes=StoredPlanes(format, read),
+    )
 
 
 def mxfp4(_: dict[str, Any]) -> Scheme:
@@ -279,8 +328,19 @@ def mxfp4(_: dict[str, Any]) -> Scheme:
     def decode(parts: Parts) -> Tensor:
         return decode_mxfp4(parts["blocks"], parts["scales"])
 
-    names = {"blocks": "_blocks", "scales": "_scales"}
-    return Scheme("MXFP4", names, shape, decode, "", fits_bfloat16=True, few_values=True)
+    def read(parts: Parts, _: PlaneFormat) -> tuple[Tensor, GroupScales]:
+        return _fp4_fields(parts["blocks"]).flatten(1), GroupScales(finite_powers(parts["scales"]))
+
+    return Scheme(
+        "MXFP4",
+        {"blocks": "_blocks", "scales": "_scales"},
+        shape,
+        decode,
+        "",
+        fits_bfloat16=True,
+        few_values=True,
+        planes=StoredPlanes(lambda _: PlaneFormat(32, 4, "mxfp4"), read),
+    )
 
 
 def modelopt(config: dict[str, Any]) -> Scheme:
@@ -339,13 +399,18 @@ def float8_rows() -> Scheme:
             )
         return weight.shape
 
-    names = {"scale": ".weight_scale", "weight": ".weight"}
+    def read(parts: Parts, own: PlaneFormat) -> tuple[Tensor, GroupScales]:
+        weight, scale = parts["weight"], parts["scale"].reshape(-1, 1)
+        block = len(weight) // len(scale), weight.shape[1]
+        return float8_planes(weight, scale, block, own.group_size)
+
     return Scheme(
         "compressed-tensors",
-        names,
+        {"scale": ".weight_scale", "weight": ".weight"},
         shape,
         lambda parts: parts["weight"].float() * parts["scale"].float(),
         ignored=(".input_scale",),
+        planes=StoredPlanes(lambda parts: float8_format(parts["weight"], None), read),
     )
 
 

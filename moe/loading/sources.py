@@ -131,7 +131,7 @@ class CheckpointSource:
             self._checkpoint,
             weights.plan,
             self._settings,
-            embedding=self._device.type == "cpu",
+            device=self._device,
         )
         self._takeover.own = own
         weights = replace(weights, kept=own.summary(self._network))

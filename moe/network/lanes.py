@@ -214,6 +214,20 @@ class Lane(Generic[Result]):
                     self._lost.setdefault(row, failure(code))
         return self._lost
 
+    def lost_there(self) -> Tensor | None:
+        """``(T,)`` bool on the device: the rows of `lost` if only the device knows them, else None.
+
+        The host waits until they are known, and reads nothing back.
+
+        Raises:
+            ExchangeError: the other ranks have not done their part.
+        """
+        codes = self._codes
+        if not codes or self._lost or len({len(one.codes_T) for one in codes}) > 1:
+            return None
+        codes[-1].settle()
+        return torch.stack([one.codes_T for one in codes]).amax(0) > 0
+
     def rest(self) -> None:
         """Called by the lane's own forward: sleep until the next `run_lanes`."""
         stack = getcurrent()

@@ -116,7 +116,7 @@ def draw_batch(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[Drawn]:
     """
     if not rows:
         return []
-    drawn, logits_RV = list[Drawn](), _joined(logits).detach()
+    drawn, logits_RV = list[Drawn](), joined(logits).detach()
     for part in parts_of(len(rows), logits_RV[0]):
         logits_BV, given = logits_RV[part.start : part.stop], rows[part.start : part.stop]
         if all(row.is_argmax for row in given):
@@ -126,7 +126,7 @@ def draw_batch(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[Drawn]:
     return drawn
 
 
-def _joined(logits: Sequence[Tensor]) -> Tensor:
+def joined(logits: Sequence[Tensor]) -> Tensor:
     """Rows below each other; not a copy if they follow each other in memory, as after a step."""
     first = logits[0]
     if len(logits) == 1:

@@ -11,15 +11,36 @@ from torch import Tensor
 
 from kernels import PlaneMatrix, QuantizedExperts
 from kernels.planes import FILE_PLANES, PlaneFormat, PlaneLayout, join_matrices
-from kernels.scales import SCALES, GroupScales, has_superblocks
+from kernels.scales import (
+    SCALES,
+    GroupScales,
+    Scales,
+    has_float_codes,
+    has_superblocks,
+    powers_of_two,
+)
 from tests.kernels.kernel_cases import ACTIVATIONS
 from tests.kernels.plane_cases import Array, quantized
+
+FILE_FORMATS = {
+    "Q2_K": PlaneFormat(16, 2, "super-nibbles"),
+    "Q3_K": PlaneFormat(16, 3, "super"),
+    "Q4_K": PlaneFormat(32, 4, "super-offset"),
+    "Q5_1": PlaneFormat(32, 5, "offset"),
+    "Q6_K": PlaneFormat(16, 6, "super"),
+    "Q8_0": PlaneFormat(32, 8, "centred"),
+    "AWQ": PlaneFormat(128, 4, "offset"),
+    "GPTQ, groups of 64": PlaneFormat(64, 8, "offset"),
+    "FP8": PlaneFormat(128, 8, "fp8"),
+    "FP8, groups of 32": PlaneFormat(32, 8, "fp8"),
+    "MXFP4": PlaneFormat(32, 4, "mxfp4"),
+}
 
 formats = st.builds(
     PlaneFormat,
     st.sampled_from((16, 32, 64, 128)),
     st.sampled_from(tuple(FILE_PLANES)),
-    st.sampled_from(SCALES[1:]),
+    st.sampled_from([kind for kind in SCALES[1:] if not has_float_codes(kind)]),
 )
 
 
@@ -30,9 +51,13 @@ class FileWeights:
     codes_NK: Array
     scale_NK: Array
     offset_NK: Array
+    kind: Scales = "centred"
 
     def at(self, format: PlaneFormat, planes: int) -> Array:
         """The weights in float64 where a prefix stands for the middle of its codes."""
+        if has_float_codes(self.kind):
+            fields = (4, 3) if self.kind == "fp8" else (2, 1)
+            return small_floats(self.codes_NK, *fields) * self.scale_NK
         step = 2 ** (format.bits - format.prefix_bits[planes - 1])
         middle = self.codes_NK // step * step + (step - 1) / 2
         return middle * self.scale_NK + self.offset_NK
@@ -45,6 +70,17 @@ def make_file_matrix(
     groups, supers = -(-columns // size), -(-columns // 256)
     codes = random.integers(0, 2**bits, (rows, columns))
     signed = random.choice([-1, 1], (rows, groups)) * random.uniform(1e-3, 1e-2, (rows, groups))
+    if has_float_codes(kind):
+        codes[(codes & 127) == 127] = 0  # NaN in 8 bits
+        own = GroupScales(torch.from_numpy(np.abs(signed).astype(np.float32)))
+        if kind == "mxfp4":
+            own = GroupScales(torch.from_numpy(random.integers(118, 124, signed.shape)).byte())
+            own.scale_ND[0] = 0  # the least power of two
+        layout = PlaneLayout(rows, columns, *format)
+        matrix = PlaneMatrix.of_file(torch.from_numpy(codes).byte(), own, layout)
+        exact = powers_of_two(own.scale_ND) if kind == "mxfp4" else own.scale_ND
+        all_scales = np.repeat(exact.double().numpy(), size, 1)[:, :columns]
+        return matrix, FileWeights(codes, all_scales, np.zeros_like(all_scales), kind)
     if not has_superblocks(kind):
         scale = signed.astype(np.float16)
         offset = random.normal(scale=0.05, size=scale.shape).astype(np.float16)
@@ -68,8 +104,17 @@ def make_file_matrix(
             each = inner * spread[0], -(least * spread[1])
     layout = PlaneLayout(rows, columns, *format)
     matrix = PlaneMatrix.of_file(torch.from_numpy(codes).to(torch.uint8), own, layout)
-    wide = [np.repeat(x, size, 1)[:, :columns] for x in each]
-    return matrix, FileWeights(codes, *wide)
+    scale_NK, offset_NK = (np.repeat(x, size, 1)[:, :columns] for x in each)
+    return matrix, FileWeights(codes, scale_NK, offset_NK)
+
+
+def small_floats(codes: Array, exponent: int, mantissa: int) -> Array:
+    """What codes with a sign and so many bits stand for, by the definition of such numbers."""
+    codes = codes.astype(np.int64)
+    power = codes >> mantissa & 2**exponent - 1
+    rest = (codes & 2**mantissa - 1) / 2**mantissa + (power > 0)
+    sizes: Array = rest * 2.0 ** (np.maximum(power, 1) - (2 ** (exponent - 1) - 1))
+    return np.where(codes >> exponent + mantissa, -sizes, sizes)
 
 
 def first_planes(matrix: PlaneMatrix, planes: int) -> PlaneMatrix:

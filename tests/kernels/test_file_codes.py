@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kernels import reference
+from kernels import PlaneMatrix, reference
 from kernels.cpu.build import load_library
 from kernels.cpu.experts import NativePlanes
 from kernels.planes import PlaneFormat, PlaneLayout, dequantize, unpack
+from kernels.scales import GroupScales
 from tests.kernels.file_cases import (
+    FILE_FORMATS,
     first_planes,
     formats,
     make_file_layer,
@@ -123,3 +127,22 @@ def test_what_cannot_be_is_refused() -> None:
         PlaneLayout(16, 64, 32, 4)
     with pytest.raises(ValueError, match=r"scales are symmetric, centred, .*, got odd"):
         PlaneLayout(16, 64, 32, 4, "odd")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FILE_FORMATS)
+def test_planes_are_made_where_the_codes_are(name: str) -> None:
+    """On meta: a step in main memory would be refused."""
+    matrix, _ = make_file_matrix(40, 300, FILE_FORMATS[name], np.random.default_rng(0))
+    layout, kind = matrix.layout, matrix.layout.scales
+    kinds = {"fp8": torch.float32, "super": torch.int8, "centred": torch.half, "offset": torch.half}
+    scale = torch.ones(40, layout.num_groups, dtype=kinds.get(kind, torch.uint8))
+    outer = torch.ones(40, 2, dtype=torch.half) if kind.startswith("super") else None
+    both = kind in ("offset", "super-offset", "super-nibbles")
+    inner_least, outer_least = (scale, outer) if both else (None, None)
+    scales = GroupScales(scale, inner_least, outer, outer_least).to(torch.device("meta"))
+    codes = torch.empty(40, 300, dtype=torch.uint8, device="meta")
+    for arranged in (layout, replace(layout, arrangement="cuda")):
+        own = PlaneMatrix.of_file(codes, scales, arranged)
+        assert own.scales.is_meta
+        assert own.scales.shape == matrix.scales.shape
+        assert [plane.shape for plane in own.planes] == [plane.shape for plane in matrix.planes]

@@ -70,6 +70,7 @@ def show(architecture, kernel, options, **constants):
 UNFUSED = {"enable_fp_fusion": False}
 SYMMETRIC = {"BITS": 8, "KIND": 0}
 Q6_K = {"BITS": 6, "KIND": SCALES.index("super"), "GROUP": 16}
+FP8 = {"BITS": 8, "KIND": SCALES.index("fp8"), "GROUP": 128}
 ONES = {"share": 1, "part_stride": 1}
 SHAPE = {"HAS_BIAS": True, "COMPUTE": tl.bfloat16}
 for architecture, tile in ((80, DECODE[0]), (90, PREFILL[0])):
@@ -84,10 +85,10 @@ show(80, planes_kernel, PLANES[0].options, **SYMMETRIC, PLANES=0, COMPUTE=tl.bfl
 POINTERS["output"] = POINTERS["rows"]
 show(90, finish_kernel, UNFUSED, CURVE=2 + 8, GATED=True, HAS_BIAS=True, HAS_IDS=True, UNITS=256)
 show(80, finish_kernel, UNFUSED, CURVE=-1, GATED=False, HAS_BIAS=False, HAS_IDS=False, UNITS=256)
-for bits in (1, 2, 4):
+for bits in (1, 2, 4, 8):
     show(80, arrange_kernel, UNFUSED, BITS=bits, PAIRS=64)
 POINTERS["experts"] = "*i32"
-for own in (SYMMETRIC | {"GROUP": 64}, Q6_K):
+for own in (SYMMETRIC | {"GROUP": 64}, Q6_K, FP8):
     show(90, dequantize_kernel, UNFUSED, **own, COMPUTE=tl.bfloat16, COLUMNS=64, PARTS=2)
 del POINTERS["experts"]
 POINTERS |= {"logits": "*fp32", "correction": "*fp32", "expert_scale": "*fp32"}
@@ -139,6 +140,7 @@ for architecture in map(int, sys.argv[1].split()):
             built = build(architecture, planes_kernel, tile.options, BITS=int(bits),
                           KIND=SCALES.index(scales), PLANES=int(planes), COMPUTE=tl.bfloat16,
                           GROUP=int(group), ROWS=tile.rows, COLUMNS=tile.columns)
+            assert ".ftz" not in built.asm["ptx"]  # FP8 begins below the least exponent
             count, multiplied, loads = innermost(built)
             # A product with ones for offsets; groups of 16 are multiplied apart.
             products = (2 if "offset" in scales or "nibbles" in scales else 1) << (group == "16")
@@ -265,7 +267,8 @@ _MAY_SPILL = {"whole_kernel_float32": 400, "planes_kernel_float32": 40, "planes_
 """Bytes of a thread: float32 has no matrix instructions; experts of mixed bits on sm_80."""
 _SYMMETRIC = [f"8/symmetric/64/{planes}" for planes in (1, 2, 3, 4)]
 _AWQ, _Q4_K = "4/offset/128/1", "4/super-offset/32/1"
-_FILES = [_AWQ, _Q4_K, "8/centred/32/2", "6/super/16/2"]
+_FP8, _MXFP4 = "8/fp8/128/1", "4/mxfp4/32/1"
+_FILES = [_AWQ, _Q4_K, "8/centred/32/2", "6/super/16/2", _FP8, _MXFP4]
 """Codes: their bits, scales (kernels/scales.py), columns of a scale, and planes that there are."""
 _PLANE_STACK = {("90", _SYMMETRIC[3]): 8, ("90", _FILES[3]): 8}
 """Bytes of a thread, which are no local memory, by architecture and codes."""
@@ -292,7 +295,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 20
+    assert len(lines) == 22
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         assert int(shared) <= _LEAST_SHARED, name
@@ -315,7 +318,7 @@ def check_planes(architectures: str, codes: list[str], tiles: str) -> None:
 
 
 def test_codes_take_few_instructions() -> None:
-    check_planes("80 90", [_SYMMETRIC[2], _AWQ], "1")
+    check_planes("80 90", [_SYMMETRIC[2], _AWQ, _FP8], "1")
 
 
 def check_attention(architectures: str) -> None:

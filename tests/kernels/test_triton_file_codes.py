@@ -7,27 +7,28 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import kernels
 from experts.weights import dequantize_experts
-from kernels.planes import PlaneFormat
+from kernels import PlaneMatrix
+from kernels.planes import PlaneLayout, float_values
+from kernels.scales import GroupScales
 from kernels.triton import experts as triton_experts
+from kernels.triton.codes import float_numbers
 from kernels.triton.experts import experts_forward, linear_forward, supports_matrix
 from kernels.triton.language import INTERPRETED
-from tests.kernels.file_cases import first_planes, make_file_layer, make_file_matrix
+from tests.kernels.file_cases import FILE_FORMATS as FORMATS
+from tests.kernels.file_cases import (
+    first_planes,
+    make_file_layer,
+    make_file_matrix,
+    small_floats,
+)
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
 CUDA = torch.device("cuda")
-FORMATS = {
-    "Q2_K": PlaneFormat(16, 2, "super-nibbles"),
-    "Q3_K": PlaneFormat(16, 3, "super"),
-    "Q4_K": PlaneFormat(32, 4, "super-offset"),
-    "Q5_1": PlaneFormat(32, 5, "offset"),
-    "Q6_K": PlaneFormat(16, 6, "super"),
-    "Q8_0": PlaneFormat(32, 8, "centred"),
-    "AWQ": PlaneFormat(128, 4, "offset"),
-    "GPTQ, groups of 64": PlaneFormat(64, 8, "offset"),
-}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -45,11 +46,44 @@ def test_linear_layers(name: str, panels: bool, monkeypatch: pytest.MonkeyPatch)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@triton.jit
+def numbers_kernel(  # type: ignore[no-untyped-def]
+    plane, output, BITS: tl.constexpr, COMPUTE: tl.constexpr
+):
+    chunk = tl.program_id(0)
+    block = tl.zeros((1,), tl.int32)
+    numbers = float_numbers(plane, block + chunk, block == 0, BITS, COMPUTE, 16)
+    columns = chunk * 32 + tl.arange(0, 32)
+    tl.store(output + tl.arange(0, 16)[:, None] * 256 + columns[None, :], numbers)
+
+
+@pytest.mark.parametrize("name", ["FP8", "MXFP4"])
+def test_every_code_is_the_number_it_stands_for(name: str) -> None:
+    """Those below the least exponent, too; in float32, whose bits go by those of bf16, and in
+    float16."""
+    size, bits, kind = own = FORMATS[name]
+    codes = torch.arange(2**bits, dtype=torch.uint8).repeat(16, 256 // 2**bits)
+    codes[(codes & 127) == 127] = 0  # NaN in 8 bits
+    one = torch.full((16, 256 // size), 127 if kind == "mxfp4" else 1.0)
+    matrix = PlaneMatrix.of_file(codes, GroupScales(one), PlaneLayout(16, 256, *own))
+    matrix = matrix.for_device(CUDA)
+    fields = (4, 3) if kind == "fp8" else (2, 1)
+    expected = torch.from_numpy(small_floats(codes.numpy(), *fields))
+    assert torch.equal(float_values(codes, kind).double(), expected)
+    assert torch.equal(linear_forward(torch.eye(256), matrix).T.double(), expected)
+    halves = torch.empty(16, 256, dtype=torch.float16)
+    numbers_kernel[(8,)](matrix.planes[0].view(torch.uint32), halves, bits, tl.float16)
+    assert torch.equal(halves.double(), expected)
+
+
+@pytest.mark.parametrize(("first", "second"), [("Q4_K", "Q6_K"), ("FP8", "MXFP4")])
 @pytest.mark.parametrize("panels", [False, True])
-def test_experts_of_two_formats(panels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_of_two_formats(
+    panels: bool, first: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both projections have a format of their own, and one expert has fewer planes."""
     monkeypatch.setattr(triton_experts, "_PANEL_ROWS", 1 if panels else 64)
-    layer = make_file_layer(FORMATS["Q4_K"], FORMATS["Q6_K"], hidden=80, width=48).experts
+    layer = make_file_layer(FORMATS[first], FORMATS[second], hidden=80, width=48).experts
     coarse = layer.planes[0][:1], *layer.planes[1:]
     hidden, ids = torch.randn(5, 80), torch.tensor([[0, 1], [2, 0], [1, -1], [2, 1], [0, 2]])
     weights = torch.rand(5, 2)
@@ -59,9 +93,10 @@ def test_experts_of_two_formats(panels: bool, monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_slots_are_arranged_where_they_lie() -> None:
-    """Plane 1 of the blob joins planes of other widths."""
-    layer = make_file_layer(FORMATS["Q5_1"], FORMATS["Q6_K"], hidden=64, width=32).experts
+@pytest.mark.parametrize(("first", "second"), [("Q5_1", "Q6_K"), ("FP8", "MXFP4")])
+def test_slots_are_arranged_where_they_lie(first: str, second: str) -> None:
+    """Planes of the blob join planes of other widths."""
+    layer = make_file_layer(FORMATS[first], FORMATS[second], hidden=64, width=32).experts
     here = [plane.clone() for plane in layer.planes[1]]
     kernels.arrange_for_cuda(here, layer.layouts)
     made = layer.for_device(CUDA)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from kernels.triton.planes import arrange
 from tests.kernels import recurrence_cases
 from tests.kernels.attention_cases import AttentionCase
 from tests.kernels.dequantized_cases import quantize_case
+from tests.kernels.file_cases import FILE_FORMATS, make_file_matrix
 from tests.kernels.kernel_cases import ACTIVATIONS, DTYPES, Case, assert_close, make_case
 from tests.kernels.plane_cases import quantize_matrix
 
@@ -126,7 +128,26 @@ def test_linear_layers() -> None:
         assert torch.equal(part, few[:count])
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("name", FILE_FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_codes_of_files(name: str, dtype: torch.dtype) -> None:
+    """As they are for few rows, dequantised first for many."""
+    format = FILE_FORMATS[name]
+    matrix, own = make_file_matrix(600, 520, format, np.random.default_rng(0))
+    planes = tuple(plane.to(DEVICE) for plane in matrix.planes)
+    on_device = replace(matrix, planes=planes, scales=matrix.scales.to(DEVICE)).for_device(DEVICE)
+    x = torch.randn(200, 520, generator=torch.Generator().manual_seed(0)).to(dtype)
+    expected = x.double() @ torch.from_numpy(own.at(format, len(planes))).T
+    few = kernels.linear_forward(x[:60].to(DEVICE), on_device)
+    for found in (few, kernels.linear_forward(x.to(DEVICE), on_device)):
+        away = (found.cpu().double() - expected[: len(found)]).abs().max()
+        assert away < 3e-2 * expected.abs().max()
+    for count in (1, 16, 33):
+        part = kernels.linear_forward(x[:count].to(DEVICE), on_device)
+        assert torch.equal(part, few[:count])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
 def test_planes_are_arranged(bits: int) -> None:
     plane = torch.randint(0, 256, (64 * bits * 1000,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(plane)

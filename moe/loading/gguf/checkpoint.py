@@ -305,7 +305,10 @@ class GgufCheckpoint(Checkpoint):
         fits = stored.value is None and stored.columns is None and len(stored.tensor.shape) == 2
         return known.format if known is not None and fits else None
 
-    def read_planes(self, name: str, *, rows: slice | None = None) -> tuple[Tensor, GroupScales]:
+    def read_planes(
+        self, name: str, *, rows: slice | None = None, expert: int | None = None
+    ) -> tuple[Tensor, GroupScales]:
+        assert expert is None, "experts have names of their own here"
         tensor, order = self._stored[name].tensor, self._stored[name].order
         own = TYPES[kind_name(tensor.kind)]
         some = slice(None) if order is not None or rows is None else rows

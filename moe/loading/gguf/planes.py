@@ -71,6 +71,10 @@ def _q8_0(blocks: Tensor) -> tuple[Tensor, GroupScales]:
     return (blocks[..., 2:] ^ 128).flatten(1), GroupScales(_halves(blocks, 0))
 
 
+def _mxfp4(blocks: Tensor) -> tuple[Tensor, GroupScales]:
+    return _nibbles(blocks[..., 1:]).flatten(1), GroupScales(blocks[..., 0])
+
+
 def _iq4_nl(blocks: Tensor) -> tuple[Tensor, GroupScales]:
     return _of_table(_nibbles(blocks[..., 2:])).flatten(1), GroupScales(_halves(blocks, 0))
 
@@ -140,6 +144,7 @@ TYPES = {
     "Q4_K": GgufPlanes(PlaneFormat(32, 4, "super-offset"), _q4_k),
     "Q5_K": GgufPlanes(PlaneFormat(32, 5, "super-offset"), _q5_k),
     "Q6_K": GgufPlanes(PlaneFormat(16, 6, "super"), _q6_k),
+    "MXFP4": GgufPlanes(PlaneFormat(32, 4, "mxfp4"), _mxfp4),
     "IQ4_NL": GgufPlanes(PlaneFormat(32, 8, "centred"), _iq4_nl),
     "IQ4_XS": GgufPlanes(PlaneFormat(32, 8, "super"), _iq4_xs),
 }

@@ -53,6 +53,11 @@ class Tape(TorchDispatchMode):
         steps = self._steps
         return lambda: [step() for step in steps], result
 
+    def beside(self, function: Callable[[], object]) -> Callable[[], Callable[[], object]]:
+        """As late as may be: only what is joined has happened."""
+        replay, _ = self(function)
+        return lambda: replay
+
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -195,6 +195,66 @@ def test_a_step_that_sleeps_at_a_layer_keeps_what_is_its_own(data: st.DataObject
         torch.testing.assert_close([*actual, *nested], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@settings(max_examples=1)
+@given(data=st.data())
+@torch.inference_mode()
+def test_shared_experts_run_beside_the_routed_ones(late: bool, data: st.DataObject) -> None:
+    """They begin before the host runs the others, and end at the latest before the next segment,
+    also where the host fails."""
+    happened: list[str] = []
+
+    class Beside(Tape):
+        def beside(self, function: Any) -> Any:
+            replay = super().beside(function)()
+
+            def start() -> Any:
+                happened.append("begin")
+                if not late:
+                    replay()
+                return end
+
+            def end() -> None:
+                happened.append("end")
+                if late:
+                    replay()
+
+            return start
+
+    torch.manual_seed(0)
+    maker = Maker(data, 8, whole=True)
+    maker.dtype, maker.most_heads = torch.float32, (3, 2)
+    description = maker.description(2)
+    layers = [
+        replace(
+            layer,
+            feed=replace(
+                maker.experts(index, maker.router()), shared=maker.mlp(), shared_gate=None
+            ),
+        )
+        for index, layer in enumerate(description.layers)
+    ]
+    description, memory = replace(description, layers=tuple(layers)), new_memory()
+    step = GraphStep(description, memory, inside, Beside)
+    work = [Work([1], cache) for cache in sequences_of(description, memory, [4], 4)]
+    plain, failing = in_buffers(work), copies(work)
+
+    def noted(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        happened.append("experts")
+        if len(happened) > 6:
+            raise RuntimeError("an expert is lost")
+        return routed(layer, rows, routing)
+
+    actual = step(work, noted)
+    assert happened == ["begin", "experts", "end"] * 2
+    torch.testing.assert_close(
+        actual, reference_step(description, plain, routed), rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(RuntimeError, match="an expert is lost"):
+        step(failing, noted)
+    assert happened[6:] == ["begin", "experts", "end"]
+
+
 @settings(max_examples=2)
 @given(st.data())
 @torch.inference_mode()
@@ -213,6 +273,17 @@ def test_what_cannot_be_recorded_leaves_sequences_as_they_were(data: st.DataObje
     torch.testing.assert_close(step(work, routed), expected, rtol=1e-4, atol=1e-4)
 
 
+class Once:
+    """Runs what is to be recorded, and replays nothing."""
+
+    def __call__(self, function: Any) -> Any:
+        return lambda: None, function()
+
+    def beside(self, function: Any) -> Any:
+        function()
+        return lambda: lambda: None
+
+
 @settings(max_examples=10)
 @given(st.data())
 @torch.inference_mode()
@@ -223,9 +294,8 @@ def test_a_step_stays_on_its_device(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.append(kernel))
         step = GraphStep(
-            description, DeviceBlocks(torch.device("meta"), torch.bfloat16, 4), inside,
-            lambda: lambda function: (lambda: None, function()),
-        )  # fmt: skip
+            description, DeviceBlocks(torch.device("meta"), torch.bfloat16, 4), inside, Once
+        )
         step.inside([], Counted())
     assert launches
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from examples.models import tiny as architectures
+from kernels import QuantizedExperts
 from kernels.triton import experts as triton_experts
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams, loader
@@ -32,6 +33,7 @@ from moe.network.seam import attach, take_experts
 from moe.sampling import draws
 from routing import parse_policies
 from tests.moe.decode.tape import Tape
+from tests.moe.loading.test_quantized import quantised
 from tests.readbacks import readbacks
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
@@ -162,6 +164,27 @@ def count_calls(model: MoE) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_experts_of_an_fp8_checkpoint_run_inside_with_their_own_codes(
+    on_tape: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The tokens are those of the decoded model, from prompts on."""
+    small, whole = quantised(tmp_path, "fp8")
+    monkeypatch.setattr("moe.loading.own_planes._format_on", lambda _, own: own)
+    monkeypatch.setattr("kernels.planes.arrangement_for", lambda *_: "cuda")
+    found = []
+    for path, fused in ((small, "auto"), (whole, "off")):
+        own = {"trunk_bits": 16, "head_bits": 16} if path == small else {}
+        model = MoE.from_pretrained(path, engine={"fused": fused, "max_batch_size": 2}, model=own)
+        found.append([completion.token_ids for completion in model.generate(PROMPTS, PARAMS)])
+        if path == small:
+            assert model.status()["fused"]["why"].endswith("; experts inside")
+            layer = model._loaded.experts.layers[0]
+            assert isinstance(layer, QuantizedExperts)
+            assert layer.first.scales == "fp8"
+    assert found[0] == found[1]
+
+
 def test_policies_and_others_at_the_layers_keep_the_host_in(on_tape: None) -> None:
     backbone, experts = parts_of("mixtral")
     experts.forward = triton_experts.experts_forward

@@ -44,6 +44,18 @@ def test_tokens_and_statistics_are_those_of_transformers(architecture: str, tmp_
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "deepseek_v3"])
+def test_shared_experts_run_beside_those_of_the_host(architecture: str, tmp_path: Path) -> None:
+    found = []
+    for fused in ("auto", "off"):
+        model = load(tmp_path, architecture, "float32", fused)
+        forward = model.experts.forward
+        model.experts.forward = lambda *given, run=forward: run(*given)  # one that needs Python
+        found.append([completion.token_ids for completion in model.generate(PROMPTS, PARAMS)])
+        assert model.status()["fused"]["enabled"] == (fused == "auto")
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_half_precision_is_recorded_too(architecture: str, dtype: str, tmp_path: Path) -> None:

@@ -19,17 +19,28 @@ from examples.models.gguf_files import blocks
 from experts.embedding import QuantizedEmbedding
 from experts.linear import QuantizedLinear
 from experts.weights import dequantize_experts
-from kernels import PlaneMatrix, QuantizedExperts, matrix_rows, reference
+from kernels import ExpertWeights, PlaneMatrix, QuantizedExperts, matrix_rows, reference
 from kernels.planes import PlaneLayout, dequantize
 from moe import MoE
 from moe.errors import CheckpointError
+from moe.loading import own_planes
 from moe.loading.gguf.planes import TYPES
 from moe.loading.own_planes import find_own
 from tests.moe.loading.test_gguf import IDS, PLAIN, broad, parameters_of
 from tests.moe.loading.test_gguf import write as write  # a fixture
-from tests.moe.loading.test_quantized import METHODS, NVFP4, integers, words
+from tests.moe.loading.test_quantized import (
+    FLOAT8_ROWS,
+    METHODS,
+    NVFP4,
+    float8_rows,
+    gpt_oss,
+    integers,
+    quantised,
+    words,
+)
 
 Write = Callable[..., Path]
+WAYS = {"compressed-tensors": (float8_rows, FLOAT8_ROWS)}
 
 
 def mixed(name: str) -> str:
@@ -105,14 +116,18 @@ def test_a_mixed_file_decodes_as_it_is(fused: str, write: Write) -> None:
     assert loaded._loaded.weight_bytes <= 1.05 * file.stat().st_size
 
 
-def test_on_a_gpu_all_but_the_embedding_stays(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Main memory in the place of a GPU's: planes lie as they would there."""
+    device = torch.device("cuda")
     monkeypatch.setattr(
-        "moe.loading.sources.find_own", lambda *own, **_: find_own(*own, embedding=False)
+        "moe.loading.sources.find_own", lambda *own, **_: find_own(*own, device=device)
     )
+    monkeypatch.setattr(own_planes, "_format_on", lambda _, own: own)
     monkeypatch.setattr("kernels.planes.arrangement_for", lambda *_: "cuda")
+
+
+def test_on_a_gpu_all_but_the_embedding_stays(gpu: None, write: Write) -> None:
     model = steady()
     file = write(model, mixed)
     loaded = MoE.from_pretrained(file, engine={"fused": "off"})
@@ -124,7 +139,95 @@ def test_on_a_gpu_all_but_the_embedding_stays(
     assert away(loaded.logits(IDS), oracle(model, file)) < 1e-2
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q8_0", "IQ4_XS"])
+@pytest.mark.parametrize(
+    ("method", "kind", "bits"),
+    [("fp8", "fp8", 8), ("compressed-tensors", "fp8", 8), ("mxfp4", "mxfp4", 4)],
+)
+def test_on_a_gpu_small_floats_stay(
+    gpu: None, method: str, kind: str, bits: int, tmp_path: Path
+) -> None:
+    """Experts and linear layers, to the last bit; joined and transposed in the third."""
+    if method == "mxfp4":
+        small, whole = gpt_oss(tmp_path)
+    else:
+        small, whole = quantised(tmp_path, method, way=WAYS.get(method))
+    loaded, theirs = (MoE.from_pretrained(path, engine=PLAIN) for path in (small, whole))
+    network = loaded._loaded.backbone.model
+    linears = [own for own in network.modules() if isinstance(own, QuantizedLinear)]
+    assert len(linears) == (0 if method == "mxfp4" else 16)
+    for mine, exact in zip(
+        loaded._loaded.experts.layers, theirs._loaded.experts.layers, strict=True
+    ):
+        assert isinstance(mine, QuantizedExperts)
+        assert isinstance(exact, ExpertWeights)
+        formats = {(own.scales, own.bits, own.arrangement) for own in mine.layouts}
+        assert formats == {(kind, bits, "cuda")}
+        back = dequantize_experts(mine.for_device(torch.device("cpu")))
+        assert torch.equal(back.gate_up_EGH, exact.gate_up_EGH)
+        assert torch.equal(back.down_EHF, exact.down_EHF)
+    for own in linears:
+        assert own.layout.scales == kind
+
+
+def test_on_a_gpu_a_files_mxfp4_stays(gpu: None, write: Write) -> None:
+    file = write(broad("gpt_oss"), lambda name: "MXFP4" if "exps.weight" in name else "Q8_0")
+    loaded = MoE.from_pretrained(file, engine=PLAIN)
+    layer = loaded._loaded.experts.layers[0]
+    assert isinstance(layer, QuantizedExperts)
+    assert {own.scales for own in layer.layouts} == {"mxfp4"}
+    expected = parameters_of(file)
+    found = dequantize_experts(layer.for_device(torch.device("cpu")))
+    prefix = next(name for name in expected if name.endswith("experts.down_proj"))
+    assert torch.equal(found.down_EHF, expected[prefix].mT)
+    both = expected[prefix.replace("down_proj", "gate_up_proj")]
+    assert torch.equal(found.gate_up_EGH, both.mT)
+
+
+def test_on_a_cpu_mxfp4_becomes_whole_numbers_of_halves(tmp_path: Path) -> None:
+    """To the last bit; FP8 is decoded there."""
+    small, whole = gpt_oss(tmp_path / "a")
+    loaded, theirs = (MoE.from_pretrained(path, engine=PLAIN) for path in (small, whole))
+    for mine, exact in zip(
+        loaded._loaded.experts.layers, theirs._loaded.experts.layers, strict=True
+    ):
+        assert isinstance(mine, QuantizedExperts)
+        assert isinstance(exact, ExpertWeights)
+        assert {(own.scales, own.bits) for own in mine.layouts} == {("centred", 5)}
+        assert torch.equal(dequantize_experts(mine).gate_up_EGH, exact.gate_up_EGH)
+        assert torch.equal(dequantize_experts(mine).down_EHF, exact.down_EHF)
+    tensors = load_file(small / "model.safetensors")
+    next(own for name, own in tensors.items() if name.endswith("_scales"))[0, 0, 0] = 144
+    save_file(tensors, small / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"in .* has scales above 65536, whose halves"):
+        MoE.from_pretrained(small, engine=PLAIN)
+    small, _ = quantised(tmp_path / "b", "fp8")
+    loaded = MoE.from_pretrained(small, engine=PLAIN)
+    assert not any(isinstance(layer, QuantizedExperts) for layer in loaded._loaded.experts.layers)
+
+
+def test_a_number_that_is_none_stays_one_where_it_is_asked_for(gpu: None, tmp_path: Path) -> None:
+    small, _ = quantised(tmp_path / "a", "fp8")
+    name = "model.layers.1.mlp.experts.5.up_proj.weight"
+    tensors = load_file(small / "model.safetensors")
+    tensors[name].view(torch.uint8)[3, 7] = 127
+    save_file(tensors, small / "model.safetensors")
+    layer = MoE.from_pretrained(small, engine=PLAIN)._loaded.experts.layers[1]
+    assert isinstance(layer, QuantizedExperts)
+    weights = dequantize_experts(layer.for_device(torch.device("cpu"))).gate_up_EGH
+    assert weights[5, 24 + 3].isnan().any()
+    assert int(weights.isnan().any(-1).sum()) == 1
+    with pytest.raises(CheckpointError, match=f"{name} in .* holds NaN or infinity"):
+        MoE.from_pretrained(small, engine=PLAIN, model={"check_finite": True})
+    small, _ = gpt_oss(tmp_path / "b")
+    tensors = load_file(small / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("_scales"))
+    tensors[name][0, 0, 0] = 255
+    save_file(tensors, small / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"down_proj: a scale is NaN \(255\)"):
+        MoE.from_pretrained(small, engine=PLAIN)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q8_0", "IQ4_XS", "MXFP4"])
 def test_files_of_one_type(kind: str, write: Write) -> None:
     model = steady()
     file = write(model, lambda _: kind)
