@@ -480,7 +480,7 @@ def _status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
             "block_tokens": BLOCK if loaded.kv.in_blocks else None,
             "bytes_per_token": loaded.memory_plan.kv_bytes_per_token,
             "bytes_in_windows": dict(loaded.memory_plan.kv_windows),
-            "policy": None if loaded.kv.policy is None else ":".join(map(str, loaded.kv.policy)),
+            "policy": None if loaded.kv.policy is None else str(loaded.kv.policy),
             "why": loaded.kv.why,
         },
         "expert_kernel": {"name": loaded.backend.name, "reason": loaded.backend.reason},

@@ -25,7 +25,7 @@ DAY_S = 86_400.0
 _MOST_GIB = 1 << 20
 """More than any machine has, and so few that the number of bytes fits 64 bits."""
 
-_KV_POLICIES = ("window", "received", "select")
+_KV_POLICIES = ("window", "select")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -215,10 +215,9 @@ class MemorySettings(Settings):
 
     kv_policy: str | None = None
     """Lossy: decode steps attend to no more than TOKENS tokens of a sequence, by blocks of 64, on a
-    CPU with compiled decode steps. window:TOKENS: the first block and the last ones;
-    received:TOKENS: those that the end of the prompt attended to most, and the last ones; both free
-    the others. select:TOKENS: those that promise most, chosen anew in each step; all are kept.
-    Prompts are read with attention to all. null: no policy."""
+    CPU with compiled decode steps. window:TOKENS: the first block and the last ones; the others are
+    freed. select:TOKENS: those that promise most, chosen anew in each step; all are kept. Prompts
+    are read with attention to all. null: no policy."""
 
     reserve_gib: float | None = Field(default=None, ge=0.0, le=_MOST_GIB)
     """GiB that the memory plan leaves free. null: 5 % of the available memory, at most 1 GiB."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from moe.errors import ProfileError
 from moe.loader import load_model
 from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
 from moe.network.kv_cache import KVFormat
-from moe.network.kv_policy import KeptBlocks, KVPolicy, SeenRow, seen_keys, turn
+from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys, turn
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.sequence import Delta, RunningSequence
@@ -33,7 +32,7 @@ from routing import Phase
 
 NATIVE, WHY = choose_kernel()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason=WHY)
-NAMES = ("window", "received", "select")
+NAMES = ("window", "select")
 IDS = [(7 * i * i + 3 * i) % 57 + 3 for i in range(700)]
 LOSSY = {"lossless": False, "memory.kv_bits": 16, "memory.kv_tokens": 8192}
 
@@ -66,28 +65,21 @@ def pool_of(model: MoE, spec: str | None, bits: int = 16) -> BlockPool:
     return pool
 
 
-def blocks_of(kept: KeptBlocks, position: int) -> list[int]:
+def blocks_of(kept: KVPolicy, position: int) -> list[int]:
     found = kept.row(position).blocks
     assert found is not None
     return [int(block) for block in found]
 
 
 def test_a_window_keeps_the_first_block_and_the_last_ones() -> None:
-    kept = KVPolicy("window", 4 * BLOCK).after_prompt(6 * BLOCK + 1, None)
+    kept = KVPolicy.of("window:256")
     assert blocks_of(kept, 3 * BLOCK) == [0, 1, 2, 3]
     assert blocks_of(kept, 6 * BLOCK + 1) == [0, 4, 5, 6]
     assert blocks_of(kept, 9 * BLOCK - 1) == [0, 6, 7, 8]
     assert kept.given_up(9 * BLOCK).tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_blocks_go_by_the_attention_that_they_got_and_half_stay() -> None:
-    received = np.array([0, 5, 1, 9, 1, 7, 0.5])  # of the first and the last nobody asks
-    kept = KVPolicy("received", 4 * BLOCK).after_prompt(6 * BLOCK + 30, received)
-    assert blocks_of(kept, 6 * BLOCK + 30) == [0, 3, 5, 6]
-    assert blocks_of(kept, 7 * BLOCK) == [0, 3, 6, 7]
-    assert blocks_of(kept, 9 * BLOCK) == [0, 3, 8, 9]
     given_up = [set(kept.given_up(at * BLOCK).tolist()) for at in range(20)]
     assert all(some <= more for some, more in pairwise(given_up))
+    assert not given_up[3]
 
 
 def test_a_choice_has_the_best_bounds() -> None:
@@ -102,29 +94,6 @@ def test_a_choice_has_the_best_bounds() -> None:
         assert places.shape == (2, 3 * BLOCK + 5)
     assert torch.allclose(turn(query) @ turn(keys).mT, query @ keys.mT, atol=1e-3)
     assert torch.allclose(turn(turn(query)), query, atol=1e-6)
-
-
-@pytest.mark.parametrize("bits", [32, 8])
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 3.0, 0.0])])
-def test_attention_received_is_that_of_a_softmax(bits: int, sinks: Tensor | None) -> None:
-    """Of each query over the keys up to its own; its bits do not depend on other queries."""
-    assert NATIVE is not None
-    tokens, scale, softcap = 9 * BLOCK + 5, 0.4, 7.0
-    cache = BlockPool(HostBlocks(NATIVE.kv, KVFormat.of_bits(bits))).new_cache(tokens)
-    cache.write(0, torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 8))
-    rows, (keys, _) = cache.in_blocks(0, tokens), cache.read(0, tokens)
-    assert rows is not None
-    query = torch.randn(4, 70, 16)
-    found = NATIVE.attention.received(query, rows, scale, softcap, sinks)
-    scores = softcap * torch.tanh(query @ keys[0].repeat_interleave(2, 0).mT * scale / softcap)
-    later = torch.ones(70, tokens, dtype=torch.bool).triu(tokens - 69)
-    scores = scores.masked_fill(later, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(4, 1, 1).expand(4, 70, 1)], -1)
-    wanted = torch.nn.functional.pad(scores.softmax(-1)[..., :tokens].sum(0), (0, 59))
-    assert torch.allclose(found, wanted.unflatten(1, (10, BLOCK)).sum(-1), atol=1e-4)
-    alone = NATIVE.attention.received(query[:, -1:], rows, scale, softcap, sinks)
-    assert torch.equal(alone[0], found[-1])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -279,7 +248,7 @@ def test_drafts_change_no_bit(model: MoE, name: str, checkpoint: Path) -> None:
 
 
 def test_a_cancelled_sequence_frees_all(model: MoE) -> None:
-    pool, engine = pool_of(model, "received:256"), model.engine()
+    pool, engine = pool_of(model, "window:256"), model.engine()
     group = model.request(IDS, SamplingParams(max_new_tokens=200, ignore_eos=True, n=2))
     engine.submit(group)
     while not group.sequences[0].token_ids:
@@ -296,7 +265,7 @@ def test_a_cancelled_sequence_frees_all(model: MoE) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("windows:512", "must be NAME:TOKENS, NAME one of window, received, select"),
+        ("windows:512", "must be NAME:TOKENS, NAME one of window, select"),
         ("window:192", "a multiple of 64, 256 or more"),
         ("select:1000", "a multiple of 64, 256 or more"),
         ("select", "as in select:2048"),
