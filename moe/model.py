@@ -256,7 +256,7 @@ class MoE:
         if isinstance(self._session, Coordinator):  # what ranks give up behind windows is not known
             longest = _pool(profile, max(self._session.kv_tokens.values()))
         else:
-            longest = plan.longest_sequence(_pool(profile, plan.kv_tokens))
+            longest = plan.longest_sequence(_pool(profile, plan.kv_tokens), num_prompt)
         limits = [longest, self.context_length]
         room = min(limit for limit in limits if limit is not None) - num_prompt
         if self._loaded.blocks is not None:

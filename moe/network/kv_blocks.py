@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, NativeKV
+from moe.machine import give_back_freed_memory
 from moe.network.kv_cache import (
     CODED,
     KVCache,
@@ -45,6 +46,9 @@ from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys
 
 ALL = 0
 """The window of layers that see all tokens."""
+_MUCH = 16 << 20
+"""Bytes given up at once that the allocator would keep as holes, so that the system gets them
+back. Less than that is soon written again."""
 _SLACK = BLOCK
 """Tokens behind a window that a sequence keeps, so that `KVCache.cut` can take back drafts."""
 
@@ -508,9 +512,12 @@ class BlockKVCache(KVCache):
                 spare = [] if self._keeps_all else self._drop_unseen(group, holder)
                 while end > len(holder.blocks) * BLOCK:
                     holder.add(self._pool.new_block(group, spare.pop().rows if spare else None))
+                freed = sum(rows.nbytes for block in spare for rows in block.rows.values())
+                del spare
+                if freed >= _MUCH:
+                    give_back_freed_memory()
             self._place()
-            if self._due:
-                self._due = False
+            self._due = False
 
     def _drop_unseen(self, window: int, holder: BlockHolder) -> list[KVBlock]:
         """Give up blocks that no later query of the sequence sees; those that none lists now."""

@@ -25,7 +25,7 @@ DAY_S = 86_400.0
 _MOST_GIB = 1 << 20
 """More than any machine has, and so few that the number of bytes fits 64 bits."""
 
-_KV_POLICIES = ("window", "select")
+KV_POLICIES = ("window", "select")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -261,13 +261,13 @@ class MemorySettings(Settings):
     @classmethod
     def _check_policy(cls, value: str | None) -> str | None:
         name, _, tokens = (value or "").partition(":")
-        known = name in _KV_POLICIES and re.fullmatch(r"[1-9]\d{0,8}", tokens, re.ASCII)
+        known = name in KV_POLICIES and re.fullmatch(r"[1-9]\d{0,8}", tokens, re.ASCII)
         if value is not None and not (known and int(tokens) >= 256 and int(tokens) % 64 == 0):
             raise PydanticCustomError(
                 "kv_policy",
                 "must be NAME:TOKENS, NAME one of {names} and TOKENS a multiple of 64, 256 or "
                 "more, as in select:2048",
-                {"names": ", ".join(_KV_POLICIES)},
+                {"names": ", ".join(KV_POLICIES)},
             )
         return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,16 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.keys_values import resident_bytes
 from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
 from moe.commands.evaluate.scoring import price_kv_policy
+from moe.commands.plan.contexts import policy_prices
 from moe.decode.proof import prove_policy
 from moe.describe.attention import check_views
 from moe.engine.engine import Engine
 from moe.errors import ProfileError
 from moe.loader import load_model
+from moe.loading.memory_plan import ANY_LENGTH
+from moe.memory.planning import planning
 from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
 from moe.network.kv_cache import KVFormat
 from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys, turn
@@ -214,8 +219,10 @@ def test_memory_that_is_given_up_is_free(model: MoE, name: str) -> None:
             assert isinstance(cache, BlockKVCache)
             while engine.scheduler.prefixes.evict():
                 pass
-            most = cache.length + BLOCK if name == "select" else 256 + 2 * BLOCK
-            assert pool.held_tokens <= most
+            plan = replace(model.memory_plan, kv_policy=pool.policy)
+            length = -(-cache.length // BLOCK) * BLOCK
+            planned = plan.kv_bytes(length) / plan.kv_bytes_per_token
+            assert pool.held_tokens == planned == (length if name == "select" else 256 + BLOCK)
             assert cache.whole == (name == "select")
             assert cache.longest_fork(600) == (600 if name == "select" else 0)
             assert cache.held_tokens <= pool.held_tokens
@@ -229,6 +236,59 @@ def test_memory_that_is_given_up_is_free(model: MoE, name: str) -> None:
     assert again.sequences[0].num_cached_tokens >= 512
     del cache
     assert pool.held_tokens <= engine.scheduler.prefixes.num_tokens + BLOCK
+
+
+def test_the_system_gets_back_what_is_given_up() -> None:
+    """Resident memory falls: the allocator alone would keep holes between blocks."""
+    assert NATIVE is not None
+    memory = HostBlocks(NATIVE.kv, KVFormat.of_bits(32))
+    cache = BlockPool(memory, None, KVPolicy.of("window:256")).new_cache(51 * BLOCK)
+    rows, before = torch.randn(2, 1, 4, BLOCK, 128), resident_bytes()
+    for at in range(51):
+        if at == 50:
+            whole = resident_bytes() - before
+            cache.prompt_read()
+        for layer in range(8):
+            cache.write(layer, *rows)
+        cache.length += BLOCK
+    held = cache.held_tokens * cache.token_bytes
+    assert held == 5 * BLOCK * 8 * 4096
+    assert resident_bytes() - before < held + 0.2 * whole
+
+
+def test_the_plan_prices_policies(checkpoint: Path) -> None:
+    """Of any policy, whatever the profile has: what its sequences hold, and what a step reads."""
+    found = {}
+    for spec in (None, "window:256", "select:256"):
+        profile = load_profile(overrides=LOSSY | {"memory.kv_policy": spec}).profile
+        with planning(checkpoint, profile, torch.device("cpu"), lambda _: None) as planned:
+            assert planned.memory.as_dict()["kv_policy"] == spec
+            if spec is None:
+                assert policy_prices(planned) == []  # 2,048 tokens of context are no more than kept
+            else:
+                found[spec] = policy_prices(planned)
+    assert found["window:256"] == found["select:256"]
+    rows = {(one.context, one.policy): one for one in found["window:256"]}
+    assert {context for context, _ in rows} == {1024, 2048}
+    assert {policy for _, policy in rows} == {None, "window:256", "select:256"}
+    each = rows[2048, None].held_bytes // 2048
+    window, select = rows[2048, "window:256"], rows[2048, "select:256"]
+    assert (window.held_tokens, window.held_bytes, window.step_bytes) == (
+        256 + BLOCK, (256 + BLOCK) * each, 256 * each
+    )  # fmt: skip
+    bounds = select.held_bytes // 2048 - each
+    assert bounds > 0
+    assert select.held_tokens == 2048
+    assert select.step_bytes == 256 * (each + bounds) + (2048 - 256) * bounds
+
+
+def test_a_policy_lets_answers_grow(model: MoE) -> None:
+    """Behind a prompt that fits, a sequence of any length does."""
+    plan = replace(model.memory_plan, kv_policy=KVPolicy.of("window:256"))
+    assert plan.longest_sequence(1000) == 1000
+    assert plan.longest_sequence(1000, 800) == ANY_LENGTH
+    assert plan.longest_sequence(1000, 900) == 1000
+    assert replace(plan, kv_policy=None).longest_sequence(1000, 100) == 1000
 
 
 def finish(engine: Engine) -> None:
