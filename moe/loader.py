@@ -157,7 +157,7 @@ def _load(
         if in_blocks:
             _check_block_profile(network, profile, ranks)
             set_generation(network, read_generation_config(path))
-        _check_policy(profile, planned.kv, ranks)
+        _check_policy(profile, planned.kv)
         on_plan(plan)
         check_fit(plan, profile, planned.why_resident)
         # Small files first: a fault in them must not show up minutes later, after the weights.
@@ -193,7 +193,7 @@ def _load(
     codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
     _alter(backbone, experts, offloaded, policies, profile, blocks)
     kv = _keep_in_blocks(backbone, planned, found.fused, profile)
-    _check_policy(profile, kv, ranks)
+    _check_policy(profile, kv)
     if not kv.in_blocks:
         plan = plan.in_buffers(planned.footprint.kv_plain_bytes)
     wanted, no_store = profile.memory.prefix_dir, prefix_notices(backbone, profile, ranks)
@@ -428,19 +428,17 @@ def _keep_in_blocks(
             check_views(backbone)
             return kv.with_policy(prove_policy(backbone, pool))
         except NotDescribed as error:
-            _check_policy(profile, kv, 1, str(error))
+            _check_policy(profile, kv, str(error))
     return kv
 
 
-def _check_policy(profile: Profile, kv: KVPrecision, ranks: int, why: str = "") -> None:
+def _check_policy(profile: Profile, kv: KVPrecision, why: str = "") -> None:
     """Refuse a policy on keys and values that does not take effect.
 
     Args:
         why: it cannot; empty: as far as this is known without it.
     """
-    if ranks > 1:
-        why = why or "several ranks share the experts"
-    elif kv.policy is None:
+    if kv.policy is None:
         why = why or kv.why
     if profile.memory.kv_policy is not None and why:
         raise ProfileError(

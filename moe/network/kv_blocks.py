@@ -49,7 +49,7 @@ ALL = 0
 _MUCH = 16 << 20
 """Bytes given up at once that the allocator would keep as holes, so that the system gets them
 back. Less than that is soon written again."""
-_SLACK = BLOCK
+SLACK = BLOCK
 """Tokens behind a window that a sequence keeps, so that `KVCache.cut` can take back drafts."""
 
 
@@ -59,7 +59,7 @@ def window_tokens(window: int, length: int, reading: int = 0) -> int:
     Args:
         reading: tokens of the passes that read it, beyond a block.
     """
-    return min(length, -(-window // BLOCK) * BLOCK + _SLACK + BLOCK + reading)
+    return min(length, -(-window // BLOCK) * BLOCK + SLACK + BLOCK + reading)
 
 
 @dataclass(frozen=True)
@@ -536,10 +536,10 @@ class BlockKVCache(KVCache):
         """The blocks that no later query of the sequence sees, in the order of giving them up."""
         length = self.length if self._marked < 0 else min(self.length, self._marked)
         if window != ALL:
-            return np.arange(max(length - window - _SLACK, 0) // BLOCK)
+            return np.arange(max(length - window - SLACK, 0) // BLOCK)
         if self._policy is None:
             return np.arange(0)
-        return self._policy.given_up(max(length - _SLACK, 0))
+        return self._policy.given_up(max(length - SLACK, 0))
 
     def tables(self, layers: Sequence[LayerKey]) -> np.ndarray:
         assert self.length >= self._shared * BLOCK, "shared blocks are never written"

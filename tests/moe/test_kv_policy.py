@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -11,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.keys_values import resident_bytes
 from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
@@ -22,8 +23,9 @@ from moe.decode.proof import prove_policy
 from moe.describe.attention import check_views
 from moe.engine.engine import Engine
 from moe.errors import ProfileError
-from moe.loader import load_model
+from moe.loader import _check_policy
 from moe.loading.memory_plan import ANY_LENGTH
+from moe.memory.kv_precision import choose_kv_precision
 from moe.memory.planning import planning
 from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
 from moe.network.kv_cache import KVFormat
@@ -238,6 +240,12 @@ def test_memory_that_is_given_up_is_free(model: MoE, name: str) -> None:
     assert pool.held_tokens <= engine.scheduler.prefixes.num_tokens + BLOCK
 
 
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
 def test_the_system_gets_back_what_is_given_up() -> None:
     """Resident memory falls: the allocator alone would keep holes between blocks."""
     assert NATIVE is not None
@@ -363,10 +371,12 @@ def test_a_policy_without_effect_is_refused(
         MoE.from_pretrained(tiny_checkpoint(model_type), settings)
 
 
-def test_ranks_refuse_policies(tiny_checkpoint: Callable[[str], Path]) -> None:
-    profile = load_profile(overrides={"lossless": False, "memory.kv_policy": "window:512"})
-    with pytest.raises(ProfileError, match="several ranks share the experts"):
-        load_model(tiny_checkpoint("qwen3_moe"), profile.profile, ranks=2)
+def test_gpus_refuse_policies() -> None:
+    profile = load_profile(overrides=LOSSY | {"memory.kv_policy": "window:512"}).profile
+    kv = choose_kv_precision(profile, torch.device("cuda"), torch.bfloat16, quantized=True)
+    assert kv.policy is None
+    with pytest.raises(ProfileError, match=r"memory\.kv_policy is window:512, and decode"):
+        _check_policy(profile, kv)
 
 
 def test_eval_prices_a_policy(model: MoE) -> None:

@@ -15,10 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams, Structure
 from moe.engine.runner import ModelRunner
 from moe.errors import RankLostError, RequestError
+from moe.network.kv_cache import KVCache
 from moe.parallel.engine import ParallelEngine
 from moe.parallel.remote import EngineMirror, RemoteCache
 from moe.parallel.watchdog import Heartbeat
@@ -182,6 +184,40 @@ def test_a_rank_holds_a_common_prompt_once(tiny_checkpoint: Callable[[str], Path
     assert pool.held_tokens == BLOCK * len(listed), "the rank holds other blocks"
     assert planner.scheduler.prefixes.num_tokens <= BLOCK * len(listed)
     for group, prompt in zip(groups[:-1], prompts, strict=True):
+        assert group.sequences[0].token_ids == model.generate([prompt], params)[0].token_ids
+
+
+def test_rank_0_knows_what_a_policy_gives_up(tmp_path: Path) -> None:
+    """Tokens are those of one rank; each rank holds what rank 0 counts."""
+    config = tiny_config("qwen3_moe")
+    config.max_position_embeddings = 2048
+    tiny_model("qwen3_moe", config=config).save_pretrained(tmp_path)
+    settings = {"lossless": False, "memory.kv_policy": "window:256", "memory.kv_tokens": 4096}
+    model = MoE.from_pretrained(tmp_path, settings)
+    assert model.status()["keys_and_values"]["policy"] == "window:256"
+    engine, loopback = parallel(model, 2)
+    for scheduler in engine._schedulers.values():
+        scheduler.engine.scheduler.kv_tokens = 1200
+    prompts = [[(7 * i * i + n) % 90 + 3 for i in range(600 - 90 * n)] for n in range(4)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=90, ignore_eos=True)
+    groups = [model.request(prompt, params) for prompt in [*prompts, prompts[0]]]
+    for group in groups:
+        engine.submit(group)
+    most_dropped = 0
+    while not engine.idle:
+        engine.step()
+        for rank, scheduler in engine._schedulers.items():
+            planner = scheduler.engine.scheduler
+            assert planner.num_used_tokens() <= planner.kv_tokens
+            (mirror,) = loopback.workers[rank]._mirrors.values()
+            for sequence in planner.running:
+                cache = cast(RemoteCache, sequence.cache)
+                own = cast(KVCache, mirror._caches[cache.id])
+                assert (cache.dropped_tokens, cache.whole) == (own.dropped_tokens, own.whole)
+                assert cache.longest_fork(64) == own.longest_fork(64)
+                most_dropped = max(most_dropped, own.dropped_tokens)
+    assert most_dropped >= 4 * BLOCK
+    for group, prompt in zip(groups, [*prompts, prompts[0]], strict=True):
         assert group.sequences[0].token_ids == model.generate([prompt], params)[0].token_ids
 
 
