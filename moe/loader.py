@@ -24,7 +24,7 @@ from moe.decode.enable import FUSED_OFF, Fused, enable_fused
 from moe.decode.proof import prove_policy
 from moe.describe.attention import check_views, seen_windows
 from moe.describe.description import NotDescribed
-from moe.describe.probe import Packing, enable_packing, stand_in
+from moe.describe.probe import Packing, enable_packing, find_visits, stand_in
 from moe.describe.routers import enable_policies
 from moe.describe.row_wise import make_row_wise
 from moe.engine.borrowing import borrowing_notice
@@ -191,6 +191,8 @@ def _load(
     if blocks is not None and not isinstance(vision, str):
         vision = "images are not read by models that write whole blocks"
     codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
+    if ranks > 1:
+        experts.set_visits(find_visits(backbone, len(experts.layers)))
     _alter(backbone, experts, offloaded, policies, profile, blocks)
     kv = _keep_in_blocks(backbone, planned, found.fused, profile)
     _check_policy(profile, kv)

@@ -18,10 +18,11 @@ from torch import Tensor
 from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams, Structure
+from moe.describe.probe import find_visits
 from moe.engine.runner import ModelRunner
 from moe.errors import RankLostError, RequestError
 from moe.network.kv_cache import KVCache
-from moe.parallel.engine import ParallelEngine
+from moe.parallel.engine import ParallelEngine, _visits_of
 from moe.parallel.remote import EngineMirror, RemoteCache
 from moe.parallel.watchdog import Heartbeat
 from moe.parallel.worker import RankWorker
@@ -219,6 +220,28 @@ def test_rank_0_knows_what_a_policy_gives_up(tmp_path: Path) -> None:
     assert most_dropped >= 4 * BLOCK
     for group, prompt in zip(groups, [*prompts, prompts[0]], strict=True):
         assert group.sequences[0].token_ids == model.generate([prompt], params)[0].token_ids
+
+
+def test_ranks_make_the_visits_of_looped_layers_together() -> None:
+    """A step of the layers up to 3, and from 3 on, where 2 and 3 run three times."""
+    visits = [0, 1, 2, 3, 2, 3, 2, 3, 4]
+
+    def step(decode: bool, *layers: int) -> Any:
+        prefill = SimpleNamespace(layers=lambda _: range(*layers)) if layers else None
+        return SimpleNamespace(decode=[1] if decode else [], prefill=prefill)
+
+    assert _visits_of([step(False, 0, 3), step(False)], visits) == (0, 3)
+    assert _visits_of([step(False, 3, 4)], visits) == (3, 8)
+    assert _visits_of([step(False, 4, 5), step(False, 3, 5)], visits) == (3, 9)
+    assert _visits_of([step(False, 3, 4), step(True)], visits) == (0, 9)
+    assert _visits_of([step(False)], visits) == (0, 0)
+    assert _visits_of([step(False, 1, 3)], range(5)) == (1, 3)
+
+
+def test_visits_are_those_of_a_pass(tiny_moe: Callable[[str], MoE]) -> None:
+    looped, plain = (tiny_moe(kind) for kind in ("inkling2_loop_text", "qwen3_moe"))
+    assert list(find_visits(looped.backbone, 5)) == [0, 1, 2, 3, 2, 3, 2, 3, 4]
+    assert find_visits(plain.backbone, len(plain.experts.layers)) == plain.experts.visits
 
 
 def test_lost_sequences_are_read_again_by_the_others(tiny_moe: Callable[[str], MoE]) -> None:
