@@ -38,7 +38,7 @@ class Layer(NamedTuple):
         key, value: ``(B, N, WINDOW, D)``.
     """
 
-    index: int
+    number: int
     query: Tensor
     key: Tensor
     value: Tensor
@@ -78,7 +78,7 @@ def window(tokens: int, keep: frozenset[tuple[int, int]] = frozenset()) -> Way:
 
     def way(layer: Layer) -> Tensor:
         heads = range(layer.key.shape[1])
-        masks = [whole if (layer.index, head) in keep else short for head in heads]
+        masks = [whole if (layer.number, head) in keep else short for head in heads]
         return layer.masked(torch.stack(masks)[:, None])
 
     return way

@@ -186,7 +186,9 @@ def _find_looped(places: Sequence[nn.Module], experts: Any, seen: Observation) -
     """As `_find`; where a pass comes to the layer several times, it must choose alike each time."""
     turns = max(len(seen.calls.get(experts, ())), 1)
     found = _find(places, experts, seen.turn(0, turns))
-    for at in range(1, turns) if found.selector is not None else ():
+    if found.selector is None:
+        return found
+    for at in range(1, turns):
         rows, ids, weights = seen.turn(at, turns).only(experts).tensors
         made = Routing.from_router(ids, weights, experts.expert_seat.num_experts)
         if not _agrees(found.selector, rows, made):

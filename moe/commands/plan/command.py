@@ -254,6 +254,11 @@ def sentences(made: SpeedPlan) -> list[str]:
         f"Measured: {figures}. At best: all transfers overlap with other work.",
         kv_sentence(made.memory),
     ]
+    if made.policies:
+        found.append(
+            "memory.kv_policy changes answers (lossless: false; moe eval prices that), and loading "
+            "refuses it for attention that cannot follow it, as latent attention."
+        )
     if made.memory.tiers:
         more = (made.sizes.total - made.sizes.slots) * made.sizes.expert_bytes
         rate = made.resident.tokens_per_second

@@ -92,7 +92,7 @@ def policy_prices(planned: PlannedModel) -> list[PolicyPrice]:
         return []
     tokens = TOKENS if own is None else own.tokens
     most = planned.context_length or CONTEXTS[-1]
-    lengths = [own for own in (4 * tokens, 16 * tokens, 64 * tokens) if own < most]
+    lengths = [times * tokens for times in (4, 16, 64) if times * tokens < most]
     policies = [None, *(KVPolicy(name, tokens) for name in KV_POLICIES)]
     return [
         policy_price(planned, policy, length)
