@@ -29,7 +29,7 @@ from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
-from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, Windows
+from moe.network.kv_blocks import GIVEN_BACK, BlockKVCache, BlockPool, HostBlocks, Windows
 from moe.network.kv_cache import KVFormat
 from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import run_lanes
@@ -216,19 +216,21 @@ def memory(tokens: int) -> list[dict[str, Any]]:
             every = dict.fromkeys(range(shape.layers), size)
             windows = Windows.of(dict.fromkeys(sliding, shape.window), every)
             policy = KVPolicy(shape.policy, tokens // 4) if shape.policy else None
-            cache = pool_of(bits, windows, policy).new_cache(tokens + BLOCK)
+            end = tokens + (BLOCK if policy else 0)
+            given_up = (0 if policy is None else end - policy.held(end)) * size
+            given_up *= shape.layers - len(sliding)
+            if policy is not None and given_up < GIVEN_BACK:
+                continue  # so little stays with the allocator, for the next sequence
+            cache = pool_of(bits, windows, policy).new_cache(end)
             before = resident_bytes()
-            while cache.length < tokens + (BLOCK if policy else 0):
+            while cache.length < end:
                 if cache.length == tokens:
                     cache.prompt_read()
                 for layer in range(shape.layers):
                     cache.write(layer, *rows)
                 cache.length += BLOCK
             grown = resident_bytes() - before
-            counted = windows.held_tokens(cache.length) * shape.layers * size
-            if policy is not None:
-                given_up = cache.length - policy.held(cache.length)
-                counted -= given_up * size * (shape.layers - len(sliding))
+            counted = windows.held_tokens(end) * shape.layers * size - given_up
             kept.append(cache)
             found.append(
                 {

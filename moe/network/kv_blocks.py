@@ -46,7 +46,7 @@ from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys
 
 ALL = 0
 """The window of layers that see all tokens."""
-_MUCH = 16 << 20
+GIVEN_BACK = 16 << 20
 """Bytes given up at once that the allocator would keep as holes, so that the system gets them
 back. Less than that is soon written again."""
 SLACK = BLOCK
@@ -514,7 +514,7 @@ class BlockKVCache(KVCache):
                     holder.add(self._pool.new_block(group, spare.pop().rows if spare else None))
                 freed = sum(rows.nbytes for block in spare for rows in block.rows.values())
                 del spare
-                if freed >= _MUCH:
+                if freed >= GIVEN_BACK:
                     give_back_freed_memory()
             self._place()
             self._due = False
