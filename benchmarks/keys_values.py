@@ -29,8 +29,9 @@ from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
-from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, Windows
+from moe.network.kv_blocks import GIVEN_BACK, BlockKVCache, BlockPool, HostBlocks, Windows
 from moe.network.kv_cache import KVFormat
+from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from routing import Phase
@@ -39,10 +40,10 @@ BITS = (32, 16, 8, 4)
 WINDOW = 2048
 
 
-def pool_of(bits: int, windows: Windows | None = None) -> BlockPool:
+def pool_of(bits: int, windows: Windows | None = None, policy: KVPolicy | None = None) -> BlockPool:
     kernel, why = choose_kernel()
     assert kernel is not None, why
-    return BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(bits)), windows)
+    return BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(bits)), windows, policy)
 
 
 def quality(text_bytes: int) -> list[dict[str, Any]]:
@@ -182,19 +183,23 @@ def speed(context: int, seconds: float, layers: int) -> list[dict[str, Any]]:
 
 
 class Attention(NamedTuple):
-    """Layers of a model; every ``all_every``-th sees all tokens, the others a window."""
+    """Layers of a model; every ``all_every``-th sees all tokens, the others a window. With a
+    policy, a quarter of the tokens is left behind the prompt."""
 
     layers: int
     heads: int
     size: int
     all_every: int = 1
     window: int = 0
+    policy: str = ""
 
 
 SHAPES = {
     "Qwen3-30B-A3B": Attention(48, 4, 128),
     "gpt-oss-20b": Attention(24, 8, 64, 2, 128),
     "five of six with 1,024": Attention(30, 4, 128, 6, 1024),
+    "Qwen3-30B-A3B, a window behind the prompt": Attention(48, 4, 128, policy="window"),
+    "gpt-oss-20b, the same": Attention(24, 8, 64, 2, 128, "window"),
 }
 
 
@@ -210,14 +215,22 @@ def memory(tokens: int) -> list[dict[str, Any]]:
             size = KVFormat.of_bits(bits).token_bytes(shape.heads, shape.size, shape.size)
             every = dict.fromkeys(range(shape.layers), size)
             windows = Windows.of(dict.fromkeys(sliding, shape.window), every)
-            cache = pool_of(bits, windows).new_cache(tokens)
+            policy = KVPolicy(shape.policy, tokens // 4) if shape.policy else None
+            end = tokens + (BLOCK if policy else 0)
+            given_up = (0 if policy is None else end - policy.held(end)) * size
+            given_up *= shape.layers - len(sliding)
+            if policy is not None and given_up < GIVEN_BACK:
+                continue  # so little stays with the allocator, for the next sequence
+            cache = pool_of(bits, windows, policy).new_cache(end)
             before = resident_bytes()
-            while cache.length < tokens:
+            while cache.length < end:
+                if cache.length == tokens:
+                    cache.prompt_read()
                 for layer in range(shape.layers):
                     cache.write(layer, *rows)
                 cache.length += BLOCK
             grown = resident_bytes() - before
-            counted = windows.held_tokens(tokens) * shape.layers * size
+            counted = windows.held_tokens(end) * shape.layers * size - given_up
             kept.append(cache)
             found.append(
                 {

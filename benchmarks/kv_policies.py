@@ -29,7 +29,7 @@ from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 
 WINDOW = 2048
-NAMES = ("window", "received", "select")
+NAMES = ("window", "select")
 
 
 def policy_pool(bits: int, spec: str | None) -> BlockPool:

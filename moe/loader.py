@@ -24,7 +24,7 @@ from moe.decode.enable import FUSED_OFF, Fused, enable_fused
 from moe.decode.proof import prove_policy
 from moe.describe.attention import check_views, seen_windows
 from moe.describe.description import NotDescribed
-from moe.describe.probe import Packing, enable_packing, stand_in
+from moe.describe.probe import Packing, enable_packing, find_visits, stand_in
 from moe.describe.routers import enable_policies
 from moe.describe.row_wise import make_row_wise
 from moe.engine.borrowing import borrowing_notice
@@ -157,7 +157,7 @@ def _load(
         if in_blocks:
             _check_block_profile(network, profile, ranks)
             set_generation(network, read_generation_config(path))
-        _check_policy(profile, planned.kv, ranks)
+        _check_policy(profile, planned.kv)
         on_plan(plan)
         check_fit(plan, profile, planned.why_resident)
         # Small files first: a fault in them must not show up minutes later, after the weights.
@@ -191,9 +191,11 @@ def _load(
     if blocks is not None and not isinstance(vision, str):
         vision = "images are not read by models that write whole blocks"
     codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
+    if ranks > 1:
+        experts.set_visits(find_visits(backbone, len(experts.layers)))
     _alter(backbone, experts, offloaded, policies, profile, blocks)
     kv = _keep_in_blocks(backbone, planned, found.fused, profile)
-    _check_policy(profile, kv, ranks)
+    _check_policy(profile, kv)
     if not kv.in_blocks:
         plan = plan.in_buffers(planned.footprint.kv_plain_bytes)
     wanted, no_store = profile.memory.prefix_dir, prefix_notices(backbone, profile, ranks)
@@ -428,19 +430,17 @@ def _keep_in_blocks(
             check_views(backbone)
             return kv.with_policy(prove_policy(backbone, pool))
         except NotDescribed as error:
-            _check_policy(profile, kv, 1, str(error))
+            _check_policy(profile, kv, str(error))
     return kv
 
 
-def _check_policy(profile: Profile, kv: KVPrecision, ranks: int, why: str = "") -> None:
+def _check_policy(profile: Profile, kv: KVPrecision, why: str = "") -> None:
     """Refuse a policy on keys and values that does not take effect.
 
     Args:
         why: it cannot; empty: as far as this is known without it.
     """
-    if ranks > 1:
-        why = why or "several ranks share the experts"
-    elif kv.policy is None:
+    if kv.policy is None:
         why = why or kv.why
     if profile.memory.kv_policy is not None and why:
         raise ProfileError(

@@ -253,10 +253,10 @@ class MoE:
     def room_for(self, num_prompt: int) -> int:
         """New tokens that context and memory have room for after a prompt, at least 1."""
         profile, plan = self.profile.profile, self.memory_plan
-        if isinstance(self._session, Coordinator):  # what ranks give up behind windows is not known
-            longest = _pool(profile, max(self._session.kv_tokens.values()))
-        else:
-            longest = plan.longest_sequence(_pool(profile, plan.kv_tokens))
+        kv_tokens = plan.kv_tokens
+        if isinstance(self._session, Coordinator):
+            kv_tokens = max(self._session.kv_tokens.values())
+        longest = plan.longest_sequence(_pool(profile, kv_tokens), num_prompt)
         limits = [longest, self.context_length]
         room = min(limit for limit in limits if limit is not None) - num_prompt
         if self._loaded.blocks is not None:
@@ -480,7 +480,7 @@ def _status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
             "block_tokens": BLOCK if loaded.kv.in_blocks else None,
             "bytes_per_token": loaded.memory_plan.kv_bytes_per_token,
             "bytes_in_windows": dict(loaded.memory_plan.kv_windows),
-            "policy": None if loaded.kv.policy is None else ":".join(map(str, loaded.kv.policy)),
+            "policy": None if loaded.kv.policy is None else str(loaded.kv.policy),
             "why": loaded.kv.why,
         },
         "expert_kernel": {"name": loaded.backend.name, "reason": loaded.backend.reason},

@@ -61,99 +61,9 @@ bool attend(const Attend& a, int threads) {
   return true;
 }
 
-// The attention that blocks get from the queries of one key head, see `moe_received`.
-class Received {
- public:
-  static long bytes(const Attend& a) {
-    const long row = decode::SPLIT + a.key_size + blocks(a);
-    return rows(a) * (row * long(sizeof(float)) + splits(a) * long(sizeof(decode::Partial)));
-  }
-  static long blocks(const Attend& a) { return (a.keys + kv::TOKENS - 1) / kv::TOKENS; }
-
-  Received(const Attend& a, long kv_head, char* memory)
-      : a_(a), kv_head_(kv_head), scores_(reinterpret_cast<float(*)[decode::SPLIT]>(memory)),
-        queries_(scores_[rows(a)]), parts_(queries_ + rows(a) * a.key_size),
-        partial_(reinterpret_cast<decode::Partial*>(parts_ + rows(a) * blocks(a))) {
-    for (long m = 0; m < rows(a); ++m) {
-      float* query = queries_ + m * a.key_size;
-      memcpy(query, a.q + head(m) * a.q_head + m / group() * a.q_row, a.key_size * sizeof(float));
-      if (a.k_format.turned) kv::turn(query, a.key_size);
-    }
-  }
-
-  void run(float* out) {
-    for (long split = 0; split < splits(a_); ++split) read(split);
-    for (long m = 0; m < rows(a_); ++m) {
-      const decode::Partial* partial = partial_ + m * splits(a_);
-      float high = a_.sinks ? a_.sinks[head(m)] : -FLT_MAX;
-      for (long s = 0; s < splits(a_); ++s) high = std::max(high, partial[s].high);
-      float sum = a_.sinks ? std::exp(a_.sinks[head(m)] - high) : 0;
-      for (long s = 0; s < splits(a_); ++s) sum += partial[s].sum * std::exp(partial[s].high - high);
-      float* to = out + m / group() * blocks(a_);
-      for (long block = 0; block < blocks(a_); ++block) {
-        const float scale = std::exp(partial[block * kv::TOKENS / decode::SPLIT].high - high) / sum;
-        to[block] += parts_[m * blocks(a_) + block] * scale;
-      }
-    }
-  }
-
- private:
-  static long rows(const Attend& a) { return a.queries * (a.heads / a.kv_heads); }
-  static long splits(const Attend& a) { return (a.keys + decode::SPLIT - 1) / decode::SPLIT; }
-  long group() const { return a_.heads / a_.kv_heads; }
-  long head(long m) const { return kv_head_ * group() + m % group(); }
-
-  void read(long split) {
-    const long begin = split * decode::SPLIT, D = a_.key_size;
-    const long count = std::min(a_.keys - begin, decode::SPLIT);
-    const kv::Rows keys{a_.k_table, a_.k_format, D, kv::TOKENS, kv_head_};
-    const char* row[decode::SPLIT];
-    for (long t = 0; t < count; ++t) row[t] = keys.at(begin + t);
-    kv::with_numbers(keys.format, D, [&](auto numbers) {
-      const decode::Listed listed{row, count, keys.bytes};
-      decode::scores_of(queries_, D, rows(a_), numbers, listed, count, D, true, scores_);
-    });
-    for (long m = 0; m < rows(a_); ++m) {
-      const long own = a_.keys - a_.queries + m / group() + 1 - begin;  // keys up to its own
-      const long seen = std::max(std::min(own, count), 0l);
-      float* score = scores_[m];
-      decode::Partial& partial = partial_[m * splits(a_) + split];
-      partial = seen ? decode::exponents(score, seen, a_.scale, a_.softcap)
-                     : decode::Partial{-FLT_MAX, 0};
-      for (long t = 0; t < count; t += kv::TOKENS) {
-        float sum = 0;
-        for (long i = t; i < std::min(t + kv::TOKENS, seen); ++i) sum += score[i];
-        parts_[m * blocks(a_) + (begin + t) / kv::TOKENS] = sum;
-      }
-    }
-  }
-
-  const Attend& a_;
-  const long kv_head_;
-  float (*const scores_)[decode::SPLIT];
-  float *const queries_, *const parts_;  // (rows, D); (rows, blocks)
-  decode::Partial* const partial_;       // (rows, splits)
-};
-
 }  // namespace
 
 extern "C" {
-
-// out (kv_heads, queries, blocks) += the attention that each query of each key head pays to each block
-// of keys, summed over the heads that share them; queries see all keys up to their own. A query's
-// sums do not depend on the others. 0: no memory.
-int32_t moe_received(const Attend* a, float* out, int32_t threads) {
-  threads = team(a->queries * a->heads * a->keys * a->key_size, threads);
-  const long own = aligned(Received::bytes(*a));
-  char* memory = scratch.reserve(threads * own);
-  if (!memory) return false;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-  for (long head = 0; head < a->kv_heads; ++head)
-    Received(*a, head, memory + omp_get_thread_num() * own)
-        .run(out + head * a->queries * Received::blocks(*a));
-  scratch.trim();
-  return true;
-}
 
 // Query i is at position keys - queries + i and sees the keys from begin[i] to its own.
 // 0: no memory.

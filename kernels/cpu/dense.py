@@ -30,7 +30,7 @@ from kernels.cpu.interface import (
     pointers,
     sizes,
 )
-from kernels.cpu.kv import BLOCK, FormatRecord, RowFormat
+from kernels.cpu.kv import FormatRecord, RowFormat
 
 
 class _AttendRecord(Record, struct="Attend"):
@@ -65,9 +65,8 @@ class NativeAttention:
     """Attention of one sequence's new tokens in float32, without a matrix of scores."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        attend, received = (POINTER, NUMBER), (POINTER, POINTER, NUMBER)
-        declare(library, {"moe_attend": (NUMBER, attend), "moe_received": (NUMBER, received)})
-        self._attend, self._received = library.moe_attend, library.moe_received
+        declare(library, {"moe_attend": (NUMBER, (POINTER, NUMBER))})
+        self._attend = library.moe_attend
 
     @staticmethod
     def supports(*tensors: Tensor) -> bool:
@@ -119,28 +118,6 @@ class NativeAttention:
             (rows.heads, *rows.sizes, rows.tokens), rows.formats,
         )  # fmt: skip
 
-    def received(
-        self,
-        q_QTD: Tensor,
-        rows: BlockRows,
-        scale: float,
-        softcap: float | None = None,
-        sinks_Q: Tensor | None = None,
-    ) -> Tensor:
-        """``(T, blocks)``: the attention that each of the last T tokens pays to each block, summed
-        over heads. A token's sums do not depend on the others."""
-        blocks = -(-rows.tokens // BLOCK)
-        out = torch.zeros(rows.heads, q_QTD.shape[1], blocks)
-        sinks_Q = None if sinks_Q is None else sinks_Q.detach().float().contiguous()
-        record = self._record(
-            q_QTD, None, scale, softcap, sinks_Q, (None, None), rows.tables, (0, 0, 0, 0),
-            (rows.heads, *rows.sizes, rows.tokens), rows.formats, None,
-        )  # fmt: skip
-        check_done(
-            self._received(ctypes.addressof(record), out.data_ptr(), torch.get_num_threads())
-        )
-        return out.sum(0)
-
     def _run(
         self,
         q_QTD: Tensor,
@@ -159,39 +136,18 @@ class NativeAttention:
             strides: of keys, then of values, from head to head and from row to row.
             shape: N, D, V and L.
         """
-        (heads, queries, _), values = q_QTD.shape, shape[2]
+        (heads, queries, _), (kv_heads, size, values, keys) = q_QTD.shape, shape
         out_TQV = torch.empty(queries, heads, values, dtype=torch.float32)
         sinks_Q = None if sinks_Q is None else sinks_Q.detach().float().contiguous()
         first_T = first_T.contiguous()
-        record = self._record(
-            q_QTD, first_T, scale, softcap, sinks_Q, rows, tables, strides, shape, formats, out_TQV
-        )
+        record = _AttendRecord(
+            q_QTD.data_ptr(), *rows, out_TQV.data_ptr(),
+            first_T.data_ptr(), None if sinks_Q is None else sinks_Q.data_ptr(), *tables,
+            *q_QTD.stride()[:2], *strides, heads, kv_heads, size, values, queries, keys,
+            scale, softcap or 0.0, *(FormatRecord(*form) for form in formats),
+        )  # fmt: skip
         check_done(self._attend(ctypes.addressof(record), torch.get_num_threads()))
         return out_TQV
-
-    @staticmethod
-    def _record(
-        q_QTD: Tensor,
-        first_T: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        sinks_Q: Tensor | None,
-        rows: tuple[int | None, int | None],
-        tables: tuple[int | None, int | None],
-        strides: tuple[int, ...],
-        shape: tuple[int, int, int, int],
-        formats: tuple[RowFormat, RowFormat],
-        out_TQV: Tensor | None,
-    ) -> _AttendRecord:
-        (heads, queries, _), (kv_heads, size, values, keys) = q_QTD.shape, shape
-        out, first, sinks = (
-            None if x is None else x.data_ptr() for x in (out_TQV, first_T, sinks_Q)
-        )
-        return _AttendRecord(
-            q_QTD.data_ptr(), *rows, out, first, sinks, *tables, *q_QTD.stride()[:2], *strides,
-            heads, kv_heads, size, values, queries, keys, scale, softcap or 0.0,
-            *(FormatRecord(*form) for form in formats),
-        )  # fmt: skip
 
 
 class NativeLinear:

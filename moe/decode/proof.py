@@ -199,8 +199,6 @@ def prove_policy(backbone: Backbone, pool: BlockPool) -> str:
                     lanes = [Lane(partial(backbone.forward_packed, work, decoding=True), "decode")]
                 run_lanes(lanes, stand_in)
                 runs.append(lanes[0].result()[0])
-    except KeyError as error:
-        raise NotDescribed(f"what the prompt attends to in layer {error} is not seen") from error
     finally:
         backbone.blocks = before
     half = len(tokens)

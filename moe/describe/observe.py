@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -96,8 +96,15 @@ class Observation:
         calls = self.calls.get(module, [])
         return calls[0] if len(calls) == 1 else None
 
+    def turn(self, at: int, turns: int) -> Observation:
+        """One of several turns of looped layers: of modules with so many calls, one call."""
+        calls = {
+            module: [own[at]] if len(own) == turns else own for module, own in self.calls.items()
+        }
+        return replace(self, calls=calls)
+
     def only(self, module: nn.Module) -> ObservedCall:
-        """The same; raises `NotDescribed` if there is none."""
+        """The same as `call`; raises `NotDescribed` if there is none."""
         call = self.call(module)
         if call is None:
             raise NotDescribed(f"{type(module).__name__} is not called once a pass")

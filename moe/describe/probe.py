@@ -52,6 +52,21 @@ def stand_in(_layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
     return [(rows * (0.25 + w.sum(1, keepdim=True))).to(rows.dtype) for rows, w in pairs]
 
 
+def find_visits(backbone: Backbone, num_layers: int) -> Sequence[int]:
+    """The MoE layer of each visit of a pass over text, which looped models come to again; of other
+    models all layers in turn, those for images among them."""
+    seen: list[int] = []
+
+    def run(layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
+        seen.append(layer)
+        return stand_in(layer, calls)
+
+    (prompt,) = random_prompts(backbone, (4,))
+    with torch.inference_mode():
+        run_lanes(backbone.lanes([Work(prompt, backbone.new_cache(4))]), run)
+    return seen if len(seen) > len(set(seen)) else range(num_layers)
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """How far two runs may differ.

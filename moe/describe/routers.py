@@ -51,7 +51,9 @@ def find_selectors(backbone: Backbone, seen: Observation | None = None) -> list[
     parents = parents_of(backbone.model)
     layers = zip(experts_modules(backbone.model), layers_with_experts(backbone.model), strict=True)
     with torch.inference_mode():
-        return [_find([parents[experts], layer], experts, seen) for (_, experts), layer in layers]
+        return [
+            _find_looped([parents[experts], layer], experts, seen) for (_, experts), layer in layers
+        ]
 
 
 def enable_policies(
@@ -178,6 +180,20 @@ def layers_with_experts(model: nn.Module) -> list[nn.Module]:
     """The decoder layer of each MoE layer; the model itself if it has no list of layers."""
     parents = parents_of(model)
     return [layer_of(experts, parents) for _, experts in experts_modules(model)]
+
+
+def _find_looped(places: Sequence[nn.Module], experts: Any, seen: Observation) -> FoundSelector:
+    """As `_find`; where a pass comes to the layer several times, it must choose alike each time."""
+    turns = max(len(seen.calls.get(experts, ())), 1)
+    found = _find(places, experts, seen.turn(0, turns))
+    if found.selector is None:
+        return found
+    for at in range(1, turns):
+        rows, ids, weights = seen.turn(at, turns).only(experts).tensors
+        made = Routing.from_router(ids, weights, experts.expert_seat.num_experts)
+        if not _agrees(found.selector, rows, made):
+            return FoundSelector(None, f"its router chooses otherwise the {at + 1}. time in a pass")
+    return found
 
 
 def _find(places: Sequence[nn.Module], experts: Any, seen: Observation) -> FoundSelector:

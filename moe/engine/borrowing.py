@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from moe.loading.memory_plan import MemoryPlan
+from moe.machine import give_back_freed_memory
 from moe.settings import OffloadSettings, Profile
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
@@ -51,5 +52,7 @@ class KVBorrowing:
         more = int(spare // self._slot_bytes) // self._stride * self._stride
         slots, now = self._least + more, self._cache.slots
         if slots < now or slots >= now + 2 * self._stride:
+            if slots > now:  # what sequences have freed lies between blocks of others
+                give_back_freed_memory()
             with suppress(OffloadError):  # a read hangs: keep the size until it has ended
                 self._cache.resize(slots)

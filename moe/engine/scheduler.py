@@ -66,6 +66,7 @@ class Scheduler:
         waiting: groups whose prompt is not being read, in queue order.
         running: sequences that decode, in queue order.
         prefilling: the batch of prompts that is being read.
+        policy: as given.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Scheduler:
         self._expert_order = expert_order
         self._block_tokens = block_tokens
         self._unit = block_tokens if whole_blocks else 1  # tokens that memory is given out by
-        self._windows, self._policy = windows or Windows(), policy
+        self._windows, self.policy = windows or Windows(), policy
         self.waiting: list[SequenceGroup] = []
         self.running: list[RunningSequence] = []
         self.prefilling: PrefillBatch | None = None
@@ -186,8 +187,8 @@ class Scheduler:
             return self._whole(tokens)
         unread = tokens - cache.length
         kept = self._windows.held_tokens(tokens) - self._windows.held_tokens(cache.length)
-        if unread > 0 and self._policy is not None and isinstance(cache, KVCache):
-            most = self._policy.most_held(len(sequence.prompt_token_ids), tokens)
+        if unread > 0 and self.policy is not None and isinstance(cache, KVCache):
+            most = self.policy.most_held(len(sequence.prompt_token_ids), tokens)
             kept = min(kept, max(most - cache.length + cache.dropped_tokens, 0))
         return self._whole(tokens - max(unread - kept, 0)) - cache.shared_tokens
 
@@ -208,9 +209,9 @@ class Scheduler:
 
     def _most(self, group: SequenceGroup, length: int) -> int:
         """The same of tokens that a policy leaves, in layers without windows."""
-        if self._policy is None:
+        if self.policy is None:
             return length
-        return self._policy.most_held(len(group.token_ids), length)
+        return self.policy.most_held(len(group.token_ids), length)
 
     def _kept(self, group: SequenceGroup, length: int) -> int:
         """Tokens of memory that a sequence of a group holds at most while it grows to ``length``,

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moe.network.kv_blocks import window_tokens
+from moe.network.kv_policy import KVPolicy
 from offload.offloaded import HOST
 
 GIB = 2**30
@@ -69,6 +70,7 @@ class MemoryPlan:
         read_tokens: most tokens that a pass reads of one prompt; None: all of it.
         kv_windows: of the layers that keep no more than so many last tokens of a sequence, the
             bytes of a token.
+        kv_policy: which keys and values sequences keep behind their prompts; None: all.
         prefix_tokens: of kv_tokens, the most that the prefix cache holds.
         wave_tokens: most prompt tokens of a prefill batch.
         tiers: where experts are, the fastest place first; empty where all are in memory.
@@ -88,24 +90,41 @@ class MemoryPlan:
     wave_tokens: int = 0
     read_tokens: int | None = None
     kv_windows: Mapping[int, int] = field(default_factory=dict)
+    kv_policy: KVPolicy | None = None
 
-    def kv_bytes(self, length: int, reading: int = 0) -> int:
-        """Bytes of keys and values of a sequence; see `window_tokens`."""
-        saved = (
-            size * (length - window_tokens(window, length, reading))
+    def kv_bytes(self, length: int, reading: int = 0, held: int | None = None) -> int:
+        """Bytes of keys and values of a sequence.
+
+        Args:
+            reading: tokens of the passes that read its prompt, see `window_tokens`; 0: it has been
+                read, so that `kv_policy` holds.
+            held: tokens that it has in the layers which see all; None: as many as it keeps.
+        """
+        if held is None:
+            held = length if reading or self.kv_policy is None else self.kv_policy.held(length)
+        whole = self.kv_bytes_per_token - sum(self.kv_windows.values())
+        return held * whole + sum(
+            size * window_tokens(window, length, reading)
             for window, size in self.kv_windows.items()
         )
-        return length * self.kv_bytes_per_token - sum(saved)
 
-    def longest_sequence(self, kv_tokens: int) -> int:
+    def longest_sequence(self, kv_tokens: int, prompt: int | None = None) -> int:
         """The most tokens of one sequence, from its prompt on, in the memory of so many tokens in
-        all layers."""
-        if not self.kv_windows:
+        all layers.
+
+        Args:
+            prompt: its tokens; None: as long as the sequence.
+        """
+        policy = self.kv_policy
+        if not self.kv_windows and (policy is None or prompt is None):
             return kv_tokens
 
         def most_bytes(length: int) -> int:
             part = length if self.read_tokens is None else self.read_tokens
-            return self.kv_bytes(length, min(part, length))
+            held = length
+            if policy is not None and prompt is not None:
+                held = policy.most_held(min(prompt, length), length)
+            return self.kv_bytes(length, min(part, length), held)
 
         room, most = kv_tokens * self.kv_bytes_per_token, kv_tokens
         while most < ANY_LENGTH and most_bytes(most) <= room:
@@ -121,7 +140,7 @@ class MemoryPlan:
         )
         return replace(
             self, kv_tokens=tokens, prefix_tokens=prefixes, kv_bytes_per_token=per_token,
-            kv_windows={},
+            kv_windows={}, kv_policy=None,
         )  # fmt: skip
 
     @property
@@ -173,7 +192,9 @@ class MemoryPlan:
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        return asdict(self) | {"needed_bytes": self.needed_bytes, "fits": self.fits}
+        policy = None if self.kv_policy is None else str(self.kv_policy)
+        counted = {"needed_bytes": self.needed_bytes, "fits": self.fits}
+        return asdict(self) | counted | {"kv_policy": policy}
 
 
 def size_text(number: int) -> str:

@@ -20,6 +20,7 @@ from moe.loading.memory_plan import (
 )
 from moe.memory.footprint import Footprint
 from moe.network.kv_cache import SNAPSHOTS
+from moe.network.kv_policy import KVPolicy
 from moe.settings import Profile
 from offload.offloaded import HOST
 
@@ -53,6 +54,7 @@ def plan_memory(
     logits_size: int,
     offloadable: Offloadable | None = None,
     host_bytes: int | None = None,
+    kv_policy: KVPolicy | None = None,
 ) -> MemoryPlan:
     """Plan one model: with all experts in memory if they fit, else with some.
 
@@ -65,6 +67,7 @@ def plan_memory(
         logits_size: V of the logits.
         offloadable: experts that may stay on disk; None if they must be resident.
         host_bytes: main memory for experts that a GPU does not hold; None on a CPU.
+        kv_policy: that decode steps will follow; None: none.
     """
     if profile.memory.device_gib is not None:
         budget = int(profile.memory.device_gib * GIB)
@@ -92,6 +95,7 @@ def plan_memory(
         tuple(lines), place, available_bytes, 0, per_token, (), host_bytes,
         wave_tokens=profile.prefill.most_tokens,
         read_tokens=profile.prefill.longest_part, kv_windows=footprint.windows,
+        kv_policy=kv_policy,
     )  # fmt: skip
     resident = _with_pool(plan, profile, left, context_length)
     if offloadable is None or left is None or (resident.fits and offloadable.most is None):

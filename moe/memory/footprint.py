@@ -64,6 +64,8 @@ class Footprint:
         activation_bytes: most that everything else takes while a batch of prompts is read.
         how: where the figures come from.
         windows: of the layers that keep no more than so many last tokens, the bytes of a token.
+        bounds_bytes: of a token, what bounds of the keys take if a policy chooses by them
+            (`KVFormat.bounds`).
     """
 
     kv_bytes_per_token: int
@@ -72,6 +74,7 @@ class Footprint:
     activation_bytes: int
     how: str
     windows: Mapping[int, int] = field(default_factory=dict)
+    bounds_bytes: int = 0
 
 
 @without_advice()
@@ -159,8 +162,11 @@ def _measure(
         if form is None:
             return Footprint(per_token, per_token, rest, activations, how)
         coded = per_token - grown.saved_bytes(form)
-        windows = {} if on_cuda else seen_windows(backbone, form).token_bytes
-        return Footprint(coded, per_token, rest, activations, how, windows)
+        if on_cuda:
+            return Footprint(coded, per_token, rest, activations, how)
+        windows = seen_windows(backbone, form).token_bytes
+        plain, bounded = (grown.saved_bytes(form._replace(bounds=b)) for b in (False, True))
+        return Footprint(coded, per_token, rest, activations, how, windows, plain - bounded)
     # The batch's other prompts wait at an MoE layer meanwhile, with their rows.
     waiting = (
         4 * backbone.model.config.get_text_config().hidden_size * backbone.model.dtype.itemsize

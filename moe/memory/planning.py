@@ -39,6 +39,7 @@ from moe.memory.footprint import Footprint, measure_footprint
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
 from moe.network.block_diffusion import writes_blocks
 from moe.network.hidden import KEPT
+from moe.network.kv_policy import KVPolicy
 from moe.network.mtp import take_head, width_of
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import is_half, keep_embedding
@@ -225,7 +226,8 @@ def _plan_waves(
     """
 
     def planned(footprint: Footprint, own: Profile) -> MemoryPlan:
-        return _plan(network, weights, towers, own, device, footprint, offloadable, host_bytes)
+        how = offloadable, host_bytes, kv.policy
+        return _plan(network, weights, towers, own, device, footprint, *how)
 
     prefill = profile.prefill
     fixed = prefill.wave_tokens != "auto" or prefill.mode in ("whole", "chunked") or ranks > 1
@@ -280,6 +282,7 @@ def _plan(
     footprint: Footprint,
     offloadable: Offloadable | str,
     host_bytes: int | None,
+    kv_policy: KVPolicy | None,
 ) -> MemoryPlan:
     experts = _expert_bytes(network, weights)
     on_cuda = device.type == "cuda"
@@ -294,6 +297,7 @@ def _plan(
         logits_size=network.get_output_embeddings().weight.shape[0],
         offloadable=None if isinstance(offloadable, str) else offloadable,
         host_bytes=host_bytes,
+        kv_policy=kv_policy,
     )
 
 

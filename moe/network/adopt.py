@@ -114,7 +114,10 @@ def check_experts(model: PreTrainedModel) -> None:
 
 
 def _embedded(model: nn.Module) -> list[str]:
-    """Blocks whose experts are rows of embeddings: nothing there can be replaced."""
+    """Blocks whose experts are rows of embeddings: nothing there can be replaced. (Doge's, the only
+    such block in transformers, could not be served right anyhow: it splits its router's output so
+    that the experts of a prompt's token depend on the tokens behind it, and no prompt can be cut,
+    continued or packed with another.)"""
     found: dict[str, None] = {}
     for module in model.modules():
         tables = [name for name, m in module.named_children() if type(m) is nn.Embedding]

@@ -23,7 +23,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kernels.cpu import choose_kernel
 from kernels.cpu.dense import BlockRows
-from kernels.cpu.kv import BLOCK
 from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import PackedCache, layer_of
 
@@ -165,9 +164,6 @@ def packed_attention(
     # Compiled attention first rearranges the keys, which does not pay for few queries.
     attend = _attend_steps if cache.decoding else _attend_prompt
     outputs = [attend(q, rows, *how) for q, rows in zip(queries, seen, strict=True)]
-    if not cache.decoding:
-        for q, known in zip(queries, seen, strict=True):
-            _let_watch(q, known, *how[1:])
     if cache.watched:
         pairs = zip(queries, seen, strict=True)
         cache.received = torch.cat([_received(q, rows.read()[0], *how) for q, rows in pairs])
@@ -259,25 +255,6 @@ def _attend_steps(query: Tensor, seen: SeenRows, *how: Any) -> Tensor:
             picked = [rows.take_along_dim(places[None, ..., None], 2) for rows in own]
             outputs.append(_attend_masked(q, picked[0], picked[1], None, *how[1:]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-
-
-def _let_watch(
-    query: Tensor,
-    seen: SeenRows,
-    scaling: float | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> None:
-    """Tell a sequence of the attention that its last block pays, if it wants to know."""
-    if seen.cached is None or not seen.cached[0].watches(seen.cached[1]):
-        return
-    (sequence, layer), rows, (native, _) = seen.cached, seen.in_blocks(), choose_kernel()
-    assert rows is not None
-    assert native is not None
-    count = min(query.shape[2], (seen.tokens - 1) % BLOCK + 1)
-    how = query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, sinks
-    received = native.attention.received(query[0, :, -count:], rows, *how)
-    sequence.watch(layer, seen.tokens - count, received)
 
 
 def _attend(

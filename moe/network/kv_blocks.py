@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, NativeKV
+from moe.machine import give_back_freed_memory
 from moe.network.kv_cache import (
     CODED,
     KVCache,
@@ -41,11 +42,14 @@ from moe.network.kv_cache import (
     RowsPass,
     StoredBlock,
 )
-from moe.network.kv_policy import KeptBlocks, KVPolicy, SeenRow, seen_keys
+from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys
 
 ALL = 0
 """The window of layers that see all tokens."""
-_SLACK = BLOCK
+GIVEN_BACK = 16 << 20
+"""Bytes given up at once that the allocator would keep as holes, so that the system gets them
+back. Less than that is soon written again."""
+SLACK = BLOCK
 """Tokens behind a window that a sequence keeps, so that `KVCache.cut` can take back drafts."""
 
 
@@ -55,7 +59,7 @@ def window_tokens(window: int, length: int, reading: int = 0) -> int:
     Args:
         reading: tokens of the passes that read it, beyond a block.
     """
-    return min(length, -(-window // BLOCK) * BLOCK + _SLACK + BLOCK + reading)
+    return min(length, -(-window // BLOCK) * BLOCK + SLACK + BLOCK + reading)
 
 
 @dataclass(frozen=True)
@@ -367,9 +371,8 @@ class BlockKVCache(KVCache):
         self._pool, self.form = pool, pool.form
         self._holders = {group: BlockHolder() for group in pool.shares}
         self._keeps_all = False
-        self._kept: KeptBlocks | None = None
+        self._policy: KVPolicy | None = None  # once the prompt has been read
         self._due = False  # the policy gives up some of the prompt
-        self._received: dict[LayerKey, np.ndarray] = {}
         self._holder = self._holders[ALL]
         self.blocks = self._holder.blocks
         for holder in self._holders.values():
@@ -445,10 +448,6 @@ class BlockKVCache(KVCache):
         for window, holder in self._holders.items():
             if holder.dropped and (window == ALL or found < holder.dropped * BLOCK + window):
                 return 0
-        policy = self._pool.policy
-        if found % BLOCK and found < self.length and policy is not None and policy.watches:
-            # Of its last block a prompt reads all, so that what it sees there hangs on no cache.
-            return 0 if self.recurrent else found // BLOCK * BLOCK
         return found
 
     @property
@@ -490,39 +489,17 @@ class BlockKVCache(KVCache):
         return BlockRows((first, second), heads, (sizes[0], sizes[1]), end, self.form[:2])
 
     def prompt_read(self) -> None:
-        policy = self._pool.policy
-        if policy is None:
-            return
-        received = None
-        if policy.watches:
-            blocks = -(-self.length // BLOCK)
-            rows = [self._received[layer] for layer in self._shapes if self.watches(layer)]
-            received = sum(found[:, :blocks].sum(0, np.float64) for found in rows)
-        self._kept = policy.after_prompt(self.length, received)
-        self._due = True
+        self._policy = self._pool.policy
+        self._due = self._policy is not None
 
     def seen(self, position: int) -> SeenRow | None:
-        return None if self._kept is None else self._kept.row(position)
+        return None if self._policy is None else self._policy.row(position)
 
     def seen_keys(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
         row = self.seen(keys.shape[2] - 1)
         if row is None or self._pool.group_of(layer) != ALL:
             return None
         return seen_keys(row, query[0, :, 0], keys[0], turned=self.form.keys.turned)
-
-    def watches(self, layer: LayerKey) -> bool:
-        policy = self._pool.policy
-        wanted = policy is not None and policy.watches and self._kept is None
-        return wanted and self._pool.group_of(layer) == ALL
-
-    def watch(self, layer: LayerKey, first: int, received: Tensor) -> None:
-        """A row a token of the last block, so that a part which is read again counts once."""
-        rows, begin = received.numpy(), first % BLOCK
-        known = self._received.get(layer)
-        if known is None or known.shape[1] != rows.shape[1] or not begin:
-            known = self._received[layer] = np.zeros((BLOCK, rows.shape[1]), np.float32)
-        known[begin : begin + len(rows)] = rows
-        known[begin + len(rows) :] = 0
 
     def reserve(self, end: int) -> None:
         room = self.room
@@ -535,9 +512,12 @@ class BlockKVCache(KVCache):
                 spare = [] if self._keeps_all else self._drop_unseen(group, holder)
                 while end > len(holder.blocks) * BLOCK:
                     holder.add(self._pool.new_block(group, spare.pop().rows if spare else None))
+                freed = sum(rows.nbytes for block in spare for rows in block.rows.values())
+                del spare
+                if freed >= GIVEN_BACK:
+                    give_back_freed_memory()
             self._place()
-            if self._due:
-                self._due, self._received = False, {}
+            self._due = False
 
     def _drop_unseen(self, window: int, holder: BlockHolder) -> list[KVBlock]:
         """Give up blocks that no later query of the sequence sees; those that none lists now."""
@@ -556,10 +536,10 @@ class BlockKVCache(KVCache):
         """The blocks that no later query of the sequence sees, in the order of giving them up."""
         length = self.length if self._marked < 0 else min(self.length, self._marked)
         if window != ALL:
-            return np.arange(max(length - window - _SLACK, 0) // BLOCK)
-        if self._kept is None:
+            return np.arange(max(length - window - SLACK, 0) // BLOCK)
+        if self._policy is None:
             return np.arange(0)
-        return self._kept.given_up(max(length - _SLACK, 0))
+        return self._policy.given_up(max(length - SLACK, 0))
 
     def tables(self, layers: Sequence[LayerKey]) -> np.ndarray:
         assert self.length >= self._shared * BLOCK, "shared blocks are never written"
@@ -578,7 +558,7 @@ class BlockKVCache(KVCache):
         assert length == self.longest_fork(length)
         copy = self._pool.new_cache(capacity)
         whole = length // BLOCK
-        copy._shapes, copy._received = dict(self._shapes), dict(self._received)
+        copy._shapes = dict(self._shapes)
         for group, holder in self._holders.items():
             own = copy._holders[group]
             for block in holder.blocks[:whole]:

@@ -222,13 +222,6 @@ class KVCache:
         to with ``(1, Q, 1, D)`` queries in a layer; None: what its layer's rule lets it see."""
         return None
 
-    def watches(self, layer: LayerKey) -> bool:
-        """Whether it wants to hear of the attention that a prompt's last block pays (`watch`)."""
-        return False
-
-    def watch(self, layer: LayerKey, first: int, received: Tensor) -> None:
-        """Hear of the attention ``(T, blocks)`` that the tokens from ``first`` on pay to blocks."""
-
     def keep(self, kept: bool) -> None:
         """Let what it shares count for it rather than for sequences that run; or no longer."""
 

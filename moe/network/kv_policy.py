@@ -4,22 +4,20 @@ A policy is written ``NAME:TOKENS``. Prompts are read whole, with attention to a
 a token behind the prompt then attends to at most ``TOKENS`` tokens of each layer that sees all:
 
 - ``window``: the first block and the last ones, as in StreamingLLM (2309.17453).
-- ``received``: half of them are the first block and those that got the most attention from the
-  tokens of the prompt's last block, as in SnapKV (2404.14469), but for all layers and heads
-  together; half are the last ones.
 - ``select``: half of them are the first block and those whose keys promise each key head the
   highest scores, as in Quest (2406.10774); half are the last ones. Each step chooses anew, so
   nothing is lost for later tokens.
 
-`KVPolicy.after_prompt` says in which order blocks are given up, and `KeptBlocks.row` what a token
-attends to. Both follow from the prompt and the token's position only. So a token's bits depend
-neither on how the prompt was cut, nor on drafts, nor on a preemption. Keys keep the positions at
-which they were turned, which is not StreamingLLM's way: it counts positions within the window.
-What `window` and `received` give up is freed. Legend: N key heads, Q query heads, D their size.
+`KVPolicy.row` says what a token attends to, and `KVPolicy.given_up` what no later one will. Both
+follow from the token's position only. So a token's bits depend neither on how the prompt was cut,
+nor on drafts, nor on a preemption, and another rank knows what a sequence gives up. Keys keep the
+positions at which they were turned, which is not StreamingLLM's way: it counts positions within the
+window. What `window` gives up is freed. Legend: N key heads, Q query heads, D their size.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -66,10 +64,12 @@ class KVPolicy(NamedTuple):
         """Each step chooses by bounds of the keys."""
         return self.name == "select"
 
-    @property
-    def watches(self) -> bool:
-        """It wants to know the attention that a prompt's last tokens pay."""
-        return self.name == "received"
+    def __str__(self) -> str:
+        return f"{self.name}:{self.tokens}"
+
+    def held(self, length: int) -> int:
+        """Most tokens that a sequence of this length holds whose prompt has been read."""
+        return length if self.selects else min(length, self.tokens + BLOCK)
 
     def most_held(self, prompt: int, length: int) -> int:
         """Tokens that a sequence holds at most while it grows from its prompt to a length."""
@@ -77,57 +77,24 @@ class KVPolicy(NamedTuple):
             return length
         return min(length, max(prompt, self.tokens) + 3 * BLOCK)
 
-    def after_prompt(self, tokens: int, received: np.ndarray | None) -> KeptBlocks:
-        """The rule for what follows a prompt of so many tokens.
-
-        Args:
-            received: of each of the prompt's blocks the attention that it got; None unless the
-                policy `watches`.
-        """
-        own = max((tokens - 1) // BLOCK, 1)  # the prompt's last block goes like those behind it
-        order = np.arange(1, own, dtype=np.int32)
-        if received is not None:
-            kept = self.tokens // BLOCK // 2 - 1  # beside the first
-            order = order[np.argsort(received[1:own], kind="stable")][: max(own - 1 - kept, 0)]
-        return KeptBlocks(self, order, own)
-
-
-class KeptBlocks:
-    """What the tokens behind one prompt attend to.
-
-    Args:
-        order: blocks of the prompt in the order in which they are given up.
-        behind: the block from which on the others follow, by age.
-    """
-
-    def __init__(self, policy: KVPolicy, order: np.ndarray, behind: int) -> None:
-        self._policy, self._order, self._behind = policy, order, behind
-        self._last: tuple[int, SeenRow] | None = None
-
     def given_up(self, position: int) -> np.ndarray:
-        """The blocks that a token at a position, and all behind it, do not attend to."""
-        count = position // BLOCK + 1 - self._policy.tokens // BLOCK
-        if self._policy.selects or count <= 0:
-            return self._order[:0]
-        more = max(count - len(self._order), 0)
-        later = np.arange(self._behind, self._behind + more, dtype=np.int32)
-        return np.concatenate([self._order[:count], later])
+        """The blocks that a token behind the prompt, and all behind it, do not attend to."""
+        count = 0 if self.selects else position // BLOCK + 1 - self.tokens // BLOCK
+        return np.arange(1, 1 + max(count, 0), dtype=np.int32)
 
     def row(self, position: int) -> SeenRow:
-        """What a token at a position attends to."""
-        own = position // BLOCK
-        if self._last is None or self._last[0] != own:
-            self._last = own, self._row(own)
-        return self._last[1]
+        """What a token behind the prompt attends to."""
+        return _row(self, position // BLOCK)
 
-    def _row(self, own: int) -> SeenRow:
-        if self._policy.selects:
-            most = self._policy.tokens // BLOCK
-            return SeenRow(None, own + 1, most, most // 2)
-        kept = np.ones(own + 1, bool)
-        kept[self.given_up(own * BLOCK)] = False
-        blocks = np.flatnonzero(kept).astype(np.int32)
-        return SeenRow(blocks, len(blocks))
+
+@lru_cache(maxsize=1024)
+def _row(policy: KVPolicy, own: int) -> SeenRow:
+    """Of the tokens of one block."""
+    if policy.selects:
+        most = policy.tokens // BLOCK
+        return SeenRow(None, own + 1, most, most // 2)
+    kept = np.delete(np.arange(own + 1, dtype=np.int32), policy.given_up(own * BLOCK))
+    return SeenRow(kept, len(kept))
 
 
 def seen_keys(row: SeenRow, query_QD: Tensor, key_NLD: Tensor, *, turned: bool) -> Tensor:

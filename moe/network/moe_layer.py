@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -65,6 +65,7 @@ class MoELayers:
         forward: runs a layer's experts.
         weaken: changes calls before the policies do (`moe.speculate.contrast`); None: nothing does.
         statistics: of all routings, by layer and phase.
+        visits: the MoE layer of each visit of a pass. Looped models come to some layers again.
 
     Args:
         layers: experts of each MoE layer.
@@ -78,6 +79,7 @@ class MoELayers:
         prefetcher: Prefetcher | None = None,
     ) -> None:
         self.layers = list(layers)
+        self.visits: Sequence[int] = range(len(self.layers))
         self.policies = PolicyChain()
         self.selectors: Sequence[Selector] = ()
         self.dispatcher: Dispatcher[Any] = LocalDispatcher()
@@ -98,6 +100,10 @@ class MoELayers:
         self.policies = policies
         if selectors is not None:
             self.selectors = selectors
+
+    def set_visits(self, visits: Sequence[int]) -> None:
+        """What `moe.describe.probe.find_visits` has seen."""
+        self.visits = visits
 
     def set_contrast(self, weaken: Callable[[int, ExpertCall], ExpertCall] | None) -> None:
         """Change each call by ``weaken`` from now on; its second half of rows is a weak reading."""
@@ -148,12 +154,12 @@ class MoELayers:
 
     @contextmanager
     def lockstep(
-        self, layers: Iterable[int], dispatcher: Dispatcher[Any] | None = None
+        self, visits: Sequence[int], dispatcher: Dispatcher[Any] | None = None
     ) -> Iterator[None]:
-        """A pass of all ranks: each runs some of these layers, and serves the others at the rest.
+        """A pass of all ranks: each makes some of these visits, and serves the others at the rest.
 
         Args:
-            layers: the layers that any rank visits; the same on every rank.
+            visits: the layer of each visit that any rank makes; the same on every rank.
             dispatcher: brings rows to other ranks during the pass; None: the present one.
 
         Raises:
@@ -162,7 +168,7 @@ class MoELayers:
         assert self.lockstep_pass is None, "a pass within a pass"
         before = self.dispatcher
         self.dispatcher = dispatcher or before
-        own = LockstepPass(() if self.dispatcher.local else layers, self._serve_others)
+        own = LockstepPass(() if self.dispatcher.local else visits, self._serve_others)
         self.lockstep_pass = None if self.dispatcher.local else own
         try:
             try:
@@ -175,7 +181,7 @@ class MoELayers:
             self.dispatcher = before
 
     def take_pass(self) -> list[int]:
-        """The layers of the pass, ascending, for a caller that meets the others at each of them."""
+        """The layers of the pass, for a caller that meets the others at each of them."""
         assert self.lockstep_pass is not None, "no other ranks to meet"
         return self.lockstep_pass.take()
 
@@ -464,21 +470,21 @@ class LockstepPass:
     """One pass of all ranks through the MoE layers.
 
     Args:
-        layers: the layers that any rank visits; the same on every rank.
+        visits: the layer of each visit that any rank makes; the same on every rank.
         join: takes part in a layer without tokens of this rank.
     """
 
-    def __init__(self, layers: Iterable[int], join: Callable[[int], None]) -> None:
-        self._ahead = sorted(set(layers), reverse=True)
+    def __init__(self, visits: Sequence[int], join: Callable[[int], None]) -> None:
+        self._ahead = list(reversed(visits))
         self._join = join
 
     @property
     def left(self) -> int:
-        """Number of layers that are still ahead."""
+        """Number of visits that are still ahead."""
         return len(self._ahead)
 
     def reach(self, layer: int) -> None:
-        """Join the layers before this one, which the caller is about to run.
+        """Join the visits before the next one of this layer, which the caller is about to run.
 
         Raises:
             OffloadError: the other ranks have passed this layer or skip it, as when a forward pass

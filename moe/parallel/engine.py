@@ -111,9 +111,9 @@ class ParallelEngine:
     def _step(self) -> list[Event]:
         plans = {rank: scheduler.schedule() for rank, scheduler in self._schedulers.items()}
         steps = [step for step, _ in plans.values()]
-        layers = _layers_of(steps, self._coordinator.worker.num_layers)
+        visits = _visits_of(steps, self._coordinator.worker.visits)
         orders = {rank: order for rank, (_, order) in plans.items()}
-        message = {"engine": self._id, "layers": layers}
+        message = {"engine": self._id, "visits": visits}
         waiting = [scheduler.engine.scheduler.waiting for scheduler in self._schedulers.values()]
         replies = self._coordinator.step(message, orders, zip(steps, waiting, strict=True))
         events: list[Event] = []
@@ -133,7 +133,7 @@ class ParallelEngine:
         self._schedulers = {}
         for rank in coordinator.links.ranks:
             engine = self._new_engine(coordinator.kv_tokens[rank])
-            orders = OrderQueue()
+            orders = OrderQueue(engine.scheduler.policy)
             self._schedulers[rank] = RankScheduler(orders, engine)
         weakref.finalize(self, coordinator.ended_engines.append, self._id).atexit = False
 
@@ -175,9 +175,20 @@ class ParallelEngine:
         return refused
 
 
-def _layers_of(steps: Sequence[ScheduledStep], num_layers: int) -> tuple[int, int]:
-    """First MoE layer that any rank visits in a step, and the one after the last."""
+def _visits_of(steps: Sequence[ScheduledStep], visits: Sequence[int]) -> tuple[int, int]:
+    """The first visit of a pass that any rank makes in a step, and the one after the last.
+
+    Args:
+        visits: see `MoELayers`.
+    """
+    num_layers = max(visits) + 1
     visited = [range(num_layers) for step in steps if step.decode]
     visited += [step.prefill.layers(num_layers) for step in steps if step.prefill is not None]
     begin = min((layers.start for layers in visited), default=0)
-    return begin, max((layers.stop for layers in visited), default=0)
+    end = max((layers.stop for layers in visited), default=0)
+    # A lane that sleeps before a layer does so at its first visit of that layer or a later one.
+    first, last = (
+        next((at for at, own in enumerate(visits) if own >= layer), len(visits))
+        for layer in (begin, end)
+    )
+    return first, last

@@ -29,8 +29,9 @@ from moe.engine.prefill_batch import (
 )
 from moe.engine.runner import ModelRunner, Outcome
 from moe.errors import RankError, StructureError
-from moe.network.kv_blocks import BlockHolder, KVBlock
+from moe.network.kv_blocks import SLACK, BlockHolder, KVBlock
 from moe.network.kv_cache import KVCache, SequenceCache, States
+from moe.network.kv_policy import KVPolicy
 from moe.parallel.transport import Message
 from moe.sampling.batch import Token
 from moe.sampling.constraint import Structures
@@ -108,7 +109,8 @@ class RemoteCache(KVCache):
     """Handle on keys and values of another rank; when it is garbage, the rank frees them.
 
     It lists blocks without rows where the rank's copy lists blocks with rows, so that memory which
-    sequences share on the rank counts once here, too.
+    sequences share on the rank counts once here, too; and gives up those that a policy lets the
+    rank give up.
     """
 
     def __init__(self, orders: OrderQueue, capacity: int, length: int = 0) -> None:
@@ -117,6 +119,7 @@ class RemoteCache(KVCache):
         self.id = orders.new_id()
         self._orders = orders
         self._holder = BlockHolder()
+        self._policy: KVPolicy | None = None  # once the prompt has been read
         weakref.finalize(self, self._holder.release).atexit = False
         weakref.finalize(self, orders.caches.append, ["free", self.id]).atexit = False
 
@@ -140,7 +143,21 @@ class RemoteCache(KVCache):
 
     @property
     def shared_tokens(self) -> int:
-        return self.fork_tokens * self._holder.shared
+        return self.fork_tokens * self._holder.unpaid
+
+    @property
+    def dropped_tokens(self) -> int:
+        return self.fork_tokens * self._holder.dropped
+
+    @property
+    def whole(self) -> bool:
+        return not self._holder.dropped
+
+    def longest_fork(self, length: int) -> int:
+        return super().longest_fork(length) if self.whole else 0
+
+    def prompt_read(self) -> None:
+        self._policy = self._orders.policy
 
     @property
     def sole_tokens(self) -> int:
@@ -152,8 +169,11 @@ class RemoteCache(KVCache):
     def advance(
         self, states: Mapping[int, States], tokens: int, snapshots: Sequence[int] = ()
     ) -> None:
+        before = self.length
         super().advance(states, tokens, snapshots)
         self._list_blocks()
+        if self._policy is not None and tokens:  # as the rank's, when it wrote them
+            self._holder.drop(self._policy.given_up(max(before - SLACK, 0)))
 
     def share_with(self, copy: RemoteCache, length: int) -> None:
         """The rank has made ``copy`` a fork of this sequence's first ``length`` tokens."""
@@ -179,6 +199,9 @@ class RemoteCache(KVCache):
 class OrderQueue:
     """Writes orders for one rank, and reads its replies.
 
+    Args:
+        policy: which keys and values the rank's sequences keep behind their prompts; None: all.
+
     Attributes:
         caches: copies and frees of keys and values, to be done before the next step.
         state_tokens: of the rank's sequences, see `KVCache`; 0 without recurrent layers.
@@ -186,7 +209,8 @@ class OrderQueue:
         counts_blocks: the rank has only so many of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, policy: KVPolicy | None = None) -> None:
+        self.policy = policy
         self.state_tokens = self.block_tokens = 0
         self.counts_blocks = False
         self.caches: deque[list[Any]] = deque()  # handles may become garbage in any thread

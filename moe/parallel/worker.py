@@ -71,8 +71,9 @@ class RankWorker:
         self.dispatcher: RankDispatcher[Any] | None = None
 
     @property
-    def num_layers(self) -> int:
-        return len(self._experts.layers)
+    def visits(self) -> Sequence[int]:
+        """See `MoELayers`."""
+        return self._experts.visits
 
     def next_placements(self, before: Sequence[int], now: Sequence[int]) -> list[Placement]:
         """Placements for a new group.
@@ -137,8 +138,9 @@ class RankWorker:
         mirror = self._mirror_of(message["engine"])
         if message["moves"] is not None:
             self._apply_moves(message["moves"])
+        visits = self._experts.visits[slice(*message["visits"])]
         try:
-            with self._experts.lockstep(range(*message["layers"]), self.dispatcher):
+            with self._experts.lockstep(visits, self.dispatcher):
                 reply = mirror.run(message["order"], message["overlap"])
         except ExchangeError:
             self._leave()

@@ -25,7 +25,7 @@ DAY_S = 86_400.0
 _MOST_GIB = 1 << 20
 """More than any machine has, and so few that the number of bytes fits 64 bits."""
 
-_KV_POLICIES = ("window", "received", "select")
+KV_POLICIES = ("window", "select")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -215,10 +215,9 @@ class MemorySettings(Settings):
 
     kv_policy: str | None = None
     """Lossy: decode steps attend to no more than TOKENS tokens of a sequence, by blocks of 64, on a
-    CPU with compiled decode steps. window:TOKENS: the first block and the last ones;
-    received:TOKENS: those that the end of the prompt attended to most, and the last ones; both free
-    the others. select:TOKENS: those that promise most, chosen anew in each step; all are kept.
-    Prompts are read with attention to all. null: no policy."""
+    CPU with compiled decode steps. window:TOKENS: the first block and the last ones; the others are
+    freed. select:TOKENS: those that promise most, chosen anew in each step; all are kept. Prompts
+    are read with attention to all. null: no policy."""
 
     reserve_gib: float | None = Field(default=None, ge=0.0, le=_MOST_GIB)
     """GiB that the memory plan leaves free. null: 5 % of the available memory, at most 1 GiB."""
@@ -262,13 +261,13 @@ class MemorySettings(Settings):
     @classmethod
     def _check_policy(cls, value: str | None) -> str | None:
         name, _, tokens = (value or "").partition(":")
-        known = name in _KV_POLICIES and re.fullmatch(r"[1-9]\d{0,8}", tokens, re.ASCII)
+        known = name in KV_POLICIES and re.fullmatch(r"[1-9]\d{0,8}", tokens, re.ASCII)
         if value is not None and not (known and int(tokens) >= 256 and int(tokens) % 64 == 0):
             raise PydanticCustomError(
                 "kv_policy",
                 "must be NAME:TOKENS, NAME one of {names} and TOKENS a multiple of 64, 256 or "
                 "more, as in select:2048",
-                {"names": ", ".join(_KV_POLICIES)},
+                {"names": ", ".join(KV_POLICIES)},
             )
         return value
 

@@ -138,6 +138,16 @@ def test_what_cannot_be_served_is_refused_with_the_reason(
         MoE.from_pretrained(tiny_checkpoint(architecture))
 
 
+def test_transformers_reads_prompts_of_doge_otherwise_than_its_own_decoding_does() -> None:
+    """Why it stays refused: what a token is routed to depends on later tokens. If this fails,
+    transformers has mended it."""
+    reference, ids = tiny_model("doge"), torch.arange(5, 11)[None]
+    with torch.no_grad():
+        whole = reference(ids, use_cache=False).logits[0, 0]
+        alone = reference(ids[:, :1], use_cache=False).logits[0, 0]
+    assert (whole - alone).abs().max() > 0.05 * alone.abs().max()
+
+
 def test_what_transformers_cannot_build_says_so() -> None:
     config = tiny_config("dbrx")
     del config.attn_config.rope_theta

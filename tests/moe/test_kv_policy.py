@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,14 +18,18 @@ from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
 from moe.commands.evaluate.scoring import price_kv_policy
+from moe.commands.plan.contexts import policy_prices
 from moe.decode.proof import prove_policy
 from moe.describe.attention import check_views
 from moe.engine.engine import Engine
 from moe.errors import ProfileError
-from moe.loader import load_model
+from moe.loader import _check_policy
+from moe.loading.memory_plan import ANY_LENGTH
+from moe.memory.kv_precision import choose_kv_precision
+from moe.memory.planning import planning
 from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
 from moe.network.kv_cache import KVFormat
-from moe.network.kv_policy import KeptBlocks, KVPolicy, SeenRow, seen_keys, turn
+from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys, turn
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.sequence import Delta, RunningSequence
@@ -33,7 +39,7 @@ from routing import Phase
 
 NATIVE, WHY = choose_kernel()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason=WHY)
-NAMES = ("window", "received", "select")
+NAMES = ("window", "select")
 IDS = [(7 * i * i + 3 * i) % 57 + 3 for i in range(700)]
 LOSSY = {"lossless": False, "memory.kv_bits": 16, "memory.kv_tokens": 8192}
 
@@ -66,28 +72,21 @@ def pool_of(model: MoE, spec: str | None, bits: int = 16) -> BlockPool:
     return pool
 
 
-def blocks_of(kept: KeptBlocks, position: int) -> list[int]:
+def blocks_of(kept: KVPolicy, position: int) -> list[int]:
     found = kept.row(position).blocks
     assert found is not None
     return [int(block) for block in found]
 
 
 def test_a_window_keeps_the_first_block_and_the_last_ones() -> None:
-    kept = KVPolicy("window", 4 * BLOCK).after_prompt(6 * BLOCK + 1, None)
+    kept = KVPolicy.of("window:256")
     assert blocks_of(kept, 3 * BLOCK) == [0, 1, 2, 3]
     assert blocks_of(kept, 6 * BLOCK + 1) == [0, 4, 5, 6]
     assert blocks_of(kept, 9 * BLOCK - 1) == [0, 6, 7, 8]
     assert kept.given_up(9 * BLOCK).tolist() == [1, 2, 3, 4, 5, 6]
-
-
-def test_blocks_go_by_the_attention_that_they_got_and_half_stay() -> None:
-    received = np.array([0, 5, 1, 9, 1, 7, 0.5])  # of the first and the last nobody asks
-    kept = KVPolicy("received", 4 * BLOCK).after_prompt(6 * BLOCK + 30, received)
-    assert blocks_of(kept, 6 * BLOCK + 30) == [0, 3, 5, 6]
-    assert blocks_of(kept, 7 * BLOCK) == [0, 3, 6, 7]
-    assert blocks_of(kept, 9 * BLOCK) == [0, 3, 8, 9]
     given_up = [set(kept.given_up(at * BLOCK).tolist()) for at in range(20)]
     assert all(some <= more for some, more in pairwise(given_up))
+    assert not given_up[3]
 
 
 def test_a_choice_has_the_best_bounds() -> None:
@@ -102,29 +101,6 @@ def test_a_choice_has_the_best_bounds() -> None:
         assert places.shape == (2, 3 * BLOCK + 5)
     assert torch.allclose(turn(query) @ turn(keys).mT, query @ keys.mT, atol=1e-3)
     assert torch.allclose(turn(turn(query)), query, atol=1e-6)
-
-
-@pytest.mark.parametrize("bits", [32, 8])
-@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 3.0, 0.0])])
-def test_attention_received_is_that_of_a_softmax(bits: int, sinks: Tensor | None) -> None:
-    """Of each query over the keys up to its own; its bits do not depend on other queries."""
-    assert NATIVE is not None
-    tokens, scale, softcap = 9 * BLOCK + 5, 0.4, 7.0
-    cache = BlockPool(HostBlocks(NATIVE.kv, KVFormat.of_bits(bits))).new_cache(tokens)
-    cache.write(0, torch.randn(1, 2, tokens, 16), torch.randn(1, 2, tokens, 8))
-    rows, (keys, _) = cache.in_blocks(0, tokens), cache.read(0, tokens)
-    assert rows is not None
-    query = torch.randn(4, 70, 16)
-    found = NATIVE.attention.received(query, rows, scale, softcap, sinks)
-    scores = softcap * torch.tanh(query @ keys[0].repeat_interleave(2, 0).mT * scale / softcap)
-    later = torch.ones(70, tokens, dtype=torch.bool).triu(tokens - 69)
-    scores = scores.masked_fill(later, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(4, 1, 1).expand(4, 70, 1)], -1)
-    wanted = torch.nn.functional.pad(scores.softmax(-1)[..., :tokens].sum(0), (0, 59))
-    assert torch.allclose(found, wanted.unflatten(1, (10, BLOCK)).sum(-1), atol=1e-4)
-    alone = NATIVE.attention.received(query[:, -1:], rows, scale, softcap, sinks)
-    assert torch.equal(alone[0], found[-1])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -245,8 +221,10 @@ def test_memory_that_is_given_up_is_free(model: MoE, name: str) -> None:
             assert isinstance(cache, BlockKVCache)
             while engine.scheduler.prefixes.evict():
                 pass
-            most = cache.length + BLOCK if name == "select" else 256 + 2 * BLOCK
-            assert pool.held_tokens <= most
+            plan = replace(model.memory_plan, kv_policy=pool.policy)
+            length = -(-cache.length // BLOCK) * BLOCK
+            planned = plan.kv_bytes(length) / plan.kv_bytes_per_token
+            assert pool.held_tokens == planned == (length if name == "select" else 256 + BLOCK)
             assert cache.whole == (name == "select")
             assert cache.longest_fork(600) == (600 if name == "select" else 0)
             assert cache.held_tokens <= pool.held_tokens
@@ -260,6 +238,65 @@ def test_memory_that_is_given_up_is_free(model: MoE, name: str) -> None:
     assert again.sequences[0].num_cached_tokens >= 512
     del cache
     assert pool.held_tokens <= engine.scheduler.prefixes.num_tokens + BLOCK
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs glibc")
+def test_the_system_gets_back_what_is_given_up() -> None:
+    """Resident memory falls: the allocator alone would keep holes between blocks."""
+    assert NATIVE is not None
+    memory = HostBlocks(NATIVE.kv, KVFormat.of_bits(32))
+    cache = BlockPool(memory, None, KVPolicy.of("window:256")).new_cache(51 * BLOCK)
+    rows, before = torch.randn(2, 1, 4, BLOCK, 128), resident_bytes()
+    for at in range(51):
+        if at == 50:
+            whole = resident_bytes() - before
+            cache.prompt_read()
+        for layer in range(8):
+            cache.write(layer, *rows)
+        cache.length += BLOCK
+    held = cache.held_tokens * cache.token_bytes
+    assert held == 5 * BLOCK * 8 * 4096
+    assert resident_bytes() - before < held + 0.2 * whole
+
+
+def test_the_plan_prices_policies(checkpoint: Path) -> None:
+    """Of any policy, whatever the profile has: what its sequences hold, and what a step reads."""
+    found = {}
+    for spec in (None, "window:256", "select:256"):
+        profile = load_profile(overrides=LOSSY | {"memory.kv_policy": spec}).profile
+        with planning(checkpoint, profile, torch.device("cpu"), lambda _: None) as planned:
+            assert planned.memory.as_dict()["kv_policy"] == spec
+            if spec is None:
+                assert policy_prices(planned) == []  # 2,048 tokens of context are no more than kept
+            else:
+                found[spec] = policy_prices(planned)
+    assert found["window:256"] == found["select:256"]
+    rows = {(one.context, one.policy): one for one in found["window:256"]}
+    assert {context for context, _ in rows} == {1024, 2048}
+    assert {policy for _, policy in rows} == {None, "window:256", "select:256"}
+    each = rows[2048, None].held_bytes // 2048
+    window, select = rows[2048, "window:256"], rows[2048, "select:256"]
+    assert (window.held_tokens, window.held_bytes, window.step_bytes) == (
+        256 + BLOCK, (256 + BLOCK) * each, 256 * each
+    )  # fmt: skip
+    bounds = select.held_bytes // 2048 - each
+    assert bounds > 0
+    assert select.held_tokens == 2048
+    assert select.step_bytes == 256 * (each + bounds) + (2048 - 256) * bounds
+
+
+def test_a_policy_lets_answers_grow(model: MoE) -> None:
+    """Behind a prompt that fits, a sequence of any length does."""
+    plan = replace(model.memory_plan, kv_policy=KVPolicy.of("window:256"))
+    assert plan.longest_sequence(1000) == 1000
+    assert plan.longest_sequence(1000, 800) == ANY_LENGTH
+    assert plan.longest_sequence(1000, 900) == 1000
+    assert replace(plan, kv_policy=None).longest_sequence(1000, 100) == 1000
 
 
 def finish(engine: Engine) -> None:
@@ -279,7 +316,7 @@ def test_drafts_change_no_bit(model: MoE, name: str, checkpoint: Path) -> None:
 
 
 def test_a_cancelled_sequence_frees_all(model: MoE) -> None:
-    pool, engine = pool_of(model, "received:256"), model.engine()
+    pool, engine = pool_of(model, "window:256"), model.engine()
     group = model.request(IDS, SamplingParams(max_new_tokens=200, ignore_eos=True, n=2))
     engine.submit(group)
     while not group.sequences[0].token_ids:
@@ -296,7 +333,7 @@ def test_a_cancelled_sequence_frees_all(model: MoE) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("windows:512", "must be NAME:TOKENS, NAME one of window, received, select"),
+        ("windows:512", "must be NAME:TOKENS, NAME one of window, select"),
         ("window:192", "a multiple of 64, 256 or more"),
         ("select:1000", "a multiple of 64, 256 or more"),
         ("select", "as in select:2048"),
@@ -334,10 +371,12 @@ def test_a_policy_without_effect_is_refused(
         MoE.from_pretrained(tiny_checkpoint(model_type), settings)
 
 
-def test_ranks_refuse_policies(tiny_checkpoint: Callable[[str], Path]) -> None:
-    profile = load_profile(overrides={"lossless": False, "memory.kv_policy": "window:512"})
-    with pytest.raises(ProfileError, match="several ranks share the experts"):
-        load_model(tiny_checkpoint("qwen3_moe"), profile.profile, ranks=2)
+def test_gpus_refuse_policies() -> None:
+    profile = load_profile(overrides=LOSSY | {"memory.kv_policy": "window:512"}).profile
+    kv = choose_kv_precision(profile, torch.device("cuda"), torch.bfloat16, quantized=True)
+    assert kv.policy is None
+    with pytest.raises(ProfileError, match=r"memory\.kv_policy is window:512, and decode"):
+        _check_policy(profile, kv)
 
 
 def test_eval_prices_a_policy(model: MoE) -> None:

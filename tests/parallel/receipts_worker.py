@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from pathlib import Path
@@ -109,7 +109,7 @@ class Ranks:
     def owns(self, sequence: int) -> bool:
         return sequence % self.size == self.rank and (self.size < 4 or sequence != 3)
 
-    def together(self, layers: Iterable[int]) -> AbstractContextManager[None]:
+    def together(self, layers: Sequence[int]) -> AbstractContextManager[None]:
         return nullcontext() if self.dispatcher is None else self.experts.lockstep(layers)
 
     def move(self, step: int) -> None:

@@ -64,3 +64,16 @@ def test_two_ranks_say_what_one_process_says(
     first, second = stats["ranks"]
     assert first["pairs"] > 0
     assert second["pairs"] > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_say_what_one_says_of_looped_layers(
+    tiny_checkpoint: Callable[[str], Path], launch: Any, tmp_path: Path
+) -> None:
+    path, out = tiny_checkpoint("inkling2_loop_text"), tmp_path / "out.json"
+    with launch(2, [generation.__file__, path, out, "expert-parallel"]) as launched:
+        alone = generation.run(MoE.from_pretrained(path, load_profile(generation.SETTINGS)))
+        assert launched.codes() == [0, 0], launched.everything()
+    together = json.loads(out.read_text())
+    for case, said in alone.items():
+        assert alike(together[case], said), case

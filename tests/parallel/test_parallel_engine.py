@@ -15,11 +15,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams, Structure
+from moe.describe.probe import find_visits
 from moe.engine.runner import ModelRunner
 from moe.errors import RankLostError, RequestError
-from moe.parallel.engine import ParallelEngine
+from moe.network.kv_cache import KVCache
+from moe.parallel.engine import ParallelEngine, _visits_of
 from moe.parallel.remote import EngineMirror, RemoteCache
 from moe.parallel.watchdog import Heartbeat
 from moe.parallel.worker import RankWorker
@@ -183,6 +186,62 @@ def test_a_rank_holds_a_common_prompt_once(tiny_checkpoint: Callable[[str], Path
     assert planner.scheduler.prefixes.num_tokens <= BLOCK * len(listed)
     for group, prompt in zip(groups[:-1], prompts, strict=True):
         assert group.sequences[0].token_ids == model.generate([prompt], params)[0].token_ids
+
+
+def test_rank_0_knows_what_a_policy_gives_up(tmp_path: Path) -> None:
+    """Tokens are those of one rank; each rank holds what rank 0 counts."""
+    config = tiny_config("qwen3_moe")
+    config.max_position_embeddings = 2048
+    tiny_model("qwen3_moe", config=config).save_pretrained(tmp_path)
+    settings = {"lossless": False, "memory.kv_policy": "window:256", "memory.kv_tokens": 4096}
+    model = MoE.from_pretrained(tmp_path, settings)
+    assert model.status()["keys_and_values"]["policy"] == "window:256"
+    engine, loopback = parallel(model, 2)
+    for scheduler in engine._schedulers.values():
+        scheduler.engine.scheduler.kv_tokens = 1200
+    prompts = [[(7 * i * i + n) % 90 + 3 for i in range(600 - 90 * n)] for n in range(4)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=90, ignore_eos=True)
+    groups = [model.request(prompt, params) for prompt in [*prompts, prompts[0]]]
+    for group in groups:
+        engine.submit(group)
+    most_dropped = 0
+    while not engine.idle:
+        engine.step()
+        for rank, scheduler in engine._schedulers.items():
+            planner = scheduler.engine.scheduler
+            assert planner.num_used_tokens() <= planner.kv_tokens
+            (mirror,) = loopback.workers[rank]._mirrors.values()
+            for sequence in planner.running:
+                cache = cast(RemoteCache, sequence.cache)
+                own = cast(KVCache, mirror._caches[cache.id])
+                assert (cache.dropped_tokens, cache.whole) == (own.dropped_tokens, own.whole)
+                assert cache.longest_fork(64) == own.longest_fork(64)
+                most_dropped = max(most_dropped, own.dropped_tokens)
+    assert most_dropped >= 4 * BLOCK
+    for group, prompt in zip(groups, [*prompts, prompts[0]], strict=True):
+        assert group.sequences[0].token_ids == model.generate([prompt], params)[0].token_ids
+
+
+def test_ranks_make_the_visits_of_looped_layers_together() -> None:
+    """A step of the layers up to 3, and from 3 on, where 2 and 3 run three times."""
+    visits = [0, 1, 2, 3, 2, 3, 2, 3, 4]
+
+    def step(decode: bool, *layers: int) -> Any:
+        prefill = SimpleNamespace(layers=lambda _: range(*layers)) if layers else None
+        return SimpleNamespace(decode=[1] if decode else [], prefill=prefill)
+
+    assert _visits_of([step(False, 0, 3), step(False)], visits) == (0, 3)
+    assert _visits_of([step(False, 3, 4)], visits) == (3, 8)
+    assert _visits_of([step(False, 4, 5), step(False, 3, 5)], visits) == (3, 9)
+    assert _visits_of([step(False, 3, 4), step(True)], visits) == (0, 9)
+    assert _visits_of([step(False)], visits) == (0, 0)
+    assert _visits_of([step(False, 1, 3)], range(5)) == (1, 3)
+
+
+def test_visits_are_those_of_a_pass(tiny_moe: Callable[[str], MoE]) -> None:
+    looped, plain = (tiny_moe(kind) for kind in ("inkling2_loop_text", "qwen3_moe"))
+    assert list(find_visits(looped.backbone, 5)) == [0, 1, 2, 3, 2, 3, 2, 3, 4]
+    assert find_visits(plain.backbone, len(plain.experts.layers)) == plain.experts.visits
 
 
 def test_lost_sequences_are_read_again_by_the_others(tiny_moe: Callable[[str], MoE]) -> None:

@@ -14,6 +14,15 @@ from rich.table import Table
 from transformers import PreTrainedModel
 
 from moe.commands.console import stdout_console
+from moe.commands.plan.contexts import (
+    ContextChoice,
+    PolicyPrice,
+    context_choices,
+    context_table,
+    kv_sentence,
+    policy_prices,
+    policy_table,
+)
 from moe.commands.plan.decode_speed import (
     BATCHES,
     Bandwidths,
@@ -26,33 +35,11 @@ from moe.commands.plan.speeds import cache_speed, disk_speed, step_speeds, to_de
 from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
 from moe.loading.hub import ModelFiles, experts_per_token, public_name, reach_model
-from moe.loading.memory_plan import ANY_LENGTH, GIB, MemoryPlan
+from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.seam import experts_modules
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile
-
-CONTEXTS = tuple(1024 << doubled for doubled in range(1, 8))
-"""Tokens of context that a plan shows beside its own."""
-
-
-@dataclass(frozen=True)
-class ContextChoice:
-    """Tokens in the KV cache against experts in memory (`memory.kv_tokens` sets the former).
-
-    Attributes:
-        kv_tokens: of all sequences.
-        kv_bytes: what they take.
-        longest: tokens of the longest sequence that they have room for (`MemoryPlan`).
-        experts: that are in memory beside them.
-        tokens_per_second: of one sequence.
-    """
-
-    kv_tokens: int
-    kv_bytes: int
-    longest: int
-    experts: int
-    tokens_per_second: float
 
 
 @dataclass(frozen=True)
@@ -69,6 +56,7 @@ class SpeedPlan:
         resident: estimate for one sequence, if all experts were in device memory.
         contexts: what other numbers of tokens in the KV cache would leave; empty where all experts
             are in memory.
+        policies: what policies on keys and values would hold and read.
         prefixes: whether late experts may be read by a prefix, which the estimates do not count.
         download_bytes: what the hub has of it that is not here.
         commands: what to run next.
@@ -82,6 +70,7 @@ class SpeedPlan:
     expected: Sequence[DecodeEstimate]
     resident: DecodeEstimate
     contexts: Sequence[ContextChoice]
+    policies: Sequence[PolicyPrice]
     prefixes: bool
     download_bytes: int
     commands: list[str]
@@ -97,6 +86,7 @@ class SpeedPlan:
             "expected": [one.as_dict() for one in self.expected],
             "resident": self.resident.as_dict(),
             "contexts": [asdict(one) for one in self.contexts],
+            "policies": [asdict(one) for one in self.policies],
             "download_bytes": self.download_bytes,
             "commands": self.commands,
         }
@@ -147,31 +137,11 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         [estimate_decode(sizes, speeds, locality, batch) for batch in BATCHES],
         estimate_decode(all_near, replace(speeds, disk=None, to_device=None), locality, 1),
         context_choices(planned, sizes, speeds, locality),
+        policy_prices(planned),
         settings.offload.late == "prefix",
         0 if files.remote is None else files.remote.nbytes,
         next_commands(str(name), bool(misfit), planned.why_resident),
     )
-
-
-def context_choices(
-    planned: PlannedModel, sizes: DecodeSizes, speeds: Bandwidths, locality: Locality
-) -> list[ContextChoice]:
-    """The plan's own choice of context, and others that fit."""
-    plan, slots = planned.memory, planned.memory.expert_slots
-    if slots is None or not plan.fits or planned.memory.host_bytes is not None:
-        return []
-    made = []
-    for tokens in sorted({plan.kv_tokens, *CONTEXTS}):
-        experts = plan.experts_beside(tokens)
-        own = tokens == plan.kv_tokens
-        if not own and experts < planned.least_experts:
-            continue
-        near = replace(sizes, slots=slots if own else experts)
-        rate = estimate_decode(near, speeds, locality, 1).tokens_per_second
-        size, longest = tokens * plan.kv_bytes_per_token, plan.longest_sequence(tokens)
-        longest = min(longest, planned.context_length or longest)
-        made.append(ContextChoice(tokens, size, longest, near.slots, rate))
-    return made
 
 
 def next_commands(name: str, misfit: bool, why_resident: str) -> list[str]:
@@ -263,41 +233,13 @@ def show(made: SpeedPlan, console: Console) -> None:
     console.print(table)
     console.print()
     if made.contexts:
-        console.print(_contexts(made))
+        console.print(context_table(made.contexts, memory.kv_tokens, sizes.total))
+        console.print()
+    if made.policies:
+        console.print(policy_table(made.policies))
         console.print()
     for sentence in sentences(made):
         console.print(sentence, soft_wrap=True)
-
-
-def _contexts(made: SpeedPlan) -> Table:
-    columns = (
-        "memory.kv_tokens", "GiB", "longest sequence", "experts in memory", "share", "tokens/s"
-    )  # fmt: skip
-    table = Table(*columns, box=None, header_style="bold")
-    for one in made.contexts:
-        own = " (this plan)" if one.kv_tokens == made.memory.kv_tokens else ""
-        table.add_row(
-            f"{one.kv_tokens:,}{own}",
-            _gib(one.kv_bytes),
-            f"{one.longest:,}",
-            str(one.experts),
-            f"{one.experts / made.sizes.total:.0%}",
-            f"{one.tokens_per_second:,.1f}",
-        )
-    return table
-
-
-def _keys_and_values(plan: MemoryPlan) -> str:
-    text = f"Keys and values: {plan.kv_tokens} tokens."
-    if not plan.kv_windows:
-        return text
-    share = sum(plan.kv_windows.values()) / plan.kv_bytes_per_token
-    longest = plan.longest_sequence(plan.kv_tokens)
-    length = "any length" if longest >= ANY_LENGTH else f"{longest} tokens"
-    return (
-        f"{text} Layers with windows have {share:.0%} of a token's bytes and keep their windows "
-        f"only, so that a sequence of {length} fits."
-    )
 
 
 def sentences(made: SpeedPlan) -> list[str]:
@@ -310,8 +252,13 @@ def sentences(made: SpeedPlan) -> list[str]:
     found = [
         f"Routing: {made.locality.how}.",
         f"Measured: {figures}. At best: all transfers overlap with other work.",
-        _keys_and_values(made.memory),
+        kv_sentence(made.memory),
     ]
+    if made.policies:
+        found.append(
+            "memory.kv_policy changes answers (lossless: false; moe eval prices that), and loading "
+            "refuses it for attention that cannot follow it, as latent attention."
+        )
     if made.memory.tiers:
         more = (made.sizes.total - made.sizes.slots) * made.sizes.expert_bytes
         rate = made.resident.tokens_per_second

@@ -89,11 +89,14 @@ def check(outcome: Tensor | Exception, call: ExpertCall, layers: Layers, lost: s
     ranks=st.integers(1, 3),
     slots=st.integers(2, 9),
     losses=st.sets(st.tuples(st.integers(0, LAYERS - 1), st.integers(0, EXPERTS - 1)), max_size=4),
+    loops=st.integers(1, 3),
 )
 def test_any_ranks_visit_any_layers_and_some_experts_are_lost(
-    seed: int, ranks: int, slots: int, losses: set[tuple[int, int]]
+    seed: int, ranks: int, slots: int, losses: set[tuple[int, int]], loops: int
 ) -> None:
-    """Everybody's disk lacks the same experts, so whoever serves them fails."""
+    """Everybody's disk lacks the same experts, so whoever serves them fails. The model may come to
+    its last layers several times."""
+    visits = [*range(LAYERS - 2), *[LAYERS - 2, LAYERS - 1] * loops]
 
     def rank_of(exchange: ThreadExchange) -> None:
         experts, layers = lossy_layers(seed, slots, losses)
@@ -101,8 +104,8 @@ def test_any_ranks_visit_any_layers_and_some_experts_are_lost(
         experts.dispatcher = AllToAllDispatcher(exchange, [linear(EXPERTS, size, ranks)] * LAYERS)
         for step in range(3):
             chosen = Random(seed * 7 + step * ranks + exchange.rank)
-            with experts.lockstep(range(LAYERS)):
-                for layer in range(LAYERS):
+            with experts.lockstep(visits):
+                for layer in visits:
                     if chosen.random() < 0.6:
                         calls = make_visits(layer, chosen.randrange(999))
                         lost = {expert for at, expert in losses if at == layer}
@@ -205,12 +208,20 @@ def test_a_lost_rank_is_raised_at_the_end_of_the_pass() -> None:
 
 def test_order_of_joining() -> None:
     joined: list[int] = []
-    one = LockstepPass([5, 1, 3, 3, 0], joined.append)
+    one = LockstepPass([0, 1, 3, 5], joined.append)
     one.reach(3)
     assert joined == [0, 1]
     one.finish()
     one.finish()
     assert joined == [0, 1, 5]
+    looped = LockstepPass([0, 2, 3, 2, 3, 4], joined.append)
+    joined.clear()
+    for layer in (3, 2):
+        looped.reach(layer)
+    assert joined == [0, 2]
+    assert looped.left == 2
+    looped.finish()
+    assert joined == [0, 2, 3, 4]
 
 
 class Losing(LocalDispatcher):
