@@ -90,9 +90,11 @@ class OwnPlanes:
         for name in self.tables:
             weights += network.get_parameter(f"{name}.weight").numel()
         bits = 8 * sum(self.nbytes(network).values()) / weights
+        kept = [f"the experts of {len(self.experts)} layers"] if self.experts else []
+        kept += [f"{len(self.tables)} other matrices"] if self.tables else []
         return (
-            f"the experts of {len(self.experts)} layers and {len(self.tables)} other matrices keep "
-            f"their codes, with scales and offsets, at {bits:.2f} bits a weight"
+            f"{' and '.join(kept)} keep their codes, with scales and offsets, at {bits:.2f} bits a "
+            "weight"
         )
 
     def without(self, weights: WeightPlan, checkpoint: Checkpoint) -> WeightPlan:
