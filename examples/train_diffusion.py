@@ -211,9 +211,7 @@ def canvas_nats(
     clean, before = ids_BT, None
     if conditioned:
         more = torch.rand(level.shape) * (1 - level) + level
-        earlier = torch.where(
-            noise_mask(shape, more), torch.randint(vocabulary, shape), ids_BT
-        )
+        earlier = torch.where(noise_mask(shape, more), torch.randint(vocabulary, shape), ids_BT)
         low, high = TEMPERATURES
         with torch.no_grad():
             before = refine(model, earlier, cache, mask) / (low + (high - low) * torch.rand(()))
