@@ -50,6 +50,7 @@ DEMO = REPO / "examples/demo-model"
 BALANCE, REVIVE = 0.01, 0.01  # weights of the two balance losses of train_demo.py
 READ = 0.25  # weight of the next-token loss beside that of canvases
 OWN = 0.1  # share of a canvas' clean tokens that are the model's own draws, right or wrong
+PURE = 0.1  # share of canvases that are all noise, as each is at first
 IN_ORDER = 0.5  # share of canvases whose noise is all at the end, as their refinement goes
 TEMPERATURES = 0.4, 0.8  # of the predictions that condition the next pass, as in generation
 TEXT: dict[str, Any] = {
@@ -165,7 +166,7 @@ def masks(length: int, window: int) -> tuple[dict[str, Tensor], dict[str, Tensor
 
 
 def noise_mask(shape: tuple[int, int], level: Tensor) -> Tensor:
-    """Which tokens of each canvas are noise: ``(B, T)`` from the canvases' shares ``(B, T / C)``."""
+    """Which tokens of each canvas are noise: ``(B, T)`` by the canvases' shares ``(B, T / C)``."""
     rank = torch.rand(*shape).unflatten(1, (-1, CANVAS)).argsort(2).argsort(2)
     in_order = torch.rand(level.shape) < IN_ORDER
     at = torch.where(in_order[..., None], CANVAS - 1 - torch.arange(CANVAS), rank)
@@ -207,6 +208,7 @@ def canvas_nats(
     """Nats a token of canvases that are partly noise, over all their positions."""
     vocabulary, shape = model.config.text_config.vocab_size, (ids_BT.shape[0], ids_BT.shape[1])
     level = torch.rand(shape[0], shape[1] // CANVAS)
+    level[torch.rand(level.shape) < PURE] = 1.0
     noise, is_noise = torch.randint(vocabulary, shape), noise_mask(shape, level)
     clean, before = ids_BT, None
     if conditioned:
