@@ -255,6 +255,24 @@ class BlockWriter:
             temperature == 0,
         )
 
+    def logits(
+        self, token_ids: Sequence[int], canvas: Sequence[int], run_experts: ExpertsRunner
+    ) -> Tensor:
+        """``(C, V)`` raw logits of a canvas behind a text, in a first pass over it."""
+        found: list[Tensor] = []
+
+        def forward() -> None:
+            ids, tokens = (
+                torch.tensor([list(own)], device=self.model.device) for own in (token_ids, canvas)
+            )
+            found.append(self.model(input_ids=ids, decoder_input_ids=tokens).logits[0])
+
+        lane = BlockLane(forward, LaneRandom(0, self.model.device), OWN, greedy=False)
+        while not lane.finished:
+            run_lanes([lane], run_experts)
+        lane.result()
+        return found[0]
+
     def step(self, lanes: Sequence[BlockLane], run_experts: ExpertsRunner) -> None:
         """One pass of every lane; those that ask for a step of refinement share passes.
 
