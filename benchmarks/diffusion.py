@@ -84,7 +84,6 @@ class Bench:
             self.plan, self.experts = model.memory_plan, model.stats()["expert_bytes"]
             assert model.canvas_length is not None
             self.canvas = model.canvas_length
-        self.num_new = self.canvas * (1 if quick else 2)
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self.text = {
             domain: (ROOT / f"tests/data/heldout_{domain}.txt").read_text("utf-8")[:60_000]
@@ -96,9 +95,9 @@ class Bench:
         """The first tokens of pieces of text, the domains in turn."""
         return [piece[:BEFORE] for piece in self._pieces(count)]
 
-    def true(self, count: int) -> list[list[int]]:
+    def true(self, count: int, num_new: int) -> list[list[int]]:
         """What follows them."""
-        return [piece[BEFORE : BEFORE + self.num_new] for piece in self._pieces(count)]
+        return [piece[BEFORE : BEFORE + num_new] for piece in self._pieces(count)]
 
     def _pieces(self, count: int) -> list[list[int]]:
         places = [divmod(number, len(DOMAINS)) for number in range(count)]
@@ -131,7 +130,7 @@ def speed(bench: Bench) -> list[Row]:
     """This engine and transformers in turns, all in memory."""
     prompts = bench.prompts(4)
     model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(bench.path, dtype=torch.float32)
-    settings = {"max_new_tokens": bench.num_new, "eos_token_id": -1}
+    settings = {"max_new_tokens": bench.canvas, "eos_token_id": -1}
     if bench.quick:
         settings["max_denoising_steps"] = bench.profile["diffusion.max_steps"]
     written: dict[str, list[list[int]]] = {}
@@ -151,11 +150,11 @@ def speed(bench: Bench) -> list[Row]:
         ways: dict[str, Callable[[], list[list[int]]]] = {
             "transformers, one by one": lambda: theirs([[prompt] for prompt in prompts]),
             "transformers, one batch": lambda: theirs([prompts]),
-            "one by one": lambda: write(own, prompts, bench.num_new, together=False),
-            "together": lambda: write(own, prompts, bench.num_new, together=True),
+            "one by one": lambda: write(own, prompts, bench.canvas, together=False),
+            "together": lambda: write(own, prompts, bench.canvas, together=True),
         }
         times = take_turns({way: keep(way, run) for way, run in ways.items()}, 0.0)
-    tokens = bench.num_new * len(prompts)
+    tokens = bench.canvas * len(prompts)
     return [
         {
             "way": way,
@@ -181,9 +180,9 @@ def memory(bench: Bench) -> list[Row]:
         for way, (together, policies) in ways.items():
             with bench.load(share, {"routing.policies": policies}) as model:
                 start = perf_counter()
-                write(model, prompts, bench.num_new, together=together)
+                write(model, prompts, bench.canvas, together=together)
                 spent, stats = perf_counter() - start, model.stats()
-            total, layers = bench.num_new * len(prompts), stats["layers"]
+            total, layers = bench.canvas * len(prompts), stats["layers"]
             read = stats["offload"]["bytes_read"] if stats["offload"] else 0
             rows.append({
                 "way": way,
@@ -199,18 +198,18 @@ def memory(bench: Bench) -> list[Row]:
 
 def policies(bench: Bench) -> list[Row]:
     """Passes and text of each rule, all in memory."""
-    count = 4 if bench.quick else 24
+    count, num_new = (4, bench.canvas) if bench.quick else (12, 2 * bench.canvas)
     prompts = bench.prompts(count)
     judge: Any = AutoModelForCausalLM.from_pretrained(JUDGE, dtype=torch.float32).eval()
-    rows = [{"way": "the text itself"} | said_of(judge, prompts, bench.true(count))]
+    rows = [{"way": "the text itself"} | said_of(judge, prompts, bench.true(count, num_new))]
     chosen = dict(list(POLICIES.items())[:2]) if bench.quick else POLICIES
     for way, changes in chosen.items():
         with bench.load(1.0, changes) as model:
             start = perf_counter()
-            written = write(model, prompts, bench.num_new, together=True)
+            written = write(model, prompts, num_new, together=True)
             spent, layers = perf_counter() - start, model.stats()["layers"]
         canvas = sum(layer["tokens_by"]["denoise"] for layer in layers) / len(layers)
-        total = bench.num_new * count
+        total = num_new * count
         row = {"way": way, "rate": total / spent, "steps": canvas / bench.canvas / total}
         rows.append(row | said_of(judge, prompts, written))
     return rows
@@ -235,20 +234,20 @@ def sharing(bench: Bench) -> list[Row]:
     wanted = [f"des_vote:{share:g}:{own}" for share in shares]
     wanted += [f"des_vote:{share:g}:{own}:2" for share in shares]
     wanted += [f"des_seq:{top_k}:{own}" for top_k in (1, 2)]
-    wanted += ["top_k:3", "top_k:2"]
+    wanted += ["top_k:3", "top_k:2", "top_k:1"]
     text = "".join(each[: 6_000 if bench.quick else 20_000] for each in bench.text.values())
-    rows = []
-    for policy in wanted[:1] if bench.quick else wanted:
-        with bench.load(1.0, {"routing.policies": [policy]}) as model:
-            (cost,) = evaluate_canvases(model, text, 1280 if bench.quick else None).policies
-        rows.append({
-            "way": policy,
+    with bench.load(1.0, {"routing.policies": wanted}) as model:
+        costs = evaluate_canvases(model, text, 1280 if bench.quick else None).policies
+    return [
+        {
+            "way": cost.policy,
             "worse": cost.worse,
             "agree": cost.top1_agreement,
             "experts": cost.distinct,
             "fewer": cost.distinct_without / cost.distinct,
-        })  # fmt: skip
-    return rows
+        }
+        for cost in costs[:-1]  # the last one: all of them together
+    ]
 
 
 HEADERS = {
@@ -275,7 +274,7 @@ def show(part: str, rows: Sequence[Row]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one block, few passes, few ways")
+    parser.add_argument("--quick", action="store_true", help="few passes, few ways")
     parser.add_argument("--model", type=Path, default=MODEL, help="default: the shipped one")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args(argv)

@@ -16,7 +16,6 @@ DIR`` is a smoke test. Legend: B windows, T tokens of each, V vocabulary.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import tempfile
@@ -37,7 +36,7 @@ from transformers import (
 )
 
 from examples import demo_data as data
-from examples.demo_card import cpu_name, table
+from examples.demo_card import cpu_name, table, write_card
 from examples.train_demo import (
     REPO,
     build_optimizer,
@@ -47,6 +46,7 @@ from examples.train_demo import (
 )
 
 DEMO = REPO / "examples/demo-model"
+CARD = REPO / "examples/diffusion-model/README.md"
 BALANCE, REVIVE = 0.01, 0.01  # weights of the two balance losses of train_demo.py
 READ = 0.25  # weight of the next-token loss beside that of canvases
 OWN = 0.1  # share of a canvas' clean tokens that are the model's own draws, right or wrong
@@ -78,6 +78,7 @@ VISION: dict[str, Any] = {  # the class has a vision tower; text never reaches i
 }
 CANVAS = 32
 LEVELS = (1.0, 0.75, 0.5, 0.25)  # noise at which held-out text is measured
+MEASURED = 12_288  # tokens of held-out text in each domain
 
 
 def parse_args() -> argparse.Namespace:
@@ -165,11 +166,11 @@ def masks(length: int, window: int) -> tuple[dict[str, Tensor], dict[str, Tensor
     )
 
 
-def noise_mask(shape: tuple[int, int], level: Tensor) -> Tensor:
+def noise_mask(shape: tuple[int, int], level: Tensor, in_order: float = IN_ORDER) -> Tensor:
     """Which tokens of each canvas are noise: ``(B, T)`` by the canvases' shares ``(B, T / C)``."""
     rank = torch.rand(*shape).unflatten(1, (-1, CANVAS)).argsort(2).argsort(2)
-    in_order = torch.rand(level.shape) < IN_ORDER
-    at = torch.where(in_order[..., None], CANVAS - 1 - torch.arange(CANVAS), rank)
+    ordered = torch.rand(level.shape) < in_order
+    at = torch.where(ordered[..., None], CANVAS - 1 - torch.arange(CANVAS), rank)
     return (at < (level[..., None] * CANVAS).ceil()).flatten(1)
 
 
@@ -263,14 +264,100 @@ def train(args: argparse.Namespace, model: Any, streams: list[Tensor]) -> float:
     return before + time.time() - start
 
 
-if __name__ == "__main__":
+@torch.no_grad()
+def measure(
+    model: Any, held_out: dict[str, Tensor], length: int
+) -> tuple[dict[str, list[float]], Tensor]:
+    """Bits a token of held-out text by domain (the next one, then on canvases with each of
+    `LEVELS`), and the loads of experts while refining, ``[layer, expert]``, 1 being even.
+
+    Canvases are read in one first pass, without a pass before it; noise is the same at each call.
+    """
+    torch.manual_seed(0)
+    routers, bits, loads = Routers(model), {}, torch.zeros(())
+    reading, refining = masks(length, model.config.text_config.sliding_window)
+    vocabulary = model.config.text_config.vocab_size
+    for domain, stream in held_out.items():
+        windows = stream[: MEASURED // length * length].long().view(-1, 1, length)
+        sums = torch.zeros(1 + len(LEVELS))
+        for ids in windows:
+            hidden, cache = read(model, ids, reading)
+            sums[0] += next_token_nats(model, hidden, ids)
+            routers.said.clear()
+            for at, level in enumerate(LEVELS):
+                shares = torch.full((1, length // CANVAS), level)
+                noise = torch.randint(vocabulary, ids.shape)
+                canvas = torch.where(noise_mask((1, length), shares, in_order=0), noise, ids)
+                logits = refine(model, canvas, cache, refining)
+                sums[1 + at] += F.cross_entropy(logits[0], ids[0])
+            chosen = torch.stack([ids_TK.flatten() for _, ids_TK in routers.said])
+            routers.said.clear()
+            experts = torch.arange(TEXT["num_experts"])
+            counts = (chosen[..., None] == experts).sum(1).unflatten(0, (len(LEVELS), -1))
+            loads = loads + counts.sum(0)
+        bits[domain] = (sums / len(windows) / math.log(2)).tolist()
+    return bits, loads / loads.mean(1, keepdim=True)
+
+
+def quality_table(bits: dict[str, list[float]]) -> str:
+    levels = [f"canvas, {level:.0%} noise" for level in LEVELS]
+    rows = [["domain", "next token", *levels]]
+    rows += [[domain, *(f"{value:.2f}" for value in own)] for domain, own in bits.items()]
+    mean = torch.tensor(list(bits.values())).mean(0).tolist()
+    return table([*rows, ["**all**", *(f"**{value:.2f}**" for value in mean)]])
+
+
+def load_table(loads: Tensor) -> str:
+    rows: list[list[Any]] = [["layer", "least", "most", "below 0.1"]]
+    for layer, own in enumerate(loads):
+        rows.append([layer, f"{own.min():.2f}", f"{own.max():.2f}", int((own < 0.1).sum())])
+    return table(rows)
+
+
+def settings_table(args: argparse.Namespace, model: Any, seconds: float) -> str:
+    names = ("steps", "read_steps", "batch", "length", "lr", "seed", "threads")
+    parts = [(name, p.numel()) for name, p in model.named_parameters()]
+    experts = sum(size for name, size in parts if ".experts." in name)
+    total = sum(size for _, size in parts)
+    unused = experts - experts * TEXT["top_k_experts"] // TEXT["num_experts"]
+    rows = TEXT | {"canvas_length": CANVAS} | {name: getattr(args, name) for name in names}
+    rows |= {
+        "vocabulary": model.config.text_config.vocab_size,
+        "parameters": f"{total} ({total - unused} used by a token)",
+        "hardware": cpu_name(),
+        "software": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "training time": f"{seconds / 60:.0f} min",
+    }
+    return table([["setting", "value"], *map(list, rows.items())])
+
+
+def main() -> None:
     args = parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    texts = list(data.load_text(args.text / "deb", REPO / "tests/data")[0].values())
-    streams = [data.encode(tokenizer, own) for own in texts]
-    print([len(s) for s in streams])
+    tokenizer: Any = AutoTokenizer.from_pretrained(DEMO)
+    held = {d: (REPO / f"tests/data/heldout_{d}.txt").read_text("utf-8") for d in data.DOMAINS}
+    if args.quick:
+        held = {domain: text[:20_000] for domain, text in held.items()}
+        texts = [[text] for text in held.values()]
+    else:
+        texts = list(data.load_text(args.text / "deb", REPO / "tests/data")[0].values())
     model = build_model(tokenizer, args.seed)
-    print(sum(p.numel() for p in model.parameters()))
-    train(args, model, streams)
+    seconds = train(args, model, [data.encode(tokenizer, own) for own in texts])
+    model.to(torch.bfloat16).save_pretrained(args.out)
+    tokenizer.save_pretrained(args.out)
+    # Measured as shipped: the bfloat16 weights, computed in float32.
+    shipped: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(args.out, dtype=torch.float32)
+    streams = {domain: data.encode(tokenizer, [text]) for domain, text in held.items()}
+    bits, loads = measure(shipped.eval(), streams, args.length)
+    sections = {
+        "Held-out quality, bits a token": quality_table(bits),
+        "Expert load on held-out canvases": load_table(loads),
+        "Settings": settings_table(args, shipped, seconds),
+    }
+    write_card(args.out / "README.md", sections, CARD)
+    print("\n".join(sections.values()))
+
+
+if __name__ == "__main__":
+    main()

@@ -530,8 +530,9 @@ def load_notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadR
     """What fell back or was ignored, and why: one sentence each."""
     made = []
     if not packing.enabled:
+        what = "prompt" if packing is _BLOCKS.packing else "sequence"
         made.append(
-            "each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
+            f"each {what} runs in a pass of its own, and prompts are neither cut nor kept for "
             f"others that begin alike: {packing.reason}"
         )
     if packing.whole:
