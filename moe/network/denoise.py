@@ -36,7 +36,8 @@ _ARGUMENTS = frozenset({
     *("self_conditioning_logits", "mask_mapping", "cache", "finished_denoising", "cur_step"),
     *("sampler", "logits_processor", "diffusion_stopping_criteria", "model_kwargs"),
 })  # fmt: skip
-_LOGIT_BYTES = 1 << 28  # of the canvases of one pass, at most, unless one canvas alone has more
+_LOGIT_BYTES = 1 << 26  # of the canvases of one pass, at most, unless one canvas alone has more
+_MOST = 16  # canvases of one pass: more share no Python worth counting, and take memory
 _DRAWN_AT_ONCE = 1 << 20  # random numbers in float64
 
 Kind = Literal["own", "confidence", "entropy"]
@@ -118,8 +119,7 @@ class Denoiser:
     def __init__(self, model: Any) -> None:
         self._dtype: torch.dtype = model.get_decoder().embed_tokens.weight.dtype
         vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
-        canvas = 4 * vocabulary * model.config.canvas_length
-        self._most = max(1, _LOGIT_BYTES // canvas)
+        self._most = canvases_of_a_pass(4 * vocabulary * model.config.canvas_length)
         for module in model.modules():
             config = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == _OWN:
@@ -176,7 +176,9 @@ class Denoiser:
         befores = [before for call in calls if (before := _before(call)) is not None]
         arguments = {
             "decoder_input_ids": torch.cat([each["current_canvas"] for each in given]),
-            "self_conditioning_logits": torch.cat(befores) if befores else None,
+            "self_conditioning_logits": torch.cat(befores)
+            if len(befores) > 1
+            else _before(calls[0]),
             "decoder_attention_mask": given[0]["mask_mapping"],
             "decoder_position_ids": torch.cat([each["decoder_position_ids"] for each in given]),
         }
@@ -194,7 +196,7 @@ class Denoiser:
         normal = logits - logits.logsumexp(-1, keepdim=True)
         probabilities = normal.softmax(-1)
         lowest = torch.finfo(normal.dtype).min
-        entropy = -(normal.clamp(min=lowest) * probabilities).sum(-1)
+        entropy = -normal.clamp_(min=lowest).mul_(probabilities).sum(-1)
         del normal
         likeliest = logits.argmax(-1)
         with call.random.active():
@@ -204,6 +206,11 @@ class Denoiser:
         canvas = torch.where(kept, likeliest if call.greedy else drawn, noise)
         final = _is_final(given["diffusion_stopping_criteria"], likeliest, entropy)
         return canvas, likeliest, logits.to(self._dtype), given["finished_denoising"] | final
+
+
+def canvases_of_a_pass(logit_bytes: int) -> int:
+    """How many canvases share a pass at most, of which each has so many bytes of logits."""
+    return min(_MOST, max(1, _LOGIT_BYTES // logit_bytes))
 
 
 def draw(probabilities_CV: Tensor) -> Tensor:
