@@ -67,8 +67,8 @@ Row = dict[str, Any]
 class Bench:
     """A model, prompts for it, and what follows them in the text."""
 
-    def __init__(self, path: Path, work: Path, *, quick: bool) -> None:
-        self.path, self.quick = path, quick
+    def __init__(self, path: Path, work: Path, sequences: int, *, quick: bool) -> None:
+        self.path, self.sequences, self.quick = path, sequences, quick
         self.store = convert(
             path, work / "store", ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)
         )
@@ -128,7 +128,7 @@ def write(model: MoE, prompts: list[list[int]], num_new: int, *, together: bool)
 
 def speed(bench: Bench) -> list[Row]:
     """This engine and transformers in turns, all in memory."""
-    prompts = bench.prompts(4)
+    prompts = bench.prompts(bench.sequences)
     model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(bench.path, dtype=torch.float32)
     settings = {"max_new_tokens": bench.canvas, "eos_token_id": -1}
     if bench.quick:
@@ -168,7 +168,7 @@ def speed(bench: Bench) -> list[Row]:
 
 def memory(bench: Bench) -> list[Row]:
     """Bytes and experts with fewer experts in memory."""
-    prompts, everything = bench.prompts(4), 4 * bench.canvas
+    prompts, everything = bench.prompts(bench.sequences), bench.sequences * bench.canvas
     ways: dict[str, tuple[bool, list[str]]] = {
         "one by one": (False, []),
         "together": (True, []),
@@ -276,13 +276,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="few passes, few ways")
     parser.add_argument("--model", type=Path, default=MODEL, help="default: the shipped one")
+    parser.add_argument("--sequences", type=int, default=4, help="of speed and memory")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args(argv)
     facts = environment() | {"model": str(args.model)}
     print_header(facts)
     measured: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args.model, Path(folder), quick=args.quick)
+        bench = Bench(args.model, Path(folder), args.sequences, quick=args.quick)
         for part in args.parts:
             run = {"speed": speed, "memory": memory, "policies": policies, "sharing": sharing}[part]
             measured[part] = run(bench)
