@@ -278,7 +278,8 @@ def measure(
     reading, refining = masks(length, model.config.text_config.sliding_window)
     vocabulary = model.config.text_config.vocab_size
     for domain, stream in held_out.items():
-        windows = stream[: MEASURED // length * length].long().view(-1, 1, length)
+        count = min(MEASURED, len(stream)) // length
+        windows = stream[: count * length].long().view(-1, 1, length)
         sums = torch.zeros(1 + len(LEVELS))
         for ids in windows:
             hidden, cache = read(model, ids, reading)
