@@ -109,7 +109,11 @@ def build_model(tokenizer: Any, seed: int) -> Any:
     torch.manual_seed(seed)
     size = len(tokenizer)
     text = TEXT | {"vocab_size": size, "eos_token_id": tokenizer.eos_token_id}
-    images = {"image_token_id": size, "boi_token_id": size + 1, "eoi_token_id": size + 2}
+    images: dict[str, Any] = {
+        "image_token_id": size,
+        "boi_token_id": size + 1,
+        "eoi_token_id": size + 2,
+    }
     config = DiffusionGemmaConfig(
         text_config=text, vision_config=VISION, canvas_length=CANVAS, **images
     )

@@ -161,7 +161,9 @@ class Denoiser:
     def groups(self, calls: Sequence[CanvasCall]) -> Iterator[list[CanvasCall]]:
         """Calls that one pass can serve."""
         for first in (True, False):
-            own = [call for call in calls if (_before(call) is None) is first]
+            own = [
+                call for call in calls if (call.given["self_conditioning_logits"] is None) is first
+            ]
             for begin in range(0, len(own), self._most):
                 yield own[begin : begin + self._most]
 
@@ -173,12 +175,10 @@ class Denoiser:
     def _logits(self, calls: Sequence[CanvasCall]) -> Tensor:
         """``(B, C, V)`` raw logits."""
         given = [call.given for call in calls]
-        befores = [before for call in calls if (before := _before(call)) is not None]
+        before = [each["self_conditioning_logits"] for each in given]
         arguments = {
             "decoder_input_ids": torch.cat([each["current_canvas"] for each in given]),
-            "self_conditioning_logits": torch.cat(befores)
-            if len(befores) > 1
-            else _before(calls[0]),
+            "self_conditioning_logits": _joint(before),
             "decoder_attention_mask": given[0]["mask_mapping"],
             "decoder_position_ids": torch.cat([each["decoder_position_ids"] for each in given]),
         }
@@ -230,9 +230,10 @@ def draw(probabilities_CV: Tensor) -> Tensor:
     return torch.cat(drawn)
 
 
-def _before(call: CanvasCall) -> Tensor | None:
-    before: Tensor | None = call.given["self_conditioning_logits"]
-    return before
+def _joint(logits: Sequence[Tensor | None]) -> Tensor | None:
+    """Of all canvases of a group: all have some, or none has."""
+    there = [own for own in logits if own is not None]
+    return torch.cat(there) if len(there) > 1 else logits[0]  # a copy of one is as large as it
 
 
 def _is_final(criteria: Any, likeliest_1C: Tensor, entropy_1C: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def test_draws_are_those_of_multinomial(at_once: int, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("bound", [0.01, 0.5, 8.0])
 def test_what_stays_is_what_the_models_sampler_keeps(bound: float) -> None:
-    sampler = EntropyBoundSampler(EntropyBoundSamplerConfig(bound), 16, 97, 48)
+    sampler: Any = EntropyBoundSampler(EntropyBoundSamplerConfig(bound), 16, 97, 48)
     for scale in (1.0, 4.0):
         logits = torch.randn(1, 16, 97) * scale
         sampler.accept_canvas(torch.zeros(1, 16).long(), torch.ones(1, 16).long(), logits, 1)
@@ -83,7 +83,8 @@ def test_what_stays_is_what_the_models_sampler_keeps(bound: float) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_final_is_what_the_models_rule_says(count: int) -> None:
-    own, ours = (StableAndConfidentStoppingCriteria(count, 0.5) for _ in range(2))
+    rules: list[Any] = [StableAndConfidentStoppingCriteria(count, 0.5) for _ in range(2)]
+    own, ours = rules
     seen = []
     canvas = torch.randint(3, (1, 2))
     for step in range(40):
