@@ -302,9 +302,10 @@ class BlockWriter:
             try:
                 one.result()
             except Exception as error:
-                for call in group:
+                without = [call for call in group if call.result is None]
+                for call in without:
                     call.result = error
-                failed += group if len(group) > 1 else []
+                failed += without if len(group) > 1 else []
         return failed
 
     def prove(self, run_experts: ExpertsRunner) -> None:

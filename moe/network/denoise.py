@@ -198,6 +198,8 @@ class Denoiser:
         lowest = torch.finfo(normal.dtype).min
         entropy = -normal.clamp_(min=lowest).mul_(probabilities).sum(-1)
         del normal
+        if not bool(entropy.isfinite().all()):  # torch's own draw refuses them, too
+            raise RuntimeError("a canvas has logits that are not finite numbers")
         likeliest = logits.argmax(-1)
         with call.random.active():
             drawn = draw(logits.softmax(-1, dtype=torch.float32)[0])[None]

@@ -146,6 +146,17 @@ def test_a_failing_pass_ends_only_the_canvas_that_it_concerns(
     assert size == len(whole[1]) // 2
 
 
+def test_logits_that_are_no_numbers_end_the_sequence(model: MoE, writer: BlockWriter) -> None:
+    def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        rows = model.experts.run(layer, calls)
+        canvas = calls[0].phase == "denoise"
+        return [own * float("nan") if canvas else own for own in rows if isinstance(own, Tensor)]
+
+    lanes, _ = write(writer, run, PROMPTS[:1])
+    with pytest.raises(RuntimeError, match="not finite numbers"):
+        lanes[0].result()
+
+
 def test_models_whose_steps_are_not_known_write_by_their_own_code(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
