@@ -37,7 +37,7 @@ def test_eval_prices_policies_on_canvases(
     assert few["bits_per_byte"] != few["without"]
     assert all_of_them["bits_per_byte"] == all_of_them["without"]
     assert all_of_them["top1_agreement"] == 1
-    assert main([*arguments, policies]) == 0
+    assert main([*arguments, policies, "--tokens", "640"]) == 0
     assert "des_vote:0.25:32" in capsys.readouterr().out
     assert main([*arguments, "--against", str(MODEL)]) != 0
     assert "--against is not possible" in capsys.readouterr().err
