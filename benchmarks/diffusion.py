@@ -1,185 +1,294 @@
 """What do models that write whole blocks cost, with all, half and a quarter of the experts?
 
-    python -m benchmarks.diffusion [--quick] [--model DIR]
+    python -m benchmarks.diffusion [--quick] [--model DIR] [--parts speed memory policies sharing]
 
-Four prompts are continued by the model's own generation code in transformers, one after the other,
-by this engine one after the other, and by it together; then together with policies that accept
-tokens sooner, or let the tokens of a canvas share experts (DES). "steps a token": passes that
-refine a canvas, and tokens of final blocks. "experts a step": distinct experts of a layer in a pass
-of all sequences that are there. "bytes a token": of those experts, as a machine without a cache
-reads them; with a store, also what was really read from disk. "same": tokens equal to transformers'
-own. Without --model, a model with random weights shows counts, and nothing about quality.
-Times are wall times of one run. The last line is one JSON object.
+speed: prompts of held-out text are continued by the model's own generation code in transformers,
+one after the other and as one batch, and by this engine, the same two ways, in turns, all in
+memory; medians. "same": tokens equal to transformers' own, one by one.
+
+memory: with all, half and a quarter of the experts in memory, one by one, together, and with
+experts shared. "experts a step": distinct experts of a layer in a pass of all sequences that are
+there. "bytes a token": of those experts, as a machine without a cache reads them; "read a token":
+what was really read from disk.
+
+policies: together, with rules that refine a block in fewer passes. "steps a token": passes over a
+canvas, and tokens of final blocks. "nats" a token: what the shipped next-token model says of the
+text that came out (of the true continuation in the first row), so a tokenizer like its own is
+needed; little for text that repeats itself, which "distinct", of tokens written, shows.
+
+sharing: what sharing experts over a canvas costs in predicting held-out text (`moe eval`), and how
+many distinct experts of a layer a canvas needs then.
+
+The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import tempfile
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-from benchmarks.common import environment, print_header, print_json, print_table
+from benchmarks.common import environment, print_header, print_json, print_table, take_turns
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
+from moe.commands.evaluate.canvases import evaluate_canvases
 from moe.loading.memory_plan import GIB
 from moe.settings import ModelSettings
 
-PROMPTS = [list(range(5, 5 + length)) for length in (8, 16, 24, 32)]
+ROOT = Path(__file__).resolve().parent.parent
+MODEL, JUDGE = ROOT / "examples/diffusion-model", ROOT / "examples/demo-model"
+DOMAINS = ("prose", "python", "cpp")
 SHARES = (1.0, 0.5, 0.25)
-COLUMNS = (
-    *("way", "experts held", "tokens/s", "steps a token", "experts a step"),
-    *("bytes a token", "read a token", "same"),
-)
+PARTS = ("speed", "memory", "policies", "sharing")
+BEFORE = 48  # tokens of a prompt
+APART = 331  # tokens between two prompts of a domain
+POLICIES: dict[str, dict[str, Any]] = {
+    "own schedule": {},
+    "max_steps 24": {"diffusion.max_steps": 24},
+    "max_steps 12": {"diffusion.max_steps": 12},
+    "entropy:0.5": {"diffusion.accept": "entropy:0.5"},
+    "entropy:2": {"diffusion.accept": "entropy:2"},
+    "confidence:0.9": {"diffusion.accept": "confidence:0.9"},
+    "confidence:0.5": {"diffusion.accept": "confidence:0.5"},
+    "stable for 2 passes": {"diffusion.stable_steps": 2},
+    "stable for 4 passes": {"diffusion.stable_steps": 4},
+    "entropy:2, stable for 2": {"diffusion.accept": "entropy:2", "diffusion.stable_steps": 2},
+}
 Row = dict[str, Any]
 
 
-def random_model(path: Path) -> Path:
-    """A few million parameters: 4 layers of 32 experts, blocks of 32 tokens."""
-    text: dict[str, Any] = {
-        **{"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32},
-        **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"global_head_dim": 32, "num_global_key_value_heads": 2, "num_experts": 32},
-        **{"top_k_experts": 2, "moe_intermediate_size": 64, "sliding_window": 64},
-        **{"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "eos_token_id": 0},
-    }
-    vision = {
-        **{"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16},
-        **{"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1},
-        **{"head_dim": 16, "position_embedding_size": 16},
-    }
-    torch.manual_seed(0)
-    config = DiffusionGemmaConfig(
-        text_config=text, vision_config=vision, canvas_length=32, image_token_id=511
-    )
-    DiffusionGemmaForBlockDiffusion(config).save_pretrained(path)
-    return path
+class Bench:
+    """A model, prompts for it, and what follows them in the text."""
+
+    def __init__(self, path: Path, work: Path, sequences: int, *, quick: bool) -> None:
+        self.path, self.sequences, self.quick = path, sequences, quick
+        self.store = convert(
+            path, work / "store", ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)
+        )
+        self.profile: dict[str, Any] = {
+            "lossless": False,
+            "memory.kv_tokens": 4096,
+            "memory.reserve_gib": 0.0,
+            "prefill.wave_tokens": 256,  # else it shrinks, and leaves room for experts
+        }
+        if quick:
+            self.profile["diffusion.max_steps"] = 4
+        with MoE.from_pretrained(self.store, self.profile) as model:
+            self.plan, self.experts = model.memory_plan, model.stats()["expert_bytes"]
+            assert model.canvas_length is not None
+            self.canvas = model.canvas_length
+        tokenizer: Any = AutoTokenizer.from_pretrained(path)
+        self.text = {
+            domain: (ROOT / f"tests/data/heldout_{domain}.txt").read_text("utf-8")[:60_000]
+            for domain in DOMAINS
+        }
+        self.ids = {domain: tokenizer.encode(text) for domain, text in self.text.items()}
+
+    def prompts(self, count: int) -> list[list[int]]:
+        """The first tokens of pieces of text, the domains in turn."""
+        return [piece[:BEFORE] for piece in self._pieces(count)]
+
+    def true(self, count: int, num_new: int) -> list[list[int]]:
+        """What follows them."""
+        return [piece[BEFORE : BEFORE + num_new] for piece in self._pieces(count)]
+
+    def _pieces(self, count: int) -> list[list[int]]:
+        places = [divmod(number, len(DOMAINS)) for number in range(count)]
+        return [self.ids[DOMAINS[domain]][turn * APART :] for turn, domain in places]
+
+    def load(self, share: float = 1.0, changes: dict[str, Any] | None = None) -> MoE:
+        """The store with a share of its experts in memory."""
+        own = self.profile | (changes or {})
+        if share < 1:
+            limit = self.plan.needed_bytes - (1 - share) * self.experts + 65536
+            own |= {"memory.device_gib": limit / GIB}
+        return MoE.from_pretrained(self.store, own)
 
 
-def theirs(path: Path, num_new: int, steps: int) -> tuple[Row, list[list[int]]]:
-    """transformers' own generation, a sequence at a time."""
-    model = DiffusionGemmaForBlockDiffusion.from_pretrained(path, dtype=torch.float32).eval()
-    settings = {"max_new_tokens": num_new, "eos_token_id": -1, "max_denoising_steps": steps}
-    written, passes, start = [], 0.0, time.perf_counter()
-    for seed, prompt in enumerate(PROMPTS):
-        torch.manual_seed(seed)
-        out = model.generate(torch.tensor([prompt]), **settings)
-        written.append(out.sequences[0, len(prompt) :].tolist())
-        passes += num_new / float(out.tokens_per_forward)
-    spent, total = time.perf_counter() - start, num_new * len(PROMPTS)
-    row = {"way": "transformers", "held": 1.0, "rate": total / spent, "steps": passes / total}
-    return row, written
-
-
-def ours(
-    model: MoE, way: str, held: float, num_new: int, expected: list[list[int]], *, together: bool
-) -> Row:
-    """This engine: all prompts in one batch, or one after the other."""
-    model.reset_stats()
+def write(model: MoE, prompts: list[list[int]], num_new: int, *, together: bool) -> list[list[int]]:
+    """Continue prompts, each with its number as the seed."""
     params = [
         SamplingParams(max_new_tokens=num_new, ignore_eos=True, seed=seed)
-        for seed in range(len(PROMPTS))
+        for seed in range(len(prompts))
     ]
-    pairs = list(zip(PROMPTS, params, strict=True))
-    batches = [pairs] if together else [[pair] for pair in pairs]
+    pairs = list(zip(prompts, params, strict=True))
     written: list[list[int]] = []
-    start = time.perf_counter()
-    for batch in batches:
+    for batch in [pairs] if together else [[pair] for pair in pairs]:
         done = model.generate([prompt for prompt, _ in batch], [one for _, one in batch])
         written += [completion.token_ids for completion in done]
-    spent, stats = time.perf_counter() - start, model.stats()
-    total, layers = num_new * len(PROMPTS), stats["layers"]
-    canvas = sum(layer["tokens_by"]["denoise"] for layer in layers) / len(layers)
-    loads = sum(layer["expert_loads"] for layer in layers)
-    read = stats["offload"]["bytes_read"] if stats["offload"] else 0
-    return {
-        "way": way,
-        "held": held,
-        "rate": total / spent,
-        "steps": canvas / model.config.canvas_length / total,
-        "experts": loads / sum(layer["steps"] for layer in layers),
-        "bytes": stats["expert_bytes_read"] / total,
-        "read": read / total,
-        "same": written == expected,
-    }
+    return written
 
 
-def runs(path: Path, work: Path, num_new: int, steps: int, *, quick: bool) -> list[Row]:
-    row, expected = theirs(path, num_new, steps)
-    rows = [row]
-    whole = ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)
-    store = convert(path, work / "store", whole)
-    base: dict[str, Any] = {
-        "lossless": False,
-        "diffusion.max_steps": steps,
-        "memory.kv_tokens": 1024,
-        "memory.reserve_gib": 0.0,
+def speed(bench: Bench) -> list[Row]:
+    """This engine and transformers in turns, all in memory."""
+    prompts = bench.prompts(bench.sequences)
+    model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(bench.path, dtype=torch.float32)
+    settings = {"max_new_tokens": bench.canvas, "eos_token_id": -1}
+    if bench.quick:
+        settings["max_denoising_steps"] = bench.profile["diffusion.max_steps"]
+    written: dict[str, list[list[int]]] = {}
+
+    def theirs(batches: list[list[list[int]]]) -> list[list[int]]:
+        found = []
+        for seed, batch in enumerate(batches):
+            torch.manual_seed(seed)
+            sequences: Tensor = model.eval().generate(torch.tensor(batch), **settings).sequences
+            found += sequences[:, BEFORE:].tolist()
+        return found
+
+    def keep(way: str, run: Callable[[], list[list[int]]]) -> Callable[[int], None]:
+        return lambda _: written.__setitem__(way, run())
+
+    with bench.load() as own:
+        ways: dict[str, Callable[[], list[list[int]]]] = {
+            "transformers, one by one": lambda: theirs([[prompt] for prompt in prompts]),
+            "transformers, one batch": lambda: theirs([prompts]),
+            "one by one": lambda: write(own, prompts, bench.canvas, together=False),
+            "together": lambda: write(own, prompts, bench.canvas, together=True),
+        }
+        times = take_turns({way: keep(way, run) for way, run in ways.items()}, 0.0)
+    tokens = bench.canvas * len(prompts)
+    return [
+        {
+            "way": way,
+            "rate": tokens / seconds,
+            "times": seconds / times["together"],
+            "same": written[way] == written["transformers, one by one"],
+        }
+        for way, seconds in times.items()
+    ]
+
+
+def memory(bench: Bench) -> list[Row]:
+    """Bytes and experts with fewer experts in memory."""
+    prompts, everything = bench.prompts(bench.sequences), bench.sequences * bench.canvas
+    ways: dict[str, tuple[bool, list[str]]] = {
+        "one by one": (False, []),
+        "together": (True, []),
+        "together, half for each canvas": (True, [f"des_vote:0.5:{bench.canvas}"]),
+        "together, half for all canvases": (True, [f"des_vote:0.5:{everything}"]),
     }
-    with MoE.from_pretrained(store, base) as model:
-        plan, experts = model.memory_plan, model.stats()["expert_bytes"]
-        canvas: int = model.config.canvas_length
-    everything = canvas * len(PROMPTS)
-    policies: dict[str, dict[str, Any]] = {
-        "own schedule, together": {},
-        "DES, half for all canvases": {"routing.policies": [f"des_vote:0.5:{everything}"]},
-        "confidence:0.9": {"diffusion.accept": "confidence:0.9"},
-        "entropy:1": {"diffusion.accept": "entropy:1"},
-        "stable for 2 passes": {"diffusion.stable_steps": 2},
-        "DES, half for each canvas": {"routing.policies": [f"des_vote:0.5:{canvas}"]},
-        "DES, best of each token": {"routing.policies": [f"des_seq:1:{canvas}"]},
-    }
-    if quick:
-        policies = dict(list(policies.items())[:2])
+    rows = []
     for share in SHARES:
-        limit = (plan.needed_bytes - (1 - share) * experts + 65536) / GIB
-        held = base if share == 1 else base | {"memory.device_gib": limit}
-        with MoE.from_pretrained(store, held) as model:
-            way = "own schedule, alone"
-            rows.append(ours(model, way, share, num_new, expected, together=False))
-        for way, changes in policies.items():
-            with MoE.from_pretrained(store, held | changes) as model:
-                rows.append(ours(model, way, share, num_new, expected, together=True))
+        for way, (together, policies) in ways.items():
+            with bench.load(share, {"routing.policies": policies}) as model:
+                start = perf_counter()
+                write(model, prompts, bench.canvas, together=together)
+                spent, stats = perf_counter() - start, model.stats()
+            total, layers = bench.canvas * len(prompts), stats["layers"]
+            read = stats["offload"]["bytes_read"] if stats["offload"] else 0
+            rows.append({
+                "way": way,
+                "held": share,
+                "rate": total / spent,
+                "experts": sum(layer["expert_loads"] for layer in layers)
+                / sum(layer["steps"] for layer in layers),
+                "bytes": stats["expert_bytes_read"] / total,
+                "read": read / total,
+            })  # fmt: skip
     return rows
 
 
-def show(rows: Sequence[Row]) -> None:
-    print_table(
-        "blocks",
-        COLUMNS,
+def policies(bench: Bench) -> list[Row]:
+    """Passes and text of each rule, all in memory."""
+    count, num_new = (4, bench.canvas) if bench.quick else (12, 2 * bench.canvas)
+    prompts = bench.prompts(count)
+    judge: Any = AutoModelForCausalLM.from_pretrained(JUDGE, dtype=torch.float32).eval()
+    rows = [{"way": "the text itself"} | said_of(judge, prompts, bench.true(count, num_new))]
+    chosen = dict(list(POLICIES.items())[:2]) if bench.quick else POLICIES
+    for way, changes in chosen.items():
+        with bench.load(1.0, changes) as model:
+            start = perf_counter()
+            written = write(model, prompts, num_new, together=True)
+            spent, layers = perf_counter() - start, model.stats()["layers"]
+        canvas = sum(layer["tokens_by"]["denoise"] for layer in layers) / len(layers)
+        total = num_new * count
+        row = {"way": way, "rate": total / spent, "steps": canvas / bench.canvas / total}
+        rows.append(row | said_of(judge, prompts, written))
+    return rows
+
+
+@torch.inference_mode()
+def said_of(judge: Any, prompts: list[list[int]], written: list[list[int]]) -> Row:
+    """Nats a token of texts behind their prompts, and the share of distinct tokens in a text."""
+    nats = []
+    for prompt, text in zip(prompts, written, strict=True):
+        ids = torch.tensor([prompt + text])
+        logits = judge(input_ids=ids).logits[0, len(prompt) - 1 : -1]
+        nats.append(torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :]).item())
+    distinct = sum(len(set(text)) / len(text) for text in written) / len(written)
+    return {"nats": sum(nats) / len(nats), "distinct": distinct}
+
+
+def sharing(bench: Bench) -> list[Row]:
+    """What sharing experts over a canvas costs, as `moe eval` says."""
+    own = bench.canvas
+    shares = [0.5] if bench.quick else [0.25, 0.375, 0.5, 0.625, 0.75]
+    wanted = [f"des_vote:{share:g}:{own}" for share in shares]
+    wanted += [f"des_vote:{share:g}:{own}:2" for share in shares]
+    wanted += [f"des_seq:{top_k}:{own}" for top_k in (1, 2)]
+    wanted += ["top_k:3", "top_k:2", "top_k:1"]
+    text = "".join(each[: 6_000 if bench.quick else 20_000] for each in bench.text.values())
+    with bench.load(1.0, {"routing.policies": wanted}) as model:
+        costs = evaluate_canvases(model, text, 1280 if bench.quick else None).policies
+    return [
+        {
+            "way": cost.policy,
+            "worse": cost.worse,
+            "agree": cost.top1_agreement,
+            "experts": cost.distinct,
+            "fewer": cost.distinct_without / cost.distinct,
+        }
+        for cost in costs[:-1]  # the last one: all of them together
+    ]
+
+
+HEADERS = {
+    **{"way": "way", "held": "experts held", "rate": "tokens/s", "times": "x (together)"},
+    **{"steps": "steps a token", "experts": "experts a step", "bytes": "bytes a token"},
+    **{"read": "read a token", "nats": "nats", "distinct": "distinct", "worse": "worse %"},
+    **{"agree": "agree", "fewer": "x fewer experts", "same": "same"},
+}
+
+
+def show(part: str, rows: Sequence[Row]) -> None:
+    names = [name for name in HEADERS if any(name in row for row in rows)]
+    cells = [
         [
-            [
-                row["way"],
-                f"{row['held']:.0%}",
-                f"{row['rate']:.1f}",
-                f"{row['steps']:.3f}",
-                *(f"{row[key]:.4g}" if key in row else "" for key in ("experts", "bytes", "read")),
-                row.get("same", ""),
-            ]
-            for row in rows
-        ],
-    )
+            f"{row[name] * (100 if name == 'worse' else 1):.4g}"
+            if isinstance(row.get(name), float)
+            else str(row.get(name, ""))
+            for name in names
+        ]
+        for row in rows
+    ]
+    print_table(part, [HEADERS[name] for name in names], cells)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one block, few passes, two ways")
-    parser.add_argument("--model", type=Path, help="a block-diffusion model's directory")
+    parser.add_argument("--quick", action="store_true", help="few passes, few ways")
+    parser.add_argument("--model", type=Path, default=MODEL, help="default: the shipped one")
+    parser.add_argument("--sequences", type=int, default=4, help="of speed and memory")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     args = parser.parse_args(argv)
-    facts = environment() | {"model": "random" if args.model is None else str(args.model)}
+    facts = environment() | {"model": str(args.model)}
     print_header(facts)
+    measured: dict[str, list[Row]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        work = Path(folder)
-        path = args.model or random_model(work / "model")
-        config = DiffusionGemmaConfig.from_pretrained(path)
-        blocks, steps = (1, 4) if args.quick else (4, 48)
-        rows = runs(path, work, blocks * (config.canvas_length or 1), steps, quick=args.quick)
-    show(rows)
-    print_json({"environment": facts, "rows": rows})
+        bench = Bench(args.model, Path(folder), args.sequences, quick=args.quick)
+        for part in args.parts:
+            run = {"speed": speed, "memory": memory, "policies": policies, "sharing": sharing}[part]
+            measured[part] = run(bench)
+            show(part, measured[part])
+    print_json({"environment": facts, **measured})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 What: measures a trained model on the held-out text and writes the numbers as Markdown tables.
 Why: a model card that a program fills in cannot disagree with the weights beside it.
-How: called by ``examples/train_demo.py`` after training.
+How: called by ``examples/train_demo.py`` and ``train_diffusion.py`` after training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from examples import demo_data as data
 
 CARD = Path(__file__).parent / "demo-model/README.md"
-MARKS = ("<!-- measured by train_demo.py -->", "<!-- end of the measured part -->")
+MARKS = ("<!-- measured by the training script -->", "<!-- end of the measured part -->")
 
 
 def expert_loads(router_logits: tuple[Tensor, ...], top_k: int) -> Tensor:
@@ -92,9 +92,9 @@ def cpu_name() -> str:
     return found[1] if found else platform.machine()
 
 
-def write_card(path: Path, sections: dict[str, str]) -> None:
-    """Copy the shipped model card to ``path`` with its measured part replaced."""
-    text = CARD.read_text("utf-8")
+def write_card(path: Path, sections: dict[str, str], card: Path = CARD) -> None:
+    """Copy a shipped model's card to ``path`` with its measured part replaced."""
+    text = card.read_text("utf-8")
     head, tail = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
     body = "\n".join(f"### {title}\n\n{rows}" for title, rows in sections.items())
     path.write_text(f"{head}{MARKS[0]}\n{body}{MARKS[1]}{tail}", "utf-8")

@@ -142,10 +142,12 @@ def save_checkpoint(path: Path, model: Any, optimizer: Any, step: int, seconds: 
 def load_checkpoint(path: Path, model: Any, optimizer: Any, device: str) -> tuple[int, float]:
     """Restore model and optimizer; return the steps done and the seconds spent."""
     with safe_open(path, "pt", device=device) as file:
+        trained = set(file.keys())
         for name, p in model.named_parameters():
             p.data.copy_(file.get_tensor(name))
-            keys = ("step", "exp_avg", "exp_avg_sq")
-            optimizer.state[p] = {key: file.get_tensor(f"{name}:{key}") for key in keys}
+            if f"{name}:step" in trained:
+                keys = ("step", "exp_avg", "exp_avg_sq")
+                optimizer.state[p] = {key: file.get_tensor(f"{name}:{key}") for key in keys}
         return int(file.metadata()["step"]), float(file.metadata()["seconds"])
 
 

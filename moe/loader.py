@@ -26,7 +26,7 @@ from moe.describe.attention import check_views, seen_windows
 from moe.describe.description import NotDescribed
 from moe.describe.probe import Packing, enable_packing, find_visits, stand_in
 from moe.describe.routers import enable_policies
-from moe.describe.row_wise import make_row_wise
+from moe.describe.row_wise import make_linears_row_wise, make_row_wise
 from moe.engine.borrowing import borrowing_notice
 from moe.engine.prefix_store import prefix_key, prepare_directory
 from moe.errors import ProfileError, UnsupportedModelError
@@ -311,7 +311,8 @@ def _check_block_profile(network: PreTrainedModel, profile: Profile, ranks: int)
 
 
 def _block_writer(backbone: Backbone) -> BlockWriter:
-    """What drives the model's own generation code, proven on a short block."""
+    """What drives the model's own generation code, proven on short blocks."""
+    make_linears_row_wise(backbone.model)
     writer = BlockWriter(backbone.model)
     with torch.inference_mode():
         writer.prove(stand_in)
@@ -529,8 +530,9 @@ def load_notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadR
     """What fell back or was ignored, and why: one sentence each."""
     made = []
     if not packing.enabled:
+        what = "prompt" if packing is _BLOCKS.packing else "sequence"
         made.append(
-            "each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
+            f"each {what} runs in a pass of its own, and prompts are neither cut nor kept for "
             f"others that begin alike: {packing.reason}"
         )
     if packing.whole:

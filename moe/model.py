@@ -223,6 +223,28 @@ class MoE:
             run_lanes(lanes, self.experts.run)
         return [rows for lane in lanes for rows in lane.result()]
 
+    @property
+    def canvas_length(self) -> int | None:
+        """Tokens of a block, if the model writes whole blocks; None: it writes single tokens."""
+        return None if self._loaded.blocks is None else self._loaded.blocks.canvas_length
+
+    @torch.inference_mode()
+    def canvas_logits(self, token_ids: Sequence[int], canvas: Sequence[int]) -> Tensor:
+        """``(C, V)`` logits of the tokens of a canvas behind a text, in a first pass over it.
+
+        Raises:
+            RequestError: the model writes no blocks, or the canvas has another length.
+        """
+        blocks = self._loaded.blocks
+        if blocks is None or len(canvas) != blocks.canvas_length or not token_ids:
+            wanted = "no blocks" if blocks is None else f"blocks of {blocks.canvas_length} tokens"
+            raise RequestError(
+                f"this model writes {wanted}, and a canvas of {len(canvas)} tokens behind "
+                f"{len(token_ids)} was given; give it a text and a canvas of its length"
+            )
+        with self._lock():
+            return blocks.logits(token_ids, canvas, self.experts.run)
+
     def _check_autoregressive(self, why: str) -> None:
         """Raise `RequestError` if the model writes whole blocks."""
         if self._loaded.blocks is not None:

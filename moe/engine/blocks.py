@@ -3,7 +3,7 @@
 It has the interface of `moe.engine.engine.Engine`. A step is one forward pass of every running
 sequence: of its prompt, of a block that has become final, or of the canvas that it refines. The
 sequences are lanes that meet at the MoE layers, at whatever step of refinement each is, so an
-expert that several need is read once.
+expert that several need is read once; their canvases share a pass.
 
 A sequence is admitted when memory has room for its prompt and all of its blocks, and keeps that
 room until it ends: nothing is preempted.
@@ -22,8 +22,8 @@ import torch
 from moe.engine.engine import Event, append_tokens, is_last
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError
-from moe.network.block_diffusion import Acceptance, BlockLane, BlockWriter
-from moe.network.lanes import run_lanes
+from moe.network.block_diffusion import BlockLane, BlockWriter
+from moe.network.denoise import Acceptance
 from moe.network.moe_layer import MoELayers
 from moe.sampling.batch import Token
 from moe.sequence import RunningSequence
@@ -93,7 +93,7 @@ class BlockEngine:
         self._num_steps += 1
         self._admit()
         before = self._count_passes()
-        run_lanes(list(self._running.values()), self._experts.run)
+        self._writer.step(list(self._running.values()), self._experts.run)
         for phase, count in self._count_passes().items():
             self._passes[phase] += count - before[phase]
         events: list[Event] = []

@@ -36,6 +36,7 @@ from moe.errors import UnsupportedModelError
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import writes_blocks
+from moe.network.denoise import canvases_of_a_pass
 from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, TransformersCache
 from moe.network.lanes import run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
@@ -177,7 +178,7 @@ def _measure(
 
 
 def _measure_blocks(network: PreTrainedModel, longest: int) -> Footprint:
-    """Of a model that writes blocks, each sequence in passes of its own.
+    """Of a model that writes blocks: each prompt in a pass of its own, canvases together.
 
     A sequence holds the logits of its last pass, and its sampler several copies of them: scaled,
     as probabilities, sorted entropies.
@@ -188,6 +189,7 @@ def _measure_blocks(network: PreTrainedModel, longest: int) -> Footprint:
         short, double, long = (
             _probe_blocks(network, tokens) for tokens in (SHORT_PROMPT, 2 * SHORT_PROMPT, longest)
         )
+        together = _probe_blocks(network, SHORT_PROMPT, canvases_of_a_pass(logits))
     except Exception as error:  # the architecture cannot run in this way
         raise UnsupportedModelError(
             f"{type(network).__name__} writes blocks, and a pass of it cannot be planned: "
@@ -195,23 +197,23 @@ def _measure_blocks(network: PreTrainedModel, longest: int) -> Footprint:
         ) from error
     per_token = (double.kept - short.kept) // SHORT_PROMPT
     return Footprint(
-        per_token, per_token, logits, long.peak + 4 * logits,
-        "measured on the meta device, each sequence in passes of its own",
+        per_token, per_token, logits, max(long.peak, together.peak) + 4 * logits,
+        "measured on the meta device, each prompt in a pass of its own, canvases together",
     )  # fmt: skip
 
 
-def _probe_blocks(network: PreTrainedModel, num_tokens: int) -> _ProbedPass:
-    """Read a prompt of this length, and refine a canvas once."""
+def _probe_blocks(network: PreTrainedModel, num_tokens: int, sequences: int = 1) -> _ProbedPass:
+    """Read prompts of this length, and refine a canvas of each once."""
     size, vocabulary = network.config.canvas_length, network.get_output_embeddings().weight.shape[0]
     network.set_attn_implementation("sdpa")
-    ids = torch.zeros(1, num_tokens, dtype=torch.int64, device="meta")
+    ids = torch.zeros(sequences, num_tokens, dtype=torch.int64, device="meta")
     cache: Any = DynamicCache(config=network.config.get_text_config(decoder=True))
     with torch.inference_mode(), StorageCounter() as counter:
         network(
             **{CACHE_ARGUMENT: cache},
             input_ids=ids,
-            decoder_input_ids=torch.zeros(1, size, dtype=torch.int64, device="meta"),
-            self_conditioning_logits=torch.zeros(1, size, vocabulary, device="meta"),
+            decoder_input_ids=torch.zeros(sequences, size, dtype=torch.int64, device="meta"),
+            self_conditioning_logits=torch.zeros(sequences, size, vocabulary, device="meta"),
         )
     kept = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
     return _ProbedPass(counter.peak, kept, counter.operations, TransformersCache())

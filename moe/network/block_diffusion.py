@@ -5,11 +5,14 @@ Their generation code is the architecture's own and stays so: it runs inside a l
 model says. The lane rests before each pass and after each final block, and sleeps at MoE layers
 like any other; all sequences of a step meet there, whatever their step of refinement:
 
-    writer = BlockWriter.of(network)
+    writer = BlockWriter(network)
     lane = writer.lane(prompt, num_new=64, seed=0)
     while not lane.finished:
-        run_lanes([lane], experts.run)   # one pass: of the prompt, a final block or a canvas
-        lane.take_final()                # token ids, a whole block at a time
+        writer.step([lane], experts.run)   # one pass: of the prompt, a final block or a canvas
+        lane.take_final()                  # token ids, a whole block at a time
+
+Where the generation code has the structure that `moe.network.denoise` knows, and a proof holds, a
+lane asks for its steps of refinement, and canvases that are refined in one step share a pass.
 
 What a model must have is its structure, not its name: a ``generate`` that is not transformers'
 common one, a ``canvas_length``, an encoder that reads, and a decoder that refines.
@@ -20,9 +23,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +33,15 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from moe.errors import CheckpointError, UnsupportedModelError
+from moe.network.denoise import OWN, STEP, Acceptance, CanvasCall, Denoiser, Result
 from moe.network.lanes import ExpertsRunner, Lane, LaneRandom, current_lane, run_lanes
-from moe.settings import DiffusionSettings
 from routing import Phase
 
 NO_TOKEN = -1
 """Given to the model's code as its end token, as each request has its own."""
 GREEDY = "temperature 0"
+_PROMPTS = [0, 1, 2], [3, 4, 5, 6, 7]
+"""Whose blocks are compared with the model's own."""
 
 
 def writes_blocks(model: PreTrainedModel | type[PreTrainedModel], config: Any = None) -> bool:
@@ -130,56 +135,24 @@ def _kept_buffers(module: nn.Module) -> bool:
     )
 
 
-Kind = Literal["own", "confidence", "entropy"]
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """Which predictions of a pass stay on the canvas; the others become noise again.
-
-    Attributes:
-        kind: ``own``: as the model's sampler decides. ``confidence``: those whose probability is at
-            least ``bound``, and the most likely one. ``entropy``: the model's own rule of bounded
-            entropy with another ``bound``.
-        bound: of the kind; None with ``own``.
-        max_steps: passes of a canvas at most; None: as many as the model's schedule has.
-        stable: the canvas is final after this many passes with the same tokens, whatever their
-            entropy; None: by the model's own rule.
-    """
-
-    kind: Kind = "own"
-    bound: float | None = None
-    max_steps: int | None = None
-    stable: int | None = None
-
-    @classmethod
-    def of(cls, settings: DiffusionSettings) -> Acceptance:
-        """As a profile asks for it."""
-        kind, _, bound = settings.accept.partition(":")
-        return cls(
-            cast(Kind, kind), float(bound) if bound else None,
-            settings.max_steps, settings.stable_steps,
-        )  # fmt: skip
-
-
-OWN = Acceptance()
-
-
 class BlockLane(Lane[None]):
     """A sequence that is being written, over all of its passes.
 
     Attributes:
         passes: forward passes so far, by phase.
+        asked: the step of refinement that it rests for; None: it rests before or behind a pass of
+            its own.
     """
 
     can_rest = True
 
     def __init__(
-        self, forward: Callable[[], None], random: LaneRandom, sampling: _Sampling
+        self, forward: Callable[[], None], random: LaneRandom, acceptance: Acceptance, greedy: bool
     ) -> None:
         super().__init__(forward, "prefill", random=random)
-        self.sampling = sampling
+        self._own_random, self._acceptance, self._greedy = random, acceptance, greedy
         self.passes: dict[Phase, int] = {"prefill": 0, "denoise": 0}
+        self.asked: CanvasCall | None = None
         self._final: list[int] = []
         self._ran = False
 
@@ -189,6 +162,21 @@ class BlockLane(Lane[None]):
             self.rest()
         self.phase, self._ran = phase, True
         self.passes[phase] += 1
+
+    def ask(self, given: dict[str, Any]) -> Result:
+        """Called by the model: rest until a step of refinement is done.
+
+        Args:
+            given: the arguments of the model's own function.
+        """
+        self.asked = call = CanvasCall(given, self._acceptance, self._own_random, self._greedy)
+        self.rest()
+        self.asked = None
+        self.passes["denoise"] += 1
+        if isinstance(call.result, Exception):
+            raise call.result
+        assert call.result is not None, "woken without a result"
+        return call.result
 
     def add_final(self, token_ids: Sequence[int]) -> None:
         """Called by the model with each final block."""
@@ -205,14 +193,6 @@ class BlockLane(Lane[None]):
         return final
 
 
-@dataclass(frozen=True)
-class _Sampling:
-    """How a sequence wants its canvases sampled."""
-
-    acceptance: Acceptance
-    greedy: bool
-
-
 class BlockWriter:
     """Runs the generation code of a model whose experts have been taken over.
 
@@ -222,8 +202,10 @@ class BlockWriter:
     Attributes:
         canvas_length: C.
         schedule: the model's own settings of generation, ready for JSON.
-        no_policies: why its sampler cannot be replaced, so that only its own procedure can be had;
-            empty if it can.
+        denoiser: does steps of refinement for all canvases together; None: each lane's own code
+            does them.
+        no_policies: why there is none, so that only the model's own procedure can be had; empty if
+            there is one.
 
     Raises:
         UnsupportedModelError: the model lacks what this class drives.
@@ -236,10 +218,12 @@ class BlockWriter:
         reader, refiner = _parts(model)
         reader.register_forward_pre_hook(partial(_begin_pass, "prefill"))
         refiner.register_forward_pre_hook(partial(_begin_pass, "denoise"))
-        self.schedule, self.no_policies = self._own_settings()
+        self.schedule = self._own_schedule()
+        self.no_policies = Denoiser.why_not(model)
+        self.denoiser: Denoiser | None = None
         if not self.no_policies:
-            own: Any = self.model
-            own._prepare_sampler = partial(_make_sampler, own._prepare_sampler)
+            self.denoiser = Denoiser(model)
+            setattr(self.model, STEP, partial(self._refine, getattr(self.model, STEP)))
 
     def lane(
         self,
@@ -261,19 +245,73 @@ class BlockWriter:
         Raises:
             UnsupportedModelError: the model's sampler cannot be replaced for that.
         """
-        if (temperature == 0 or acceptance.kind == "confidence") and self.no_policies:
+        if (temperature == 0 or acceptance.kind == "confidence") and self.denoiser is None:
             wanted = GREEDY if temperature == 0 else "confidence"
             raise UnsupportedModelError(f"{wanted} is not possible here: {self.no_policies}")
-        device = self.model.device
-        lane = BlockLane(
+        return BlockLane(
             partial(self._write, list(token_ids), num_new, temperature, acceptance),
-            LaneRandom(seed, device),
-            _Sampling(acceptance, temperature == 0),
+            LaneRandom(seed, self.model.device),
+            acceptance,
+            temperature == 0,
         )
-        return lane
+
+    def logits(
+        self, token_ids: Sequence[int], canvas: Sequence[int], run_experts: ExpertsRunner
+    ) -> Tensor:
+        """``(C, V)`` raw logits of a canvas behind a text, in a first pass over it."""
+        found: list[Tensor] = []
+
+        def forward() -> None:
+            ids, tokens = (
+                torch.tensor([list(own)], device=self.model.device) for own in (token_ids, canvas)
+            )
+            found.append(self.model(input_ids=ids, decoder_input_ids=tokens).logits[0])
+
+        lane = BlockLane(forward, LaneRandom(0, self.model.device), OWN, greedy=False)
+        while not lane.finished:
+            run_lanes([lane], run_experts)
+        lane.result()
+        return found[0]
+
+    def step(self, lanes: Sequence[BlockLane], run_experts: ExpertsRunner) -> None:
+        """One pass of every lane; those that ask for a step of refinement share passes.
+
+        What a pass raises is raised in each of its lanes, whose `Lane.result` says so. If several
+        canvases shared it, each is tried by itself first.
+        """
+        asking = {lane.asked: lane for lane in lanes if lane.asked is not None}
+        others = [lane for lane in lanes if lane.asked is None]
+        groups = list(self.denoiser.groups(list(asking))) if self.denoiser is not None else []
+        failed = self._share_passes(groups, others, run_experts)
+        self._share_passes([[call] for call in failed], [], run_experts)
+        for lane in asking.values():
+            lane.wake()
+
+    def _share_passes(
+        self, groups: Sequence[list[CanvasCall]], others: Sequence[Lane], run_experts: ExpertsRunner
+    ) -> list[CanvasCall]:
+        """Run a pass of each group beside other lanes; returns calls of several that failed."""
+        assert self.denoiser is not None or not groups
+        passes = [
+            Lane(partial(self.denoiser.run, group), "denoise")  # type: ignore[union-attr]
+            for group in groups
+        ]
+        run_lanes([*others, *passes], run_experts)
+        failed: list[CanvasCall] = []
+        for group, one in zip(groups, passes, strict=True):
+            try:
+                one.result()
+            except Exception as error:
+                without = [call for call in group if call.result is None]
+                for call in without:
+                    call.result = error
+                failed += without if len(group) > 1 else []
+        return failed
 
     def prove(self, run_experts: ExpertsRunner) -> None:
-        """Compare a short block written in a lane with one that the model writes by itself.
+        """Compare short blocks written in lanes with those that the model writes by itself.
+
+        If they differ where canvases share passes, they do not from then on.
 
         Args:
             run_experts: stands in for the experts.
@@ -281,29 +319,55 @@ class BlockWriter:
         Raises:
             UnsupportedModelError: they differ, or this class cannot drive the model.
         """
-        prompt, few = [0, 1, 2], {"max_denoising_steps": 2}
-        lane = self.lane(prompt, self.canvas_length, 0, acceptance=Acceptance(max_steps=2))
-        theirs = Lane(lambda: self._generate(prompt, 1, few, _Blocks()))
-        blocks: list[int] = []
         name = type(self.model).__name__
         try:
-            while not lane.finished:
-                run_lanes([lane], run_experts)
-                blocks += lane.take_final()
-            lane.result()
-            with LaneRandom(0, self.model.device).active():
-                run_lanes([theirs], run_experts)
-            expected = theirs.result().token_ids
+            if self.denoiser is not None and self._differs(run_experts):
+                self.denoiser = None
+                self.no_policies = "canvases that share passes become others than by themselves"
+            differs = self.denoiser is None and self._differs(run_experts)
         except Exception as error:  # generation code of an architecture that is not known
             raise UnsupportedModelError(
                 f"{name} writes blocks, and its generation code cannot be driven: "
                 f"{type(error).__name__}: {error}"
             ) from error
-        if blocks != expected or lane.passes != {"prefill": 1, "denoise": 2}:
+        if differs:
             raise UnsupportedModelError(
                 f"{name} writes blocks, and its generation code gives something else in a lane "
                 "than by itself; it is not supported"
             )
+
+    def _differs(self, run_experts: ExpertsRunner) -> bool:
+        """Whether lanes write something else than the model by itself."""
+        few = {"max_denoising_steps": 2}
+        own = Acceptance(max_steps=2)
+        lanes = [
+            self.lane(prompt, self.canvas_length, seed, acceptance=own)
+            for seed, prompt in enumerate(_PROMPTS)
+        ]
+        blocks: list[list[int]] = [[] for _ in lanes]
+        while not all(lane.finished for lane in lanes):
+            self.step([lane for lane in lanes if not lane.finished], run_experts)
+            for lane, block in zip(lanes, blocks, strict=True):
+                block += lane.take_final()
+        for seed, (prompt, lane, block) in enumerate(zip(_PROMPTS, lanes, blocks, strict=True)):
+            lane.result()
+            by_itself = Lane(partial(self._generate, prompt, 1, few, _Blocks()))
+            with LaneRandom(seed, self.model.device).active():
+                run_lanes([by_itself], run_experts)
+            if block != by_itself.result().token_ids:
+                return True
+            if lane.passes != {"prefill": 1, "denoise": 2}:
+                return True
+        return False
+
+    def _refine(self, own: Callable[..., Result], **given: Any) -> Result:
+        """Stands in for the model's function that does a step of refinement."""
+        lane = current_lane()
+        if self.denoiser is None or not isinstance(lane, BlockLane):
+            return own(**given)
+        if not self.denoiser.takes(given):
+            return own(**given)
+        return lane.ask(given)
 
     def _write(
         self, token_ids: list[int], num_new: int, temperature: float, acceptance: Acceptance
@@ -339,25 +403,18 @@ class BlockWriter:
             changed["sampler_config"] = type(own)(entropy_bound=acceptance.bound)
         return changed
 
-    def _own_settings(self) -> tuple[dict[str, Any], str]:
-        """The model's settings of generation, and why its sampler cannot be replaced."""
+    def _own_schedule(self) -> dict[str, Any]:
+        """The model's settings of generation, as far as it has them."""
         try:
             settings, _ = self.model._prepare_generation_config(None)
-            sampler = self.model._prepare_sampler(settings)
-        except Exception as error:  # generation code of an architecture that is not known
-            return {}, f"its generation code has no sampler that can be asked for ({error})"
-        missing = [
-            name
-            for name in ("accept_canvas", "renoise_canvas", "accepted_token_mask")
-            if not hasattr(sampler, name)
-        ]
+        except Exception:  # generation code of an architecture that is not known
+            return {}
         names = ("max_denoising_steps", "t_min", "t_max", "stability_threshold")
         schedule = {
             name: getattr(settings, name, None) for name in (*names, "confidence_threshold")
         }
-        schedule["entropy_bound"] = getattr(settings.sampler_config, "entropy_bound", None)
-        why = f"its sampler has no {' and no '.join(missing)}" if missing else ""
-        return schedule, why
+        config = getattr(settings, "sampler_config", None)
+        return schedule | {"entropy_bound": getattr(config, "entropy_bound", None)}
 
 
 def _parts(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
@@ -403,35 +460,3 @@ class _ToLane(_Blocks):
         lane = current_lane()
         assert isinstance(lane, BlockLane)
         lane.add_final(token_ids)
-
-
-def _make_sampler(make: Callable[[Any], Any], settings: Any) -> Any:
-    """The model's own sampler, altered as the running lane wants it."""
-    sampler, lane = make(settings), current_lane()
-    if isinstance(lane, BlockLane) and (
-        lane.sampling.greedy or lane.sampling.acceptance.kind == "confidence"
-    ):
-        sampler.accept_canvas = partial(_accept, sampler, sampler.accept_canvas, lane.sampling)
-    return sampler
-
-
-def _accept(
-    sampler: Any,
-    accept: Callable[..., Tensor],
-    sampling: _Sampling,
-    canvas: Tensor,
-    drawn: Tensor,
-    logits: Tensor,
-    step: Any,
-) -> Tensor:
-    """The canvas with the predictions that are kept: ``(1, C)`` from ``(1, C, V)`` logits."""
-    if sampling.greedy:
-        drawn = logits.argmax(-1)
-    if sampling.acceptance.kind != "confidence":
-        return accept(canvas, drawn, logits, step)
-    bound = sampling.acceptance.bound
-    assert bound is not None
-    likely = torch.softmax(logits, -1, dtype=torch.float32).amax(-1)
-    kept = (likely >= bound) | (likely >= likely.amax(-1, keepdim=True))
-    sampler.accepted_token_mask = kept
-    return torch.where(kept, drawn, canvas)

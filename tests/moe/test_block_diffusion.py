@@ -16,8 +16,8 @@ from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.errors import ProfileError, RequestError
 from moe.loading.memory_plan import GIB
-from moe.network.block_diffusion import Acceptance, BlockWriter
-from moe.network.lanes import run_lanes
+from moe.network.block_diffusion import BlockWriter
+from moe.network.denoise import Acceptance
 from moe.settings import ModelSettings
 
 SIZES: list[dict[str, int]] = [
@@ -204,7 +204,7 @@ def steps(model: MoE, acceptance: Acceptance) -> Iterator[int]:
     for prompt in PROMPTS:
         lane = writer.lane(prompt, writer.canvas_length, 0, acceptance=acceptance)
         while not lane.finished:
-            run_lanes([lane], model.experts.run)
+            writer.step([lane], model.experts.run)
         lane.result()
         yield lane.passes["denoise"]
 

@@ -13,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from moe.commands.console import stdout_console
+from moe.commands.evaluate.canvases import evaluate_canvases
 from moe.commands.evaluate.policy_costs import (
     PolicyCost,
     PolicyCostMeter,
@@ -133,6 +134,8 @@ def run(
     words = read_text(text)
     shown = sys.stderr.isatty()
     model = MoE.from_pretrained(name, profile, progress=shown)
+    if model.canvas_length is not None:
+        return _run_canvases(model, words, tokens, against, as_json=as_json)
     original = None if against is None else MoE.from_pretrained(against, progress=shown)
     quality = evaluate(model, words, tokens=tokens, original=original, progress=shown)
     if as_json:
@@ -141,6 +144,22 @@ def run(
         stdout_console().print(_table(quality))
         if quality.policies:
             stdout_console().print(cost_table(quality.policies))
+    return 0
+
+
+def _run_canvases(
+    model: MoE, text: str, tokens: int | None, against: str | None, *, as_json: bool
+) -> int:
+    """Of a model that writes whole blocks."""
+    if against is not None:
+        raise RequestError("--against is not possible with models that write whole blocks")
+    found = evaluate_canvases(model, text, tokens)
+    if as_json:
+        print(json.dumps(found.as_json()))
+        return 0
+    stdout_console().print(found.table())
+    if found.policies:
+        stdout_console().print(cost_table(found.policies, model.canvas_length or 0))
     return 0
 
 

@@ -35,8 +35,8 @@ class PolicyCost:
         bits_per_byte, without: cross-entropy of the text with the policy, and without any.
         kl_bits: KL divergence from the predictions without policies, in bits per token.
         top1_agreement: share of tokens with the same most likely next token.
-        distinct, distinct_without: mean distinct experts of a layer for 8 consecutive tokens, with
-            the policy and without any.
+        distinct, distinct_without: mean distinct experts of a layer for 8 consecutive tokens, or
+            for a canvas, with the policy and without any.
         dropped: share of (token, expert) pairs that the policy removes.
     """
 
@@ -145,22 +145,22 @@ class _Sums:
         )
 
 
-def cost_table(costs: Sequence[PolicyCost]) -> Table:
-    """A table of the costs."""
+def cost_table(costs: Sequence[PolicyCost], window: int = WINDOW) -> Table:
+    """A table of the costs; ``window``: tokens whose distinct experts were counted."""
     without, distinct = costs[0].without, costs[0].distinct_without
     table = Table(
         title=f"Policies; without any {without:.4f} bits per byte, and {distinct:.1f} experts of a "
-        f"layer for {WINDOW} tokens",
+        f"layer for {window} tokens",
         title_justify="left",
     )
     table.add_column("policy", overflow="fold", min_width=16)
     table.add_column("as")
-    for column in ("worse %", "KL bits", "agree", f"for {WINDOW}", "dropped %"):
+    for column in ("worse %", "KL bits", "agree", f"for {window}", "dropped %"):
         table.add_column(column, justify="right")
     for cost in costs:
         table.add_row(
             cost.policy if " + " not in cost.policy else "all of them",
-            {"prefill": "prompt", "decode": "decoded"}[cost.phase],
+            {"prefill": "prompt", "decode": "decoded", "denoise": "canvas"}[cost.phase],
             f"{100 * cost.worse:.2f}",
             f"{cost.kl_bits:.5f}",
             f"{cost.top1_agreement:.4f}",

@@ -1,0 +1,312 @@
+"""One step of refinement of the canvases of several sequences, and what stays of each.
+
+A model's generation code has a function for it: a pass of the decoder over one canvas, then a
+sampler that keeps some of the predictions, and a rule that says whether the canvas is final.
+`Denoiser` does the same for all canvases of an engine step: they are the rows of one pass, in which
+only attention sees each by itself (its keys are those of its own sequence), and the sampler's
+numbers are computed once. What it draws is what torch would draw for the lane alone.
+
+Which predictions stay is a policy, `Acceptance`: it looks at one pass, and returns a mask.
+Legend: B canvases of C tokens, V vocabulary, N key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from moe.network.lanes import LaneRandom
+from moe.settings import DiffusionSettings
+
+STEP = "_denoising_step"
+"""The function of a model's generation code that is done for all canvases together."""
+_OWN, _CANVASES = "sdpa", "moe_canvases"
+_ARGUMENTS = frozenset({
+    *("decoder_forward", "current_canvas", "argmax_canvas", "input_ids", "decoder_position_ids"),
+    *("self_conditioning_logits", "mask_mapping", "cache", "finished_denoising", "cur_step"),
+    *("sampler", "logits_processor", "diffusion_stopping_criteria", "model_kwargs"),
+})  # fmt: skip
+_LOGIT_BYTES = 1 << 26  # of the canvases of one pass, at most, unless one canvas alone has more
+_MOST = 16  # canvases of one pass: more share no Python worth counting, and take memory
+_DRAWN_AT_ONCE = 1 << 20  # random numbers in float64
+
+Kind = Literal["own", "confidence", "entropy"]
+Result = tuple[Tensor, Tensor, Tensor, Tensor]
+"""The next canvas, the likeliest tokens, logits for the next pass, and whether it is final."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Which predictions of a pass stay on the canvas; the others become noise again.
+
+    Attributes:
+        kind: ``own``: as the model's sampler decides. ``confidence``: those whose probability is at
+            least ``bound``, and the most likely one. ``entropy``: the model's own rule of bounded
+            entropy with another ``bound``.
+        bound: of the kind; None with ``own``.
+        max_steps: passes of a canvas at most; None: as many as the model's schedule has.
+        stable: the canvas is final after this many passes with the same tokens, whatever their
+            entropy; None: by the model's own rule.
+    """
+
+    kind: Kind = "own"
+    bound: float | None = None
+    max_steps: int | None = None
+    stable: int | None = None
+
+    @classmethod
+    def of(cls, settings: DiffusionSettings) -> Acceptance:
+        """As a profile asks for it."""
+        kind, _, bound = settings.accept.partition(":")
+        return cls(
+            cast(Kind, kind), float(bound) if bound else None,
+            settings.max_steps, settings.stable_steps,
+        )  # fmt: skip
+
+    def kept(self, entropy_1C: Tensor, probabilities_1CV: Tensor, own_bound: float) -> Tensor:
+        """``(1, C)`` bool: the predictions that stay.
+
+        Args:
+            entropy_1C: of each prediction, in nats.
+            own_bound: on the entropy, of the model's sampler.
+        """
+        if self.kind == "confidence":
+            likely = probabilities_1CV.amax(-1)
+            return (likely >= cast(float, self.bound)) | (likely >= likely.amax(-1, keepdim=True))
+        ascending, places = torch.sort(entropy_1C, dim=-1)
+        within = ascending.cumsum(-1) - ascending <= own_bound
+        return torch.zeros_like(within).scatter(-1, places, within)
+
+
+OWN = Acceptance()
+
+
+@dataclass(eq=False)
+class CanvasCall:
+    """A step that a lane's generation code asks for.
+
+    Attributes:
+        given: the arguments of the model's own function.
+        random: of the lane.
+        greedy: predict each position's likeliest token instead of drawing one.
+        result: what the function would have returned, or why there is none.
+    """
+
+    given: dict[str, Any]
+    acceptance: Acceptance
+    random: LaneRandom
+    greedy: bool
+    result: Result | Exception | None = None
+
+
+class Denoiser:
+    """Does steps of refinement in place of a model's generation code.
+
+    Args:
+        model: of which `why_not` says nothing.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._dtype: torch.dtype = model.get_decoder().embed_tokens.weight.dtype
+        vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
+        self._most = canvases_of_a_pass(4 * vocabulary * model.config.canvas_length)
+        for module in model.modules():
+            config = getattr(module, "config", None)
+            if getattr(config, "_attn_implementation", None) == _OWN:
+                config._attn_implementation = _CANVASES  # type: ignore[union-attr]
+
+    @staticmethod
+    def why_not(model: Any) -> str:
+        """Why a model's steps cannot be done here; empty if they can."""
+        own = getattr(model, STEP, None)
+        if own is None or set(inspect.signature(own).parameters) != _ARGUMENTS:
+            return f"its generation code has no {STEP} that is known"
+        try:
+            settings, _ = model._prepare_generation_config(None)
+            sampler = model._prepare_sampler(settings)
+            stop = model._prepare_diffusion_stopping_criteria(settings)
+        except Exception as error:  # generation code of an architecture that is not known
+            return f"its generation code has no sampler that can be asked for ({error})"
+        wanted = [(sampler, "entropy_bound"), (sampler, "initialize_canvas")]
+        if stop is not None:
+            wanted += [(stop, "stability_threshold"), (stop, "confidence_threshold")]
+        missing = [name for part, name in wanted if not hasattr(part, name)]
+        if missing:
+            return f"its generation code has no {' and no '.join(missing)}"
+        implementation = model.config.get_text_config(decoder=True)._attn_implementation
+        if implementation not in (_OWN, _CANVASES):
+            return f"its attention is {implementation}, not {_OWN}"
+        return ""
+
+    @staticmethod
+    def takes(given: dict[str, Any]) -> bool:
+        """Whether a step is one that canvases can do together: one sequence, without padding."""
+        return (
+            len(given["current_canvas"]) == 1
+            and all(mask is None for mask in given["mask_mapping"].values())
+            and not given["cache"].is_compileable
+            and set(given) == _ARGUMENTS - {"model_kwargs"}
+        )
+
+    def groups(self, calls: Sequence[CanvasCall]) -> Iterator[list[CanvasCall]]:
+        """Calls that one pass can serve."""
+        for first in (True, False):
+            own = [
+                call for call in calls if (call.given["self_conditioning_logits"] is None) is first
+            ]
+            for begin in range(0, len(own), self._most):
+                yield own[begin : begin + self._most]
+
+    def run(self, calls: Sequence[CanvasCall]) -> None:
+        """One pass of the canvases of `groups`, and its results. Called in a lane."""
+        for call, logits in zip(calls, self._logits(calls).split(1), strict=True):
+            call.result = self._decide(call, logits)
+
+    def _logits(self, calls: Sequence[CanvasCall]) -> Tensor:
+        """``(B, C, V)`` raw logits."""
+        given = [call.given for call in calls]
+        before = [each["self_conditioning_logits"] for each in given]
+        arguments = {
+            "decoder_input_ids": torch.cat([each["current_canvas"] for each in given]),
+            "self_conditioning_logits": _joint(before),
+            "decoder_attention_mask": given[0]["mask_mapping"],
+            "decoder_position_ids": torch.cat([each["decoder_position_ids"] for each in given]),
+        }
+        caches = [each["cache"] for each in given]
+        with _attending(caches):
+            cache = caches[0] if len(caches) == 1 else _NoKeys(caches)
+            logits: Tensor = given[0]["decoder_forward"](cache=cache, **arguments).logits
+        return logits
+
+    def _decide(self, call: CanvasCall, raw_1CV: Tensor) -> Result:
+        """What the model's own function makes of the logits of a canvas."""
+        given, sampler = call.given, call.given["sampler"]
+        step = torch.tensor(given["cur_step"], device=raw_1CV.device, dtype=torch.int32)
+        logits = given["logits_processor"](given["input_ids"], raw_1CV, cur_step=step)
+        normal = logits - logits.logsumexp(-1, keepdim=True)
+        probabilities = normal.softmax(-1)
+        lowest = torch.finfo(normal.dtype).min
+        entropy = -normal.clamp_(min=lowest).mul_(probabilities).sum(-1)
+        del normal
+        if not bool(entropy.isfinite().all()):  # torch's own draw refuses them, too
+            raise RuntimeError("a canvas has logits that are not finite numbers")
+        likeliest = logits.argmax(-1)
+        with call.random.active():
+            drawn = draw(logits.softmax(-1, dtype=torch.float32)[0])[None]
+            noise = sampler.initialize_canvas(1, raw_1CV.device)
+        kept = call.acceptance.kept(entropy, probabilities, sampler.entropy_bound)
+        canvas = torch.where(kept, likeliest if call.greedy else drawn, noise)
+        final = _is_final(given["diffusion_stopping_criteria"], likeliest, entropy)
+        return canvas, likeliest, logits.to(self._dtype), given["finished_denoising"] | final
+
+
+def canvases_of_a_pass(logit_bytes: int) -> int:
+    """How many canvases share a pass at most, of which each has so many bytes of logits."""
+    return min(_MOST, max(1, _LOGIT_BYTES // logit_bytes))
+
+
+def draw(probabilities_CV: Tensor) -> Tensor:
+    """``(C,)``: what ``torch.multinomial(probabilities, 1)`` draws with the same random numbers.
+
+    On CPUs torch makes an exponential variate of each in turn, by itself; this makes them of the
+    same uniform ones, all at once.
+    """
+    if probabilities_CV.device.type != "cpu":
+        return torch.multinomial(probabilities_CV, 1)[:, 0]
+    rows = max(1, _DRAWN_AT_ONCE // probabilities_CV.shape[1])
+    drawn = []
+    for part in probabilities_CV.split(rows):
+        uniform = torch.rand(part.shape, dtype=torch.float64)
+        exponential = uniform.neg_().log1p_().neg_().to(part.dtype)
+        drawn.append((part / exponential).argmax(-1))
+    return torch.cat(drawn)
+
+
+def _joint(logits: Sequence[Tensor | None]) -> Tensor | None:
+    """Of all canvases of a group: all have some, or none has."""
+    there = [own for own in logits if own is not None]
+    return torch.cat(there) if len(there) > 1 else logits[0]  # a copy of one is as large as it
+
+
+def _is_final(criteria: Any, likeliest_1C: Tensor, entropy_1C: Tensor) -> Tensor:
+    """``(1,)`` bool: the tokens have been the same for long enough, and are certain enough."""
+    if criteria is None:
+        return torch.zeros(1, dtype=torch.bool, device=entropy_1C.device)
+    count = criteria.stability_threshold
+    history: list[Tensor] = criteria.argmax_canvas_history or []
+    stable = len(history) == count and all(bool((past == likeliest_1C).all()) for past in history)
+    criteria.argmax_canvas_history = [*history, likeliest_1C][-count:] if count else []
+    if not stable:
+        return torch.zeros(1, dtype=torch.bool, device=entropy_1C.device)
+    certain: Tensor = entropy_1C.mean(-1) < criteria.confidence_threshold
+    return certain
+
+
+class _NoKeys:
+    """Stands in for a cache in a pass of several canvases: keys are added in `_attention`."""
+
+    is_compileable = False
+
+    def __init__(self, caches: Sequence[Any]) -> None:
+        self.layers = [_NoKeysLayer(layer, len(caches)) for layer in caches[0].layers]
+
+
+class _NoKeysLayer:
+    def __init__(self, layer: Any, canvases: int) -> None:
+        heads, size = layer.keys.shape[1], layer.keys.shape[3]
+        self.keys = layer.keys.new_empty(canvases, heads, 0, size)
+        self.values = layer.values.new_empty(canvases, heads, 0, layer.values.shape[3])
+
+
+_caches: ContextVar[Sequence[Any]] = ContextVar("_caches", default=())
+"""Of the canvases of the running lane's pass; every greenlet has a context of its own."""
+
+
+@contextmanager
+def _attending(caches: Sequence[Any]) -> Iterator[None]:
+    token = _caches.set(caches if len(caches) > 1 else ())
+    try:
+        yield
+    finally:
+        _caches.reset(token)
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention interface of transformers: each canvas sees the keys of its own sequence.
+
+    Args:
+        query: ``(B, heads, C, D)``.
+        key, value: ``(B, N, C, D)`` of the canvases, in a pass of several; else as for `_OWN`.
+    """
+    own: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS[_OWN]
+    caches = _caches.get()
+    if not caches:
+        return own(module, query, key, value, attention_mask, **kwargs)
+    rows = []
+    for at, cache in enumerate(caches):
+        layer = cache.layers[module.layer_idx]
+        keys = torch.cat([layer.keys, key[at : at + 1]], -2)
+        values = torch.cat([layer.values, value[at : at + 1]], -2)
+        rows.append(own(module, query[at : at + 1], keys, values, None, **kwargs)[0])
+    return torch.cat(rows), None
+
+
+AttentionInterface.register(_CANVASES, _attention)
+AttentionMaskInterface.register(_CANVASES, ALL_MASK_ATTENTION_FUNCTIONS[_OWN])
