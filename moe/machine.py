@@ -59,6 +59,14 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     return min(quotas, default=None)
 
 
+def cpu_maker(root: Path = ROOT) -> str:
+    """As in ``GenuineIntel``; empty where the system does not say."""
+    for line in (_read(root / "proc/cpuinfo") or "").splitlines():
+        if line.startswith("vendor_id"):
+            return line.partition(":")[2].strip()
+    return ""
+
+
 def memory_nodes(root: Path = ROOT) -> list[frozenset[int]]:
     """The usable CPUs of each memory controller (NUMA node) that has some, in their order; all in
     one where the system does not say."""

@@ -6,9 +6,9 @@ this, an answer could depend on what else was read in the same pass.
 
 Matrix products of few rows sum in another order. Routers and the head get `kernels.row_linear`, and
 routers `kernels.row_top_k`, as torch chooses any of equal numbers and takes five times as long;
-quantized layers (`QuantizedLinear`) are row-wise anyway; other layers are left to torch, which is
-up to twice as fast for long prompts on AVX2: their float32 bits may differ. Models that write whole
-blocks get `kernels.row_linear` everywhere: their canvases share every pass.
+quantized layers (`QuantizedLinear`) are row-wise anyway. Other layers get `row_linear` where it is
+faster (`torch_is_slower`), and in models that write whole blocks, as their canvases share every
+pass; elsewhere they are left to torch, and their float32 bits may differ.
 
 torch computes activations (SiLU, sigmoid, ...) of the elements after the last whole SIMD vector of
 a thread's share by other code, so the bits depend on where a token stands. Modules that compute
@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from kernels import row_linear, row_top_k
 from moe.describe.probe import random_prompts, stand_in
 from moe.describe.stateful import active_modules
+from moe.machine import cpu_maker, instruction_sets
 from moe.network.backbone import Backbone
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
@@ -53,6 +54,8 @@ def make_row_wise(backbone: Backbone) -> None:
     if backbone.device.type != "cpu":
         return
     model = backbone.model
+    if torch_is_slower():
+        make_linears_row_wise(model)
     for module in _with_activations(backbone):
         module.forward = partial(_run, RowWise(), module.forward)
     for _, module in routing_modules(model):
@@ -62,17 +65,21 @@ def make_row_wise(backbone: Backbone) -> None:
         head.forward = partial(_run, RowWise(products=True), head.forward)
 
 
+def torch_is_slower() -> bool:
+    """Whether torch's MKL multiplies float32 by 256 bits, as on AVX-512 of other makers than Intel.
+    Then `row_linear` is 1.4 to 5 times as fast, but for thousands of rows of as many numbers."""
+    return "AVX-512F" in instruction_sets() and cpu_maker() != "GenuineIntel"
+
+
 def make_linears_row_wise(model: nn.Module) -> None:
-    """Make all linear layers of a model on a CPU row-wise, in place: for models whose passes cannot
-    be observed in lanes. In float32, `row_linear` is at no number of rows slower than torch on
-    AVX-512, and up to twice as fast."""
+    """Make all linear layers of a model on a CPU row-wise, in place."""
     for module in model.modules():
         if type(module) is nn.Linear and module.weight.device.type == "cpu":
             module.forward = partial(_linear, module)  # type: ignore[method-assign]
 
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:
-    return row_linear(x, module.weight, module.bias)
+    return (linear if _plain.get() else row_linear)(x, module.weight, module.bias)
 
 
 @contextmanager

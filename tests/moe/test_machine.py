@@ -66,9 +66,11 @@ def test_limits_of_control_groups(
 
 
 def test_instruction_sets(tmp_path: Path) -> None:
-    cpuinfo = "model name: x\nflags\t\t: fpu avx2 avx512f amx_tile amx_int8\n\nflags : avx2\n"
+    flags = "flags\t\t: fpu avx2 avx512f amx_tile amx_int8\n\nflags : avx2\n"
+    cpuinfo = f"vendor_id\t: AuthenticAMD\nmodel name: x\n{flags}"
     root = tree(tmp_path, {"proc/cpuinfo": cpuinfo})
     assert machine.instruction_sets(root) == ["AVX2", "AVX-512F", "AMX"]
+    assert machine.cpu_maker(root) == "AuthenticAMD"
 
 
 def test_memory_nodes_are_those_of_usable_cpus(
@@ -108,6 +110,7 @@ def test_where_nothing_can_be_read(tmp_path: Path) -> None:
     assert machine.memory_available(tmp_path) is None
     assert machine.cpu_quota(tmp_path) is None
     assert machine.instruction_sets(tmp_path) == []
+    assert machine.cpu_maker(tmp_path) == ""
 
 
 def test_threads_of_torch_sleep_soon_unless_the_user_says_how_they_wait() -> None:

@@ -3,7 +3,7 @@ batched, and while decoding. Shipped model, 4-bit experts, 8-bit trunk, whole ro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -44,6 +44,13 @@ def model(request: pytest.FixtureRequest) -> MoE:
 
 
 @pytest.fixture(scope="module")
+def whole_trunk() -> Iterator[MoE]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe.describe.row_wise.torch_is_slower", lambda: True)
+        yield MoE.from_pretrained(ROOT / "examples/demo-model", model={"expert_bits": 4})
+
+
+@pytest.fixture(scope="module")
 def token_ids(model: MoE) -> list[int]:
     return model.codec.encode((ROOT / "tests/data/heldout_python.txt").read_text()[:4000])
 
@@ -63,6 +70,18 @@ def _read(
 def test_a_prompt_reads_the_same_bits_in_any_pieces_and_company(
     data: st.DataObject, model: MoE, token_ids: list[int]
 ) -> None:
+    check_pieces_and_company(data, model, token_ids)
+
+
+@settings(max_examples=8)
+@given(data=st.data())
+def test_so_does_a_whole_trunk_where_torch_is_slower(
+    data: st.DataObject, whole_trunk: MoE, token_ids: list[int]
+) -> None:
+    check_pieces_and_company(data, whole_trunk, token_ids)
+
+
+def check_pieces_and_company(data: st.DataObject, model: MoE, token_ids: list[int]) -> None:
     start = data.draw(st.integers(0, 500), label="start")
     ids = token_ids[start : start + data.draw(st.integers(1, LONGEST), label="tokens")]
     whole, cut = model.backbone.new_cache(len(ids) + 1), model.backbone.new_cache(len(ids) + 1)
