@@ -26,7 +26,7 @@ from moe.describe.attention import check_views, seen_windows
 from moe.describe.description import NotDescribed
 from moe.describe.probe import Packing, enable_packing, find_visits, stand_in
 from moe.describe.routers import enable_policies
-from moe.describe.row_wise import make_linears_row_wise, make_row_wise
+from moe.describe.row_wise import linears_are_faster, make_linears_row_wise, make_row_wise
 from moe.engine.borrowing import borrowing_notice
 from moe.engine.prefix_store import prefix_key, prepare_directory
 from moe.errors import ProfileError, UnsupportedModelError
@@ -357,6 +357,8 @@ def _probe(backbone: Backbone, experts: MoELayers, profile: Profile, mtp: MtpHea
     """Find out which faster ways give the same results as the model's own code."""
     packing = enable_packing(backbone)
     mended = mend_linears(backbone.model)
+    if linears_are_faster(backbone):
+        make_linears_row_wise(backbone.model)
     fused = enable_fused(backbone, experts) if profile.engine.fused == "auto" else FUSED_OFF
     if isinstance(mtp, MtpHead) and fused.enabled and not fused.keeps_hidden:
         mtp = "the model's decode steps do not hand on their hidden states"

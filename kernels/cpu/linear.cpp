@@ -10,18 +10,23 @@ constexpr long TASK_ROWS = 16 * MAX_ROWS;  // at least: fewer do not pay for fet
 
 constexpr long round_up(long count, long unit) { return (count + unit - 1) / unit * unit; }
 
-// How a product is divided: a task is a panel of weight rows and a part of the input rows.
+constexpr long PART_BYTES = 4 << 20;       // input rows that stay in a cache for all panels
+
+// How a product is divided: a task is a panel of weight rows and a part of the input rows. A part's
+// tasks follow each other.
 struct Tasks {
   long panel, panels, part, parts;
 
-  Tasks(long rows, long N, long row_bytes, int threads) {
+  Tasks(long rows, long N, long row_bytes, long x_bytes, int threads) {
     const long wanted = threads * TASKS_A_THREAD;
     panel = PANEL_BYTES / row_bytes;
     if (rows <= TASK_ROWS && N / wanted < panel) panel = N / wanted;
     panel = panel < MIN_PANEL ? MIN_PANEL : panel > MAX_PANEL ? MAX_PANEL : panel / QUAD * QUAD;
     panels = (N + panel - 1) / panel;
     const long share = round_up((rows + wanted / panels) / (wanted / panels + 1), MAX_ROWS);
+    const long most = PART_BYTES / x_bytes / MAX_ROWS * MAX_ROWS;
     part = share < TASK_ROWS ? TASK_ROWS : share;
+    if (part > most) part = most < TASK_ROWS ? TASK_ROWS : most;
     parts = (rows + part - 1) / part;
   }
 };
@@ -30,14 +35,14 @@ struct Tasks {
 template <class M, class X>
 void multiply_whole(const X* x, const typename M::W* w, const float* bias, long rows, long N,
                     long K, X* out, int threads) {
-  const Tasks tasks(rows, N, sizeof(typename M::W) * K, threads);
+  const Tasks tasks(rows, N, sizeof(typename M::W) * K, sizeof(X) * K, threads);
   Turns turns{stages::LINEAR};
 #pragma omp parallel num_threads(threads)
   {
     alignas(64) float sums[1][MAX_ROWS * MAX_PANEL];
     turns.reads([&] { return N * K * int64_t(sizeof(typename M::W)); });
     turns.run(tasks.panels * tasks.parts, [&](long task) {
-      const long g = task / tasks.parts * tasks.panel, begin = task % tasks.parts * tasks.part;
+      const long g = task % tasks.panels * tasks.panel, begin = task / tasks.panels * tasks.part;
       const long columns = N - g < tasks.panel ? N - g : tasks.panel;
       const long end = begin + tasks.part < rows ? begin + tasks.part : rows;
       for (long r = begin; r < end; r += MAX_ROWS) {

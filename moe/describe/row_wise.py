@@ -7,7 +7,7 @@ this, an answer could depend on what else was read in the same pass.
 Matrix products of few rows sum in another order. Routers and the head get `kernels.row_linear`, and
 routers `kernels.row_top_k`, as torch chooses any of equal numbers and takes five times as long;
 quantized layers (`QuantizedLinear`) are row-wise anyway. Other layers get `row_linear` where it is
-faster (`torch_is_slower`), and in models that write whole blocks, as their canvases share every
+faster (`linears_are_faster`), and in models that write whole blocks, as their canvases share every
 pass; elsewhere they are left to torch, and their float32 bits may differ.
 
 torch computes activations (SiLU, sigmoid, ...) of the elements after the last whole SIMD vector of
@@ -54,8 +54,6 @@ def make_row_wise(backbone: Backbone) -> None:
     if backbone.device.type != "cpu":
         return
     model = backbone.model
-    if torch_is_slower():
-        make_linears_row_wise(model)
     for module in _with_activations(backbone):
         module.forward = partial(_run, RowWise(), module.forward)
     for _, module in routing_modules(model):
@@ -65,16 +63,23 @@ def make_row_wise(backbone: Backbone) -> None:
         head.forward = partial(_run, RowWise(products=True), head.forward)
 
 
-def torch_is_slower() -> bool:
-    """Whether torch's MKL multiplies float32 by 256 bits, as on AVX-512 of other makers than Intel.
-    Then `row_linear` is 1.4 to 5 times as fast, but for thousands of rows of as many numbers."""
-    return "AVX-512F" in instruction_sets() and cpu_maker() != "GenuineIntel"
+def linears_are_faster(backbone: Backbone) -> bool:
+    """Whether `row_linear` should take torch's place in a packed model.
+
+    torch's MKL multiplies float32 by 256 bits on AVX-512 of other makers than Intel; there ours is
+    1.4 to 5 times as fast. Recurrent states can grow last bits to 1e-3, so these models keep the
+    products that transformers has.
+    """
+    is_slow = "AVX-512F" in instruction_sets() and cpu_maker() != "GenuineIntel"
+    return is_slow and not backbone.recurrent
 
 
 def make_linears_row_wise(model: nn.Module) -> None:
-    """Make all linear layers of a model on a CPU row-wise, in place."""
+    """Make all linear layers of a model on a CPU row-wise, in place, but for those that are."""
     for module in model.modules():
-        if type(module) is nn.Linear and module.weight.device.type == "cpu":
+        if type(module) is not nn.Linear or "forward" in vars(module):
+            continue
+        if module.weight.device.type == "cpu":
             module.forward = partial(_linear, module)  # type: ignore[method-assign]
 
 

@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest) -> MoE:
 @pytest.fixture(scope="module")
 def whole_trunk() -> Iterator[MoE]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moe.describe.row_wise.torch_is_slower", lambda: True)
+        patch.setattr("moe.loader.linears_are_faster", lambda _: True)
         yield MoE.from_pretrained(ROOT / "examples/demo-model", model={"expert_bits": 4})
 
 
@@ -75,7 +75,7 @@ def test_a_prompt_reads_the_same_bits_in_any_pieces_and_company(
 
 @settings(max_examples=8)
 @given(data=st.data())
-def test_so_does_a_whole_trunk_where_torch_is_slower(
+def test_so_does_a_whole_trunk_of_our_own_products(
     data: st.DataObject, whole_trunk: MoE, token_ids: list[int]
 ) -> None:
     check_pieces_and_company(data, whole_trunk, token_ids)
