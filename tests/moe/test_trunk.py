@@ -28,8 +28,8 @@ ARCHITECTURES = ("qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next")
 TOLERANCE = 1e-5  # to the same engine's pass over one sequence
 FIDELITY = 1e-4  # to transformers
 ITSELF = 10
-"""Times as far, at most, as transformers' cached steps are from its own pass over the prompt: a delta
-rule over random weights amplifies rounding, for one prompt in a hundred to 4e-4 there."""
+"""At most so many times as far as transformers' cached steps are from its own pass over the prompt:
+a delta rule over random weights amplifies rounding: for one prompt in a hundred, to 4e-4 there."""
 
 
 @pytest.fixture(scope="module")
