@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor
 
 from examples import demo_data as data
@@ -49,6 +50,20 @@ def measure(
             counts.append(expert_loads(out.router_logits, model.config.num_experts_per_tok))
         loads[domain] = torch.stack(counts).sum(0).cpu()
     return nats, loads
+
+
+def run_rows(model: Any, top_k: int, num_experts: int, seconds: float) -> dict[str, str]:
+    """What each training states: sizes, machine, software and time."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    total = sum(sizes.values())
+    used = total - experts + experts * top_k // num_experts
+    return {
+        "parameters": f"{total} ({used} used by a token)",
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
+        "software": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "training time": f"{seconds / 60:.0f} min",
+    }
 
 
 def table(rows: list[list[Any]]) -> str:

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,11 +28,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from examples import demo_data as data
 from examples.demo_card import (
-    cpu_name,
     expert_loads,
     load_table,
     measure,
     quality_table,
+    run_rows,
     table,
     write_card,
 )
@@ -188,20 +187,14 @@ def train(args: argparse.Namespace, model: Any, corpus: data.Corpus, device: str
 def settings_table(args: argparse.Namespace, model: Any, seconds: float) -> str:
     """Tabulate what the model is and how it was trained."""
     names = ("steps", "batch", "length", "lr", "seed", "threads")
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    total = sum(p.numel() for p in model.parameters())
-    unused = experts - experts * MODEL["num_experts_per_tok"] // MODEL["num_experts"]
     rows = MODEL | {name: getattr(args, name) for name in names}
     rows |= {
         "optimizer": f"AdamW, betas {BETAS}, weight decay {WEIGHT_DECAY} on matrices",
         "schedule": f"{WARMUP_STEPS} steps up, constant, last {DECAY_SHARE:.0%} linearly to 0",
         "revival loss": f"weight {REVIVE} from step {REVIVE_FROM}",
         "vocabulary": model.config.vocab_size,
-        "parameters": f"{total} ({total - unused} used by a token)",
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name(),
-        "software": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "training time": f"{seconds / 60:.0f} min",
     }
+    rows |= run_rows(model, MODEL["num_experts_per_tok"], MODEL["num_experts"], seconds)
     return table([["setting", "value"], *map(list, rows.items())])
 
 

@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
@@ -36,7 +35,7 @@ from transformers import (
 )
 
 from examples import demo_data as data
-from examples.demo_card import cpu_name, table, write_card
+from examples.demo_card import run_rows, table, write_card
 from examples.train_demo import (
     REPO,
     build_optimizer,
@@ -321,18 +320,9 @@ def load_table(loads: Tensor) -> str:
 
 def settings_table(args: argparse.Namespace, model: Any, seconds: float) -> str:
     names = ("steps", "read_steps", "batch", "length", "lr", "seed", "threads")
-    parts = [(name, p.numel()) for name, p in model.named_parameters()]
-    experts = sum(size for name, size in parts if ".experts." in name)
-    total = sum(size for _, size in parts)
-    unused = experts - experts * TEXT["top_k_experts"] // TEXT["num_experts"]
     rows = TEXT | {"canvas_length": CANVAS} | {name: getattr(args, name) for name in names}
-    rows |= {
-        "vocabulary": model.config.text_config.vocab_size,
-        "parameters": f"{total} ({total - unused} used by a token)",
-        "hardware": cpu_name(),
-        "software": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "training time": f"{seconds / 60:.0f} min",
-    }
+    rows |= {"vocabulary": model.config.text_config.vocab_size}
+    rows |= run_rows(model, TEXT["top_k_experts"], TEXT["num_experts"], seconds)
     return table([["setting", "value"], *map(list, rows.items())])
 
 
