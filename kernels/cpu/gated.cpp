@@ -12,6 +12,11 @@ namespace recurrence {
 namespace {
 
 constexpr int WIDE = 2;                    // vectors of columns in a panel
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int WIDEST = 8;                  // of a single token, as registers allow: whole pages of a
+#else                                      // state are read in order
+constexpr int WIDEST = 4;
+#endif
 constexpr long PANEL = WIDE * LANES;       // columns; MAX_KEYS rows of them fit the L1 cache
 constexpr long BLOCK = 16;                 // tokens prepared at a time
 constexpr long PADDED = (MAX_KEYS + LANES - 1) / LANES * LANES;
@@ -82,11 +87,19 @@ struct Columns {
     }
   }
 
-  void advance(const float* state, float* to, long stride, const Prepared& past) const {
-    for (long k = 0; k < keys; ++k)
-      UNROLL for (int w = 0; w < W; ++w)
-        store(to + k * stride + w * LANES,
-              advanced<BY_KEY>(load<vf>(state + k * stride + w * LANES), past, k, v[w]));
+  template <bool STREAMED = false>
+  void advance(const float* state, float* to, long stride, const Prepared& past,
+               const float* next = nullptr) const {
+    for (long k = 0; k < keys; ++k) {
+      if (next)
+        UNROLL for (int w = 0; w < W; ++w) __builtin_prefetch(next + k * stride + w * LANES, 0, 2);
+      UNROLL for (int w = 0; w < W; ++w) {
+        const long at = k * stride + w * LANES;
+        const vf s = advanced<BY_KEY>(load<vf>(state + at), past, k, v[w]);
+        if constexpr (STREAMED) stream(to + at, s);
+        else store(to + at, s);
+      }
+    }
   }
 };
 
@@ -110,7 +123,11 @@ void step(const Gated& rule, const GatedHead& head, const float* before, long to
   vf value[W], out[W];
   load_each(head.v.at(token) + column, W * LANES, value);
   columns.template read<false>(before + column, nullptr, rule.values, nullptr, now, value, out);
-  columns.advance(before + column, head.after + column, rule.values, now);
+  float* after = head.after + column;
+  const float* next = head.hints.next ? head.hints.next + column : nullptr;
+  if (head.hints.streamed && whole_vectors(after, rule.values))
+    columns.template advance<true>(before + column, after, rule.values, now, next);
+  else columns.advance(before + column, after, rule.values, now, next);
   store_each(head.out.at(token) + column, W * LANES, out);
 }
 
@@ -150,6 +167,8 @@ void run(const Gated& rule, const GatedHead& head, long tokens, long begin, long
     for (long t = 0; t < count; ++t) prepare(rule, head, token + t, prepared[t]);
     long column = begin;
     if (count == 1 && before) {
+      for (; column + WIDEST * LANES <= end; column += WIDEST * LANES)
+        step<WIDEST, CORRECTED, BY_KEY>(rule, head, before, token, *prepared, column);
       for (; column + 4 * LANES <= end; column += 4 * LANES)
         step<4, CORRECTED, BY_KEY>(rule, head, before, token, *prepared, column);
       for (; column + LANES <= end; column += LANES)

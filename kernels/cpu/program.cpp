@@ -155,13 +155,21 @@ struct Segment {
     });
   }
 
-  // Each task goes through the rows of a sequence in order: each row's state is the next one's.
+  // Each task goes through the rows of a sequence in order: each row's state is the next one's. The
+  // last one's is read by the next step, behind all weights: it leaves the caches to others.
   template <class Call>
   void recur(const Recurred& unit, Turns& turn) const {
     const Call& model = *static_cast<const Call*>(unit.call);
-    const recurrence::Division work(model, states.sequences * model.items(), threads);
-    turn.run(work.tasks(), [&](long task) {
-      const long item = work.item(task) % model.items(), n = work.item(task) / model.items();
+    const long items = model.items(), count = states.sequences * items;
+    const bool streamed = count * model.state() * long(sizeof(float)) >= STREAMED_BYTES;
+    const recurrence::Division work(model, count, threads);
+    turn.run_ahead(work.tasks(), [&](long task, long next) {
+      const long item = work.item(task) % items, n = work.item(task) / items;
+      recurrence::Hints hints;
+      if (next < work.tasks()) {
+        const long first = states.sequence[work.item(next) / items];
+        hints.next = row(first).at(unit.before) + work.item(next) % items * model.state();
+      }
       for (long b = states.sequence[n]; b < states.sequence[n + 1]; ++b) {
         const Row own = row(b);
         Call call = model;
@@ -169,8 +177,10 @@ struct Segment {
         for (long i = 0; i < unit.inputs; ++i) inputs[i].data = own.at(unit.rows[i]);
         call.before = own.at(unit.before), call.after = own.at(unit.after);
         call.out = own.at(unit.out);
-        call.run(item, work.begin(task), work.end(task));
+        hints.streamed = streamed && b + 1 == states.sequence[n + 1];
+        call.run(item, work.begin(task), work.end(task), hints);
       }
+      end_stream();
     });
   }
 

@@ -8,7 +8,7 @@
 
 namespace recurrence {
 
-void GatedCall::run(long item, long begin, long end) const {
+void GatedCall::run(long item, long begin, long end, const Hints& hints) const {
   const long s = item / heads, h = item % heads, of_keys = h / group;
   const GatedHead head{q.tokens(s, of_keys),
                        k.tokens(s, of_keys),
@@ -17,11 +17,12 @@ void GatedCall::run(long item, long begin, long end) const {
                        beta.tokens(s, h),
                        before ? before + item * state() : nullptr,
                        after + item * state(),
-                       {out + (s * tokens * heads + h) * rule.values, heads * rule.values}};
+                       {out + (s * tokens * heads + h) * rule.values, heads * rule.values},
+                       hints};
   gated(rule, head, tokens, begin, end);
 }
 
-void ScanCall::run(long item, long begin, long end) const {
+void ScanCall::run(long item, long begin, long end, const Hints& hints) const {
   const long s = item / heads, h = item % heads, of_states = h / group;
   const long each = rule.by_channel ? rule.channels : 1;
   const auto own = [&](const float* each_head) {
@@ -37,11 +38,12 @@ void ScanCall::run(long item, long begin, long end) const {
                       own(bias),
                       before ? before + item * state() : nullptr,
                       after + item * state(),
-                      {out + (s * tokens * heads + h) * rule.channels, heads * rule.channels}};
+                      {out + (s * tokens * heads + h) * rule.channels, heads * rule.channels},
+                      hints};
   scan(rule, head, tokens, begin, end);
 }
 
-void ConvolutionCall::run(long sequence, long begin, long end) const {
+void ConvolutionCall::run(long sequence, long begin, long end, const Hints&) const {
   const Channels rows{x.tokens(sequence, 0),
                       before ? before + sequence * state() : nullptr,
                       after ? after + sequence * state() : nullptr,

@@ -16,6 +16,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "vec.h"
+
 namespace recurrence {
 
 constexpr long MAX_KEYS = 256, MAX_STATES = 256, MAX_TAPS = 8;
@@ -35,6 +37,17 @@ struct Outputs {
 
   float* at(long token) const { return first + token * stride; }
 };
+
+// How a single token's state goes through the caches; results do not depend on it.
+struct Hints {
+  bool streamed = false;        // `after` may bypass them: streaming stores
+  const float* next = nullptr;  // the state that the thread reads next, fetched on the way
+};
+
+// Whether vectors of `after` are whole and aligned: streaming stores take no others.
+static inline bool whole_vectors(const float* after, long width) {
+  return width % LANES == 0 && reinterpret_cast<uintptr_t>(after) % sizeof(vf) == 0;
+}
 
 // The floats [begin, end) of a state that no tokens change.
 static inline void copy_state(const float* before, float* after, long begin, long end) {
@@ -57,6 +70,7 @@ struct GatedHead {
   const float* before;          // (K, V)
   float* after;
   Outputs out;                  // V
+  Hints hints{};
 };
 
 // The columns [begin, end) of the state and of the outputs.
@@ -77,6 +91,7 @@ struct ScanHead {
   const float* before;           // (P, N)
   float* after;
   Outputs out;                   // P
+  Hints hints{};
 };
 
 // The channels [begin, end).
@@ -124,7 +139,7 @@ struct GatedCall {
   long width() const { return rule.values; }
   long state() const { return rule.keys * rule.values; }
   long products() const { return items() * tokens * state(); }
-  void run(long item, long begin, long end) const;
+  void run(long item, long begin, long end, const Hints& hints = {}) const;
 };
 
 struct ScanCall {
@@ -141,7 +156,7 @@ struct ScanCall {
   long width() const { return rule.channels; }
   long state() const { return rule.channels * rule.states; }
   long products() const { return items() * tokens * state(); }
-  void run(long item, long begin, long end) const;
+  void run(long item, long begin, long end, const Hints& hints = {}) const;
 };
 
 struct ConvolutionCall {
@@ -157,7 +172,7 @@ struct ConvolutionCall {
   long width() const { return rule.channels; }
   long state() const { return rule.channels * rule.kept; }
   long products() const { return sequences * tokens * rule.channels * 8; }
-  void run(long sequence, long begin, long end) const;
+  void run(long sequence, long begin, long end, const Hints& hints = {}) const;
 };
 
 // How the items of a call and parts of its width are divided among threads.

@@ -53,6 +53,7 @@ struct Panel {
   const float *from, *a;
   float* to;
   long rows, width;  // channels; floats of each, whole vectors
+  bool streamed;     // `to`, of a single token
 };
 
 struct Inputs {                  // of one token
@@ -61,7 +62,7 @@ struct Inputs {                  // of one token
 };
 
 // h of R channels after a token, and the sums of h c.
-template <int R, bool BY_CHANNEL>
+template <int R, bool BY_CHANNEL, bool STREAMED>
 inline v4 advance(const float* from, float* to, const float* a, long width, const Inputs& now,
                   const float* dt, const float* amount) {
   vf sums[QUAD_ROWS] = {};
@@ -75,7 +76,8 @@ inline v4 advance(const float* from, float* to, const float* a, long width, cons
     UNROLL for (int r = 0; r < R; ++r) {
       const vf kept = load<vf>(from + r * width + n) * (BY_CHANNEL ? decays[r] : splat(now.decay));
       const vf state = fused(splat(amount[r]), b, kept);
-      store(to + r * width + n, state);
+      if constexpr (STREAMED) stream(to + r * width + n, state);
+      else store(to + r * width + n, state);
       sums[r] = fused(state, c, sums[r]);
     }
   }
@@ -83,15 +85,16 @@ inline v4 advance(const float* from, float* to, const float* a, long width, cons
 }
 
 // One token of a panel: `dt` and `amount` (dt x) of its channels; fills the sums of h c.
-template <bool BY_CHANNEL>
+template <bool BY_CHANNEL, bool STREAMED>
 void advance_panel(const Panel& panel, const float* from, const Inputs& now, const float* dt,
                    const float* amount, float* sums) {
   long r = 0;
   const auto run = [&](auto rows) {
     constexpr int R = decltype(rows)::value;
     const long at = r * panel.width;
-    const v4 each = advance<R, BY_CHANNEL>(from + at, panel.to + at, BY_CHANNEL ? panel.a + at : nullptr,
-                                           panel.width, now, dt + r, amount + r);
+    const v4 each = advance<R, BY_CHANNEL, STREAMED>(
+        from + at, panel.to + at, BY_CHANNEL ? panel.a + at : nullptr, panel.width, now, dt + r,
+        amount + r);
     memcpy(sums + r, &each, R * sizeof(float));
     r += R;
   };
@@ -126,8 +129,10 @@ void run(const Scan& rule, const ScanHead& head, Panel panel, const Inputs* inpu
       store(dt + r, step);
       store(amount + r, step * load_as_fp32(x + r, left));
     }
-    (rule.by_channel ? advance_panel<true> : advance_panel<false>)(panel, t ? panel.to : panel.from,
-                                                                   now, dt, amount, sums);
+    const auto advance = panel.streamed
+                             ? (rule.by_channel ? advance_panel<true, true> : advance_panel<false, true>)
+                             : (rule.by_channel ? advance_panel<true, false> : advance_panel<false, false>);
+    advance(panel, t ? panel.to : panel.from, now, dt, amount, sums);
     for (long r = 0; r < panel.rows; r += LANES) {
       const long left = panel.rows - r;
       vf out = load<vf>(sums + r);
@@ -160,7 +165,7 @@ void scan(const Scan& rule, const ScanHead& head, long tokens, long begin, long 
       const long rows = end - c < most ? end - c : most;
       const float* before = token ? head.after : head.before;
       Panel panel{before ? before + c * states : state, head.a + c * states, head.after + c * states,
-                  rows, width};
+                  rows, width, head.hints.streamed && tokens == 1 && whole_vectors(head.after, states)};
       if (copies || !before) copy_in(before ? panel.from : nullptr, rows, states, width, state);
       if (copies && rule.by_channel) copy_in(panel.a, rows, states, width, a), panel.a = a;
       if (copies) panel.from = panel.to = state;
