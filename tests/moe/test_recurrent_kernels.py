@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from itertools import count
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import conv1d, gelu, silu
 
-from examples.models.tiny import tiny_model
+from examples.models.tiny import tiny_config, tiny_model
 from kernels import recurrence
 from kernels.cpu import choose_kernel
 from kernels.triton import recurrence as on_triton
 from kernels.triton.language import INTERPRETED
+from moe import MoE, SamplingParams
 from moe.network import recurrent_kernels
 from moe.network.attention import packed_pass
 from moe.network.kv_cache import KVCache
@@ -174,3 +176,44 @@ def test_other_functions_stay(source: ModuleType) -> None:
     vars(source)["causal_conv1d_fn"] = plain = Convolution()
     assert use_kernels([layer(source)]) == {}
     assert (source.scan, source.causal_conv1d_fn) == (seam, plain)
+
+
+LARGE_STATES: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe_text": {
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+    "granitemoehybrid": {
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_d_state": 256,
+        "mamba_expand": 16,
+    },
+}
+"""Of half a MiB a sequence and layer."""
+
+
+@pytest.mark.parametrize("kind", LARGE_STATES)
+def test_states_that_exceed_the_caches_are_those_of_each_sequence_alone(
+    kind: str, tmp_path: Path
+) -> None:
+    config = tiny_config(kind)
+    for name, size in LARGE_STATES[kind].items():
+        assert hasattr(config, name)
+        setattr(config, name, size)
+    tiny_model(kind, config=config).save_pretrained(tmp_path)
+    model = MoE.from_pretrained(tmp_path, {"engine.max_batch_size": 17})
+    settings = SamplingParams(temperature=0.0, max_new_tokens=5, ignore_eos=True, logprobs=1)
+    prompts = [[(7 * i * i + n) % 90 + 3 for i in range(3 + n % 5)] for n in range(17)]
+    together = model.generate(prompts, settings)  # 8.5 MiB a layer: STREAMED_BYTES of linear.h
+    for n in (0, 8, 16):
+        (alone,) = model.generate([prompts[n]], settings)
+        found, wanted = together[n].tokens, alone.tokens
+        assert [token.id for token in found] == [token.id for token in wanted]
+        torch.testing.assert_close(
+            torch.tensor([token.logprob for token in found]),
+            torch.tensor([token.logprob for token in wanted]),
+            atol=1e-5,
+            rtol=0,
+        )
