@@ -28,7 +28,8 @@ inline std::atomic<Times*> times{nullptr};  // of each name; null: nobody measur
 // Hands one stage's tasks to the threads: to each a run of neighbours, so that it reads on through
 // memory and counts on a cache line of its own, and then what others have left. A stage ends when its
 // tasks are done, not when all threads arrive: a thread that the system has not scheduled yet delays
-// nobody.
+// nobody. Threads count what they have done in each share, and shares what is left to do: waiting
+// threads watch a line that is written once a share, not once a thread.
 class Turns {
  public:
   explicit Turns(stages::Name stage = stages::ROWS) : stage_(stage) {}
@@ -43,7 +44,7 @@ class Turns {
   template <class Task>
   void run(long count, const Task& task) {
     take_part(count, [&](Claim& claim) {
-      for (long i; (i = claim.take()) < count; ++claim.done) task(i);
+      for (Place at; (at = claim.take()).task < count; claim.finish(at)) task(at.task);
     });
   }
 
@@ -51,9 +52,10 @@ class Turns {
   template <class Task>
   void run_ahead(long count, const Task& task) {
     take_part(count, [&](Claim& claim) {
-      for (long i = claim.take(), next; i < count; i = next, ++claim.done) {
+      for (Place at = claim.take(), next; at.task < count; at = next) {
         next = claim.take();
-        task(i, next);
+        task(at.task, next.task);
+        claim.finish(at);
       }
     });
   }
@@ -61,26 +63,46 @@ class Turns {
  private:
   static constexpr int MOST_SHARES = 8;  // of more threads some begin in the same one
 
-  struct alignas(64) Counter {
-    std::atomic<long> value{0};
+  struct alignas(64) Share {
+    std::atomic<long> taken{0}, done{0};
+  };
+
+  struct Place {
+    long task, share;
   };
 
   // What a thread takes: the tasks of its share, then those of the others.
   struct Claim {
-    Counter* taken;  // null: the thread is alone, and counts by itself
-    long count, shares, share, left, done;  // left: shares, this one included
+    Turns* turns;  // null: the thread is alone, and counts by itself
+    long count, shares, share, left;  // left: shares, this one included
+    Place done{0, 0};                 // how many tasks of a share, not yet counted there
     long next = 0;
 
-    long take() {
-      if (!taken) return next < count ? next++ : count;
+    long begin(long of) const { return count * of / shares; }
+    long size(long of) const { return begin(of + 1) - begin(of); }
+
+    Place take() {
+      if (!turns) return {next < count ? next++ : count, 0};
       for (; left; --left, share = share + 1 < shares ? share + 1 : 0) {
-        const long begin = count * share / shares, size = count * (share + 1) / shares - begin;
-        std::atomic<long>& own = taken[share].value;
-        if (own.load(std::memory_order_relaxed) >= size) continue;
-        const long i = own.fetch_add(1, std::memory_order_relaxed);
-        if (i < size) return begin + i;
+        std::atomic<long>& taken = turns->share_[share].taken;
+        if (taken.load(std::memory_order_relaxed) >= size(share)) continue;
+        const long i = taken.fetch_add(1, std::memory_order_relaxed);
+        if (i < size(share)) return {begin(share) + i, share};
       }
-      return count;
+      return {count, 0};
+    }
+
+    void finish(const Place& at) {
+      if (at.share != done.share) note();
+      ++done.task, done.share = at.share;
+    }
+
+    void note() {
+      const auto [tasks, of] = done;
+      done.task = 0;
+      if (!turns || !tasks) return;
+      const long before = turns->share_[of].done.fetch_add(tasks, std::memory_order_acq_rel);
+      if (before + tasks == size(of)) turns->done_.fetch_add(size(of), std::memory_order_release);
     }
   };
 
@@ -90,11 +112,11 @@ class Turns {
     const long threads = omp_get_num_threads();
     const long shares = threads < MOST_SHARES ? threads : MOST_SHARES;
     const bool alone = threads == 1;
-    Claim claim{alone ? nullptr : taken, count, shares, omp_get_thread_num() % shares, shares, 0};
+    Claim claim{alone ? nullptr : this, count, shares, omp_get_thread_num() % shares, shares};
     stages::Times* times = measured();
     const auto begun = times ? now() : 0;
     work(claim);
-    if (claim.done && !alone) done.value.fetch_add(claim.done, std::memory_order_release);
+    claim.note();
     const auto worked = times ? now() : 0;
     if (!alone) wait(count);
     if (!times) return;
@@ -115,10 +137,11 @@ class Turns {
   }
 
   void wait(long count) const {
-    for (int spins = 0; done.value.load(std::memory_order_acquire) < count; ++spins)
+    for (int spins = 0; done_.load(std::memory_order_acquire) < count; ++spins)
       if (spins > 1 << 14) std::this_thread::yield();
   }
 
-  Counter taken[MOST_SHARES], done;
+  Share share_[MOST_SHARES];
+  alignas(64) std::atomic<long> done_{0};  // tasks of whole shares
   const stages::Name stage_;
 };
