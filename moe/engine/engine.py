@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 from moe.calibration.predictors import PromptEstimator
@@ -93,7 +94,7 @@ class Engine:
         self._borrowing = borrowing
         drafts = profile.speculation
         self._rows = 1 if drafts.mode == "off" else 1 + drafts.max_depth  # of a sequence in a step
-        work = LayerWork.of(backbone.model, experts.layers)
+        work = partial(LayerWork.of, backbone.model, experts.layers)
         self.planner = PrefillPlanner(profile.prefill, work, experts.statistics)
         self._reuse_answers = profile.memory.reuse_answers
         patience = profile.engine.overlap_patience

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -55,20 +56,27 @@ class PrefillPlanner:
 
     Args:
         settings: modes and sizes.
-        work: FLOPs of a layer.
+        count_work: gives the FLOPs of a layer, once somebody needs them: it reads all modules.
         statistics: routing of the model; they grow while it runs.
 
     Attributes:
-        last_choice: what `choose` decided last.
+        last_choice: what `choose` decided last of prompts that take several steps.
     """
 
     def __init__(
-        self, settings: PrefillSettings, work: LayerWork, statistics: RoutingStatistics
+        self,
+        settings: PrefillSettings,
+        count_work: Callable[[], LayerWork],
+        statistics: RoutingStatistics,
     ) -> None:
         self._settings = settings
-        self._work = work
+        self._count_work = count_work
         self._statistics = statistics
         self.last_choice: PrefillChoice | None = None
+
+    @cached_property
+    def _work(self) -> LayerWork:
+        return self._count_work()
 
     def pauses(self, prompts: Prompts) -> tuple[int, ...]:
         """Layers at which a layered batch of these prompts sleeps until the next step."""
@@ -77,6 +85,8 @@ class PrefillPlanner:
 
     def choose(self, num_tokens: int, num_decoding: int) -> PrefillMode:
         """The mode for the next prompt tokens."""
+        if num_tokens + num_decoding <= self._settings.chunk_tokens:
+            return "chunked"  # one step reads them all: no way loads fewer experts
         frequencies = measured_frequencies(self._statistics, self._work.top_k)
         choice = choose_prefill(self._settings, frequencies, self._work, num_tokens, num_decoding)
         self.last_choice = choice

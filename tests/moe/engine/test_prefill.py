@@ -67,7 +67,7 @@ def test_frequencies_are_counts_over_tokens() -> None:
 def test_stages_count_experts_as_the_router_did() -> None:
     statistics = RoutingStatistics([16] * 12)
     work = LayerWork(backbone=1, pair=0, expert=1, top_k=1)
-    planner = PrefillPlanner(PrefillSettings(group_tokens=64), work, statistics)
+    planner = PrefillPlanner(PrefillSettings(group_tokens=64), lambda: work, statistics)
     assert planner.pauses([range(64)]) == ()
     # Four layers would be as long as a chunk, and the first stage has an attention more.
     assert (
@@ -80,8 +80,11 @@ def test_stages_count_experts_as_the_router_did() -> None:
 
 
 def test_the_engine_reports_its_choice(tiny_checkpoint: Callable[[str], Path]) -> None:
-    model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"))
+    model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), {"prefill.chunk_tokens": 16})
     engine = model.engine()
+    engine.submit(model.request([3, 4, 5], SamplingParams(max_new_tokens=1)))
+    engine.step()
+    assert engine.status()["prefill"] is None  # one step reads it: there is no choice
     engine.submit(model.request(list(range(3, 60)), SamplingParams(max_new_tokens=1)))
     engine.step()
     prefill = engine.status()["prefill"]
