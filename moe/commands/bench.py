@@ -105,6 +105,7 @@ def _stages_of(run: _Run, limit: float) -> dict[str, Any]:
         stage.name.lower(): {
             "ms": 1e3 * time.seconds / run.steps,
             "waiting_ms": 1e3 * time.waiting / run.steps,
+            "runs": time.runs / run.steps,
             "bytes": time.bytes // run.steps,
             "share_of_limit": time.bytes / time.seconds / limit if time.seconds else 0.0,
         }
