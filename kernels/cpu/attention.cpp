@@ -15,6 +15,8 @@ LAYOUT(Attend, q, k, v, out, begin, sinks, k_table, v_table, q_head, q_row, k_he
 
 namespace {
 
+thread_local Scratch packed_rows;  // of its own: a pass that attends holds the other
+
 // Packs PANEL_KEYS keys and values of a head, or as many as there are.
 template <class Products>
 void pack(const Attend& a, long kv_head, long first, float* memory, char* to) {
@@ -40,7 +42,7 @@ bool attend(const Attend& a, int threads) {
   const long blocks = (rows + ROWS_A_TASK - 1) / ROWS_A_TASK;
   const long lines = PANEL_KEYS * (kv::whole_groups(a.key_size) + kv::whole_groups(a.value_size));
   const long own_bytes = aligned(Rows<Products>::task_bytes(a)) + lines * long(sizeof(float));
-  char* packed = scratch.reserve(a.kv_heads * panels * unit + threads * own_bytes);
+  char* packed = packed_rows.reserve(a.kv_heads * panels * unit + threads * own_bytes);
   if (!packed) return false;
   char* memory = packed + a.kv_heads * panels * unit;
   Turns packing{stages::ATTENTION}, attending{stages::ATTENTION};
@@ -57,7 +59,7 @@ bool attend(const Attend& a, int threads) {
       Rows<Products>(a, packed + head * panels * unit, own, head, first, end).run();
     });
   }
-  scratch.trim();
+  packed_rows.trim();
   return true;
 }
 
@@ -65,8 +67,6 @@ bool attend(const Attend& a, int threads) {
 
 extern "C" {
 
-// Query i is at position keys - queries + i and sees the keys from begin[i] to its own.
-// 0: no memory.
 int32_t moe_attend(const Attend* a, int32_t threads) {
   threads = team(a->queries * a->heads * a->keys * a->key_size, threads);
   if (amx::ready) return attend<Parts>(*a, threads);

@@ -29,6 +29,10 @@ extern "C" struct Attend {
   kv::Format k_format, v_format;  // of blocks
 };
 
+// Query i is at position keys - queries + i and sees the keys from begin[i] to its own.
+// 0: no memory.
+extern "C" int32_t moe_attend(const Attend* a, int32_t threads);
+
 // Some rows in float32, one after the other `stride` apart.
 struct Lines {
   const float* first;

@@ -1,5 +1,6 @@
 // A decode step's stages around attention, and its C interface, called through ctypes (which
 // releases the GIL). See decode.h.
+#include "attention.h"
 #include "decode_attention.h"
 #include "layouts.h"
 
@@ -20,7 +21,8 @@ LAYOUT(decode::Embedding, table, scale, dtype)
 LAYOUT(decode::Join, embedding, hidden, project, hidden_first)
 LAYOUT(decode::Seen, blocks, count, most, newest)
 LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, tokens, position, capacity, cache, states,
-       seen, keys, values, threads, bounds, past)
+       seen, keys, values, threads, bounds, past, prompts)
+LAYOUT(decode::Prompts, sequences, first, num_wanted, wanted)
 LAYOUT(decode::Experts, forward, layer, activation, slots, index)
 LAYOUT(decode::Model, layers, program, experts, norm, head, embedding, count, top_k, patience, join)
 LAYOUT(decode::Chain, first, model, sequences, most, last, depth, sharpness, accepted, price, tokens,
@@ -53,7 +55,9 @@ void Pass::place_attention(Arena& arena) {
   partial = reinterpret_cast<Partial*>(arena.take_bytes(B * Q * longest * sizeof(Partial)));
   sums = arena.take(B * Q * longest * size);
   const long D = a().head_dim, T = a().rotation.size;
-  const bool latent = a().expansion, turned = latent ? step.values.turned : step.keys.turned;
+  const bool latent = a().expansion, alone = !step.prompts;
+  const bool turned = alone && (latent ? step.values.turned : step.keys.turned);
+  begins = reinterpret_cast<int64_t*>(arena.take_bytes(alone ? 0 : B * sizeof(int64_t)));
   asked = turned && !latent ? arena.take(B * Q * D) : q;
   asked_beside = turned && latent ? arena.take(B * Q * T) : q + a().plain_dim;
   beside_stride = turned && latent ? T : D;
@@ -67,6 +71,11 @@ void Pass::place_attention(Arena& arena) {
 }
 
 void Pass::place(Arena& arena) {
+  if (!layer && step.prompts) {
+    hidden = take_rows(arena, step.h, B, H, {});
+    wanted = take_rows(arena, nullptr, step.prompts->num_wanted, H, {head});
+    return;
+  }
   if (!layer) {
     hidden = take_rows(arena, step.h, B, H, {head});
     return;
@@ -97,6 +106,8 @@ long Pass::work() const {
 }
 
 void Pass::measure() {
+  if (step.prompts) longest = 0;  // their sums are not kept
+  if (step.prompts) return;
   for (long b = 0; b < B; ++b) longest = splits(b) > longest ? splits(b) : longest;
 }
 
@@ -108,9 +119,41 @@ bool Pass::go() {
   if (!arena.memory) return false;
   place(arena);
   threads = team(work(), step.threads);
+  const bool by_sequence = layer && step.prompts;
+  if (!by_sequence) {
 #pragma omp parallel num_threads(threads)
-  run();
+    run();
+  }
+  const bool done = !by_sequence || run_prompts();
   scratch.trim();
+  return done;
+}
+
+// Prompts: between two parallel regions attention has its own, a sequence at a time.
+bool Pass::run_prompts() {
+#pragma omp parallel num_threads(threads)
+  {
+    entering.run(B, [&](long b) { begin(b); });
+    project();
+    turn_all();
+  }
+  if (!attend_prompts()) return false;
+#pragma omp parallel num_threads(threads)
+  leave();
+  return true;
+}
+
+bool Pass::attend_prompts() {
+  const long Q = a().heads, D = a().head_dim, V = a().value_dim;
+  for (long b = 0; b < B; ++b) begins[b] = first_key(b);
+  for (long s = 0; s < step.prompts->sequences; ++s) {
+    const long first = step.prompts->first[s], end = step.prompts->first[s + 1];
+    const void* const* tables = step.cache + (first * step.layers + a().cache) * 2;
+    const Attend all{q + first * Q * D, nullptr, nullptr, heads.x + first * Q * V, begins + first,
+                     a().sinks, tables[0], tables[1], D, Q * D, 0, 0, 0, 0, Q, a().kv_heads, D, V,
+                     end - first, length(end - 1), a().scale, a().softcap, step.keys, step.values};
+    if (!moe_attend(&all, step.threads)) return false;
+  }
   return true;
 }
 
@@ -184,11 +227,24 @@ void Pass::attend_given() {
 
 void Pass::run() {
   entering.run(B, [&](long b) { begin(b); });
-  if (!layer) {
-    const Product last[] = {{head, &hidden, out, head->rows()}};
-    return products(last, 1, B, threads, heading);
-  }
+  if (!layer) return run_head();
   a().expansion ? attend_latent_all() : attend_all();
+  leave();
+}
+
+void Pass::run_head() {
+  const Prompts* prompts = step.prompts;
+  if (prompts)
+    gathering.run(prompts->num_wanted, [&](long i) {
+      memcpy(wanted.x + i * H, step.h + prompts->wanted[i] * H, H * sizeof(float));
+      wanted.prepare(i);
+    });
+  const Product last[] = {{head, prompts ? &wanted : &hidden, out, head->rows()}};
+  products(last, 1, prompts ? prompts->num_wanted : B, threads, heading);
+}
+
+// From the attention's heads to the experts' rows.
+void Pass::leave() {
   if (heads.quantized()) coding.run(B, [&](long b) { heads.prepare(b); });
   const Product output[] = {{&a().o, &heads, made, H}};
   products(output, 1, B, threads, leaving);
@@ -227,7 +283,7 @@ int32_t moe_decode_join(const decode::Step* step, const decode::Join* join) {
   place(counting);
   Arena arena{scratch.reserve(counting.used)};
   if (!arena.memory) return 0;
-  const Rows both = place(arena);
+  const decode::Rows both = place(arena);
   const Product product{&join->project, &both, step->x, H};
   const int threads = team(B * join->project.size(), step->threads);
   Turns norming{stages::NORMS}, projecting{stages::PROJECTIONS};

@@ -62,6 +62,15 @@ struct Seen {
   int64_t newest;         // of these the last so many, which no head has to choose; 2 or more
 };
 
+// The rows of a step that reads prompts: a sequence's new tokens one behind the other, which attend
+// together.
+struct Prompts {
+  int64_t sequences;
+  const int64_t* first;   // (sequences + 1,) the first row of each, and behind the last
+  int64_t num_wanted;
+  const int64_t* wanted;  // the rows whose logits are wanted, ascending
+};
+
 struct Step {
   int64_t rows, hidden, layers;  // B; H; layers that have a cache
   float *x, *h, *beside;         // (B, H) residual; a block's input; output of `down`
@@ -75,6 +84,7 @@ struct Step {
   int32_t threads;
   int32_t bounds;                // blocks have the bounds of their keys
   const float* past;             // (B, H) what `Join` reads; null: the embeddings
+  const Prompts* prompts;        // null: a decode step, whose rows attend each by itself
 };
 
 // A layer's routed experts: moe_forward or moe_quantized_forward, and its arguments.
@@ -159,13 +169,14 @@ struct Pass {
   int64_t* ids;         // (B, top_k)
   float* weights;       // (B, top_k)
   const Matrix* head = nullptr;
-  float* out = nullptr;  // (B, rows of the head)
+  float* out = nullptr;  // (B, rows of the head); of prompts (num_wanted, rows of the head)
   Given given{};
 
   const long B = step.rows, H = step.hidden;
   int threads = 1;
   long longest = 1;  // splits of the longest sequence
-  Rows hidden, low, heads, inner;
+  Rows hidden, low, heads, inner, wanted;
+  int64_t* begins;  // (B,) of prompts: the first key that a row sees
   float *q, *k, *v, *made, *up, *shared, *logits, *choice, *sums, *inward;
   float *asked, *asked_beside;  // queries as caches have keys, and those for rotated keys of latents
   long beside_stride;
@@ -173,7 +184,7 @@ struct Pass {
   float* near;      // (B, N, scored) scores of a key head's blocks, and behind them `signs`
   long picks = 0, scored = 0;
   Partial* partial;
-  Turns entering{stages::NORMS}, projecting{stages::PROJECTIONS}, turning{stages::POSITIONS},
+  Turns gathering{stages::NORMS}, entering{stages::NORMS}, projecting{stages::PROJECTIONS}, turning{stages::POSITIONS},
       projecting_again{stages::PROJECTIONS}, inwards{stages::PROJECTIONS},
       picking{stages::ATTENTION}, attending{stages::ATTENTION}, merging{stages::ATTENTION}, outwards{stages::PROJECTIONS},
       coding{stages::OUTPUT}, leaving{stages::OUTPUT}, adding{stages::NORMS},
@@ -186,6 +197,12 @@ struct Pass {
   void place_attention(Arena& arena);
   long work() const;
   void run();
+  void run_head();
+  bool run_prompts();
+  void project();
+  void turn_all();
+  bool attend_prompts();
+  void leave();
   void attend_given();
   void attend_all();
   void attend_heads();

@@ -118,7 +118,18 @@ class StepRecord(Record, struct="decode::Step"):
         *pointers("seen"),
         *((name, FormatRecord) for name in ("keys", "values")),
         *numbers("threads", "bounds"),
-        *pointers("past"),
+        *pointers("past", "prompts"),
+    )
+
+
+class PromptsRecord(Record, struct="decode::Prompts"):
+    """The rows of a step that reads prompts; ``first`` and ``wanted`` are int64 arrays."""
+
+    _fields_ = (
+        *sizes("sequences"),
+        *pointers("first"),
+        *sizes("num_wanted"),
+        *pointers("wanted"),
     )
 
 

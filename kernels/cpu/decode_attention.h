@@ -146,20 +146,30 @@ inline void Pass::merge_head(long b, long head) {
   if (a().expansion ? step.keys.turned : step.values.turned) kv::turn(to, size);
 }
 
-inline void Pass::attend_all() {
+inline void Pass::project() {
   const Product first[] = {{&a().q, &hidden, q, a().q.rows()},
                            {&a().k, &hidden, k, a().k.rows()},
                            {&a().v, &hidden, v, a().v.rows()}};
   products(first, 3, B, threads, projecting);
+}
+
+// Keys and values go to their caches.
+inline void Pass::turn_all() {
+  const long N = a().kv_heads;
+  turning.run(2 * B, [&](long task) { task % 2 ? turn_keys(task / 2) : turn_queries(task / 2); });
+  if (step.bounds && !a().window)
+    picking.run(B * N, [&](long task) { pick(task / N, task % N); });
+}
+
+inline void Pass::attend_all() {
+  project();
   attend_heads();
 }
 
 // Queries, keys and values are there.
 inline void Pass::attend_heads() {
   const long Q = a().heads, N = a().kv_heads;
-  turning.run(2 * B, [&](long task) { task % 2 ? turn_keys(task / 2) : turn_queries(task / 2); });
-  if (step.bounds && !a().window)
-    picking.run(B * N, [&](long task) { pick(task / N, task % N); });
+  turn_all();
   attending.run(B * N * longest, [&](long task) {
     const long b = task / (N * longest), split = task % longest;
     if (split < splits(b)) attend(b, task / longest % N, split);

@@ -50,15 +50,24 @@ struct Product {
 
 constexpr long WIDEST = MAX_PANEL_BLOCKS * BLOCK_ROWS;
 static_assert(WIDEST <= MAX_PANEL, "a dense panel's sums");
+constexpr long PART_BYTES = 4 << 20;  // of input rows, which stay in a cache for all panels
+
+inline thread_local Scratch unpacking;  // of a panel's codes
+
+// Some input rows of a product.
+struct Part {
+  long begin, rows;
+};
 
 template <class M>
-static void dense_panel(const Product& p, long rows, long g, long count) {
+static void dense_panel(const Product& p, Part part, long g, long count) {
   const Matrix& m = *p.matrix;
   const long width = m.planes.columns;
   alignas(64) float sums[1][MAX_ROWS * MAX_PANEL];
   const auto* w = static_cast<const typename M::W*>(m.weight) + g * width;
-  for (long r = 0; r < rows; r += MAX_ROWS) {
-    const long n = rows - r < MAX_ROWS ? rows - r : MAX_ROWS;
+  const long end = part.begin + part.rows;
+  for (long r = part.begin; r < end; r += MAX_ROWS) {
+    const long n = end - r < MAX_ROWS ? end - r : MAX_ROWS;
     const float* from[MAX_ROWS];
     for (long i = 0; i < n; ++i) from[i] = p.from->x + (r + i) * width;
     multiply_rows<M>(n, from, w, 1, m.rows(), count, width, sums);
@@ -78,7 +87,7 @@ struct Piece {
 };
 
 // Multiplies `count` weight rows of a piece, and prefetches those of the thread's next piece.
-static void panel(const Piece& piece, const Piece& next, long rows, long count) {
+static void panel(const Piece& piece, const Piece& next, Part part, long count) {
   const Product& p = *piece.product;
   const Matrix& m = *p.matrix;
   const long g = piece.begin;
@@ -86,12 +95,16 @@ static void panel(const Piece& piece, const Piece& next, long rows, long count) 
     case BIT_PLANES: {
       const long blocks = (count + BLOCK_ROWS - 1) / BLOCK_ROWS;
       const PlaneMatrix w = piece.planes();
+      const bool unpacked = unpacks(part.rows);
+      char* memory = unpacked ? unpacking.reserve(Panel::unpacked_bytes(w, blocks)) : nullptr;
       return multiply_panel(w, next.quantized() ? next.planes() : w, m.bias ? m.bias + g : nullptr,
-                            blocks, p.from->codes(w), rows, p.out + g, p.stride, nullptr);
+                            blocks, p.from->codes(w).from(part.begin), part.rows,
+                            p.out + part.begin * p.stride + g, p.stride,
+                            reinterpret_cast<uint8_t*>(memory));
     }
-    case FP32: return dense_panel<Fp32>(p, rows, g, count);
-    case BF16: return dense_panel<Bf16>(p, rows, g, count);
-    default: return dense_panel<Fp16>(p, rows, g, count);
+    case FP32: return dense_panel<Fp32>(p, part, g, count);
+    case BF16: return dense_panel<Bf16>(p, part, g, count);
+    default: return dense_panel<Fp16>(p, part, g, count);
   }
 }
 
@@ -106,8 +119,13 @@ static long panel_rows(const Product* list, int count, int threads) {
 // Computes every product whose matrix is not absent. A stage of a parallel region.
 static void products(const Product* list, int count, long rows, int threads, Turns& turns) {
   const long step = panel_rows(list, count, threads);
-  long tasks = 0;
-  for (int i = 0; i < count; ++i) tasks += (list[i].matrix->rows() + step - 1) / step;
+  long tasks = 0, width = 1;
+  for (int i = 0; i < count; ++i) {
+    tasks += (list[i].matrix->rows() + step - 1) / step;
+    if (*list[i].matrix && list[i].from->width > width) width = list[i].from->width;
+  }
+  const long most = (PART_BYTES / width + MAX_ROWS) / MAX_ROWS * MAX_ROWS;
+  const long parts = (rows + most - 1) / most, some = (rows + parts - 1) / (parts ? parts : 1);
   turns.reads([&] {
     int64_t bytes = 0;
     for (int i = 0; i < count; ++i) bytes += list[i].matrix->bytes();
@@ -121,10 +139,10 @@ static void products(const Product* list, int count, long rows, int threads, Tur
     }
     return {};
   };
-  turns.run_ahead(tasks, [&](long task, long next) {
-    const Piece now = piece(task);
-    const long left = now.product->matrix->rows() - now.begin;
-    panel(now, piece(next), rows, left < step ? left : step);
+  turns.run_ahead(parts * tasks, [&](long task, long next) {
+    const Piece now = piece(task % tasks), then = next < parts * tasks ? piece(next % tasks) : Piece{};
+    const long left = now.product->matrix->rows() - now.begin, begin = task / tasks * some;
+    panel(now, then, {begin, rows - begin < some ? rows - begin : some}, left < step ? left : step);
   });
 }
 

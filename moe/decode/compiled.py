@@ -2,7 +2,8 @@
 
 Where Python runs the experts, the C++ code stops at each MoE layer; where the step runs them
 itself, one call computes all layers. Legend: B rows, each one new token; a sequence may have
-several, at successive positions.
+several, at successive positions. A described step reads prompts, too: all their tokens are rows,
+and those of a sequence attend together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kernels import PlaneMatrix
 from kernels.cpu import decode as native
 from kernels.cpu.interface import DTYPES
 from kernels.cpu.kv import FormatRecord
@@ -28,13 +30,17 @@ from moe.decode.step import (
     finish_step,
 )
 from moe.describe.description import (
+    Attention,
     Description,
     Experts,
+    LatentAttention,
+    Layer,
     NotDescribed,
     RotaryTable,
     Router,
 )
 from moe.describe.parts import describe_norm, describe_projection
+from moe.network.kv_blocks import BlockKVCache, Shape
 from moe.network.kv_cache import KVCache, LayerKey
 from moe.network.mtp import MtpInput
 from moe.network.packed_pass import Work
@@ -217,6 +223,32 @@ class DescribedStep(CompiledStep):
         """Make tables long enough for this many positions."""
         self._tables.reserve(positions)
 
+    @property
+    def why_no_prompts(self) -> str:
+        """Why it cannot read prompts; empty if it can."""
+        attentions = [layer.attention for layer in self._description.layers]
+        tables = [each.rotation.table for each in attentions if each.rotation is not None]
+        if any(isinstance(each, LatentAttention) for each in attentions):
+            return "latent attention"
+        if any(table.of_length for table in tables):
+            return "rotary tables that depend on the length"
+        if self._joined is not None or not all(map(_has_planes, self._description.layers)):
+            return "matrices of floats"
+        return ""
+
+    def prompts(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
+        """Logits of each piece of work, which are prompts or parts of them; a token's bits do not
+        depend on how its prompt is cut. Calls ``routed`` at every MoE layer."""
+        assert not self.why_no_prompts
+        for item in work:
+            assert isinstance(item.cache, BlockKVCache)
+            for layer in self._description.layers:
+                a = layer.attention
+                assert isinstance(a, Attention)
+                item.cache.give_shape(a.layer, Shape(a.kv_heads, a.head_dim, a.value_dim))
+        step = self._begin(work, PromptRows(work))
+        return self._finish(work, step, routed, step.go(self._stopping))
+
     def chain_model(self, head: native.MatrixRecord) -> native.ModelRecord:
         """The record of the whole step with another output head, which the caller keeps."""
         record = self._model(self._arrays[1])
@@ -230,8 +262,8 @@ class DescribedStep(CompiledStep):
             return super()._routing(step)
         return Routing.from_router(*experts.router.forward(step.h_BH), experts.num_experts)
 
-    def _begin(self, work: Sequence[Work]) -> CompiledPass:
-        places = CachePlaces(work, self._caches)
+    def _begin(self, work: Sequence[Work], prompts: PromptRows | None = None) -> CompiledPass:
+        places = CachePlaces(work, self._caches, prompts=prompts is not None)
         self._tables.reserve(places.end)
         rows, hidden = places.rows, self._embedding.width
         memory = torch.empty(3, rows, hidden, dtype=torch.float32)
@@ -241,9 +273,12 @@ class DescribedStep(CompiledStep):
         record = native.StepRecord(
             rows, hidden, len(self._caches), x, h, beside, *places.pointers, None, places.seen,
             *places.formats, torch.get_num_threads(), places.bounds, self._past(rows),
+            None if prompts is None else addressof(prompts.record),
         )  # fmt: skip
-        sizes = self._description.head.rows, self._moe_layers[-1], self._top_k
-        return CompiledPass(self._kernel, record, h_BH, memory[2], *sizes, (memory, places))
+        logits = rows if prompts is None else len(prompts.wanted)
+        sizes = (logits, self._description.head.rows), self._moe_layers[-1], self._top_k
+        kept = memory, places, prompts
+        return CompiledPass(self._kernel, record, h_BH, memory[2], *sizes, kept)
 
     def _past(self, rows: int) -> int | None:
         """The address of the hidden states that rows of a multi-token-prediction layer begin with;
@@ -278,6 +313,31 @@ def join_record(records: DescriptionRecords, joined: MtpInput) -> native.JoinRec
     norms = [records.norm(describe_norm(each, width)) for each in (joined.enorm, joined.hnorm)]
     project = records.matrix(describe_projection(joined.projection))
     return native.JoinRecord(*norms, project, joined.hidden_first)
+
+
+def _has_planes(layer: Layer) -> bool:
+    """Whether all matrices but routers are bit planes, which our kernels multiply at any number of
+    rows; floats are the business of torch's."""
+    a, feed = layer.attention, layer.feed
+    own = feed.shared if isinstance(feed, Experts) else feed
+    parts = [a.q, a.o, *([a.k, a.v] if isinstance(a, Attention) else [])]
+    parts += [] if own is None else [own.gate, own.up, own.down]
+    return all(isinstance(part.weight, PlaneMatrix) for part in parts)
+
+
+class PromptRows:
+    """Which rows of a step are whose, and whose logits are wanted: the last of each piece of work,
+    or all."""
+
+    def __init__(self, work: Sequence[Work]) -> None:
+        sizes = [len(item.token_ids) for item in work]
+        self._first = np.cumsum([0, *sizes], dtype=np.int64)
+        ends = zip(work, self._first, self._first[1:], strict=False)
+        parts = [np.arange(a if item.all_logits else b - 1, b) for item, a, b in ends]
+        self.wanted = np.concatenate(parts).astype(np.int64)
+        self.record = native.PromptsRecord(
+            len(work), self._first.ctypes.data, len(self.wanted), self.wanted.ctypes.data
+        )
 
 
 class TokenEmbedding:
@@ -331,7 +391,9 @@ class CachePlaces:
         end: behind the last position.
     """
 
-    def __init__(self, work: Sequence[Work], layers: Sequence[LayerKey]) -> None:
+    def __init__(
+        self, work: Sequence[Work], layers: Sequence[LayerKey], *, prompts: bool = False
+    ) -> None:
         tokens: list[int] = []
         positions: list[int] = []
         capacities: list[int] = []
@@ -350,7 +412,8 @@ class CachePlaces:
         self._kept, self.tokens = (rows_3B, found), rows_3B[0]
         (form,) = {item.cache.form for item in work if isinstance(item.cache, KVCache)}
         self.formats = [FormatRecord(*each) for each in form[:2]]
-        self.bounds, self.seen = form.bounds, self._seen(work, positions)
+        self.bounds = form.bounds
+        self.seen = None if prompts else self._seen(work, positions)  # they see all
         first, each = rows_3B.ctypes.data, rows_3B.strides[0]
         self.pointers = first, first + each, first + 2 * each, found.ctypes.data
 

@@ -22,9 +22,9 @@ from moe.decode.compiled import DescribedStep
 from moe.decode.lower import operation_names
 from moe.decode.program import Program
 from moe.decode.prompts import fuse_prompts
-from moe.decode.proof import prove, prove_traced
+from moe.decode.proof import prove, prove_prompts, prove_traced
 from moe.decode.records import DescriptionRecords
-from moe.decode.step import CompiledExperts, DecodeForward, why_outside
+from moe.decode.step import CompiledExperts, DecodeForward, through_lane, why_outside
 from moe.decode.trace import trace
 from moe.decode.traced import TracedStep
 from moe.describe.decoder import describe
@@ -36,6 +36,8 @@ from moe.describe.description import (
 )
 from moe.describe.observe import observe_random
 from moe.network.backbone import Backbone
+from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
+from moe.network.kv_cache import KVFormat
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.network.stored_embedding import backbone_dtype
@@ -153,8 +155,27 @@ def _described_step(
     step = DescribedStep(description, kernel.decode, inside)
     reason = prove(backbone, description, step)
     forward = DecodeForward(step, experts, why_not, order)
-    prompts = fuse_prompts(backbone, description, kernel.norms)
-    return forward, f"{reason}; {prompts}; {forward.where}"
+    pool = BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(32)), Windows())
+    prompts = _compiled_prompts(backbone, description, step, pool)
+    if not prompts:
+        routed = through_lane(experts.run)
+        backbone.prompt_forward = lambda work: step.prompts(work, routed)
+    fused = fuse_prompts(backbone, description, kernel.norms)
+    compiled = f"prompts not compiled: {prompts}" if prompts else "prompts compiled"
+    return forward, f"{reason}; {compiled}; {fused}; {forward.where}"
+
+
+def _compiled_prompts(
+    backbone: Backbone, description: Description, step: DescribedStep, pool: BlockPool
+) -> str:
+    """Why prompts are not read by the step; empty if they can be."""
+    if why_not := step.why_no_prompts:
+        return why_not
+    try:
+        prove_prompts(backbone, description, step.prompts, pool)
+    except Exception as error:  # as in `enable_fused`: an architecture may do anything
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _traced_step(

@@ -118,6 +118,33 @@ def _prove(
     raise NotDescribed(f"{failure}{where}") from failure
 
 
+@torch.inference_mode()
+def prove_prompts(
+    backbone: Backbone, description: Description, step: StepFunction, pool: BlockPool
+) -> None:
+    """Read prompts both ways, the step's into blocks of ``pool``, and then more tokens of each.
+
+    Raises:
+        NotDescribed: they disagree.
+    """
+    for attempt in range(TRIES):
+        prompts = random_prompts(backbone, [length + attempt for length in PROMPT_LENGTHS])
+        theirs, ours = (
+            ComparedRun([kv_of(owner.new_cache(2 * len(ids))) for ids in prompts])
+            for owner in (backbone, pool)
+        )
+        for tokens in (prompts, [ids[::-1] for ids in prompts]):
+            read_plainly(backbone, tokens, theirs)
+            work = [Work(t, c, all_logits=True) for t, c in zip(tokens, ours.caches, strict=True)]
+            ours.logits += step(work, ours.routed_experts)
+        try:
+            compare(theirs, ours, caches_of(description), tolerance_of(description))
+            return
+        except NotDescribed as error:
+            failure = error
+    raise failure
+
+
 @contextmanager
 def _whole_expansions(backbone: Backbone, whole: Mapping[nn.Module, Tensor]) -> Iterator[None]:
     """Let transformers expand latents as the step does: unquantized."""

@@ -209,7 +209,7 @@ class CompiledPass:
         record: the rows, for C++.
         h_BH: what experts read, an address of the record.
         routed_BH: what experts give.
-        logits_size: V.
+        logits_shape: B, or the rows whose logits are wanted, and V.
         moe_layers, top_k: the shape of expert ids and weights; these tensors are new in each step,
             so that routings may be kept.
         kept: what else the record points to.
@@ -227,7 +227,7 @@ class CompiledPass:
         record: native.StepRecord,
         h_BH: Tensor,
         routed_BH: Tensor,
-        logits_size: int,
+        logits_shape: tuple[int, int],
         moe_layers: int,
         top_k: int,
         kept: object,
@@ -238,7 +238,7 @@ class CompiledPass:
         self.states = states
         self.h_BH, self._h = h_BH, h_BH.data_ptr()
         self._routed_BH = routed_BH
-        self.logits_BV = torch.empty(count, logits_size, dtype=torch.float32)
+        self.logits_BV = torch.empty(logits_shape, dtype=torch.float32)
         self.ids_LBK = torch.empty(moe_layers, count, top_k, dtype=torch.int64)
         self._weights_LBK = torch.empty(moe_layers, count, top_k, dtype=torch.float32)
         self._done = c_int64(0)

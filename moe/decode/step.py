@@ -23,8 +23,9 @@ in lockstep         `DecodeStep.in_lockstep`    the same where ranks share the e
                                                 code
 ==================  ==========================  ====================================================
 
-`Backbone.lanes` chooses the first way, `DecodeForward` the others. Prompts always go through
-transformers' layers: how a prompt is cut must not change its bits.
+`Backbone.lanes` chooses the first way, `DecodeForward` the others. Prompts are read by a compiled
+step with a call per MoE layer, or through transformers' layers: all prompts of a model in the same
+way, as how a prompt is cut must not change its bits.
 Legend: B rows, each one new token; H hidden, V vocabulary.
 """
 
@@ -325,8 +326,12 @@ def finish_step(
 
 
 def split_logits(work: Sequence[Work], logits: Tensor) -> list[Tensor]:
-    """``(B, V)`` by piece of work: of all its tokens, or of the last."""
+    """``(B, V)`` by piece of work: of all its tokens, or of the last; prompts have no others."""
     if len(work) == len(logits):
         return list(logits.split(1))
-    parts = logits.split([len(item.token_ids) for item in work])
+    sizes = [len(item.token_ids) for item in work]
+    if sum(sizes) != len(logits):
+        wanted = zip(work, sizes, strict=True)
+        return list(logits.split([size if item.all_logits else 1 for item, size in wanted]))
+    parts = logits.split(sizes)
     return [p if item.all_logits else p[-1:] for item, p in zip(work, parts, strict=True)]

@@ -78,7 +78,7 @@ class TracedStep(CompiledStep):
             torch.get_num_threads(), places.bounds,
         )  # fmt: skip
         kept = x_BH, places, states, memory, own
-        sizes = program.vocabulary, self._moe_layers[-1], self._top_k
+        sizes = (rows, program.vocabulary), self._moe_layers[-1], self._top_k
         return CompiledPass(self._kernel, record, h_BH, routed_BH, *sizes, kept, states)
 
     def _end(self, work: Sequence[Work], step: CompiledPass) -> list[Tensor]:

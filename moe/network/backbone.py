@@ -26,7 +26,7 @@ from moe.errors import UnsupportedModelError
 from moe.network.attention import PACKED, packed_pass
 from moe.network.block_diffusion import writes_blocks
 from moe.network.hidden import KEPT, HiddenRows
-from moe.network.kv_blocks import BlockPool, Windows
+from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
 from moe.network.kv_cache import KVCache, SequenceCache, TransformersCache
 from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import Lane
@@ -69,6 +69,7 @@ class Backbone:
             serves packed passes on a CPU in its place, else why not.
         recurrent: packed sequences have recurrent states, which `KVCache` cannot cut anywhere.
         decode_forward: reads decode work in place of transformers' forward; None: nothing does.
+        prompt_forward: the same of prompts; of those with rows of their own, transformers' does.
         watched: expert calls of packed prompts say how much attention each token gets.
         contrast: reads each packed pass in two ways at once; None: nothing does.
         cache_type: the class of the caches of packed sequences.
@@ -86,6 +87,7 @@ class Backbone:
         self._needs_history: set[int] = set()
         self.recurrent_kernels: dict[str, str] = {}
         self.decode_forward: Forward | None = None
+        self.prompt_forward: Forward | None = None
         self.recurrent = self._reads_whole = False
         self.watched = False
         self.contrast: PassReader | None = None
@@ -230,9 +232,19 @@ class Backbone:
             forward = partial(self.forward_packed, decoding=True)
             if self.decode_forward is not None and not any(item.alone for item in work):
                 forward = self.decode_forward
+        elif self._compiles_prompts and not any(item.alone for item in work):
+            assert self.prompt_forward is not None
+            forward = self.prompt_forward
         if self.contrast is not None:
             forward = partial(self.contrast.read, forward)
         return Lane(partial(forward, work), phase, pieces=len(work))
+
+    @property
+    def _compiles_prompts(self) -> bool:
+        """For as long as it runs in the same way: a profile watches attention, or does not."""
+        if self.prompt_forward is None or self.watched or self.contrast is not None:
+            return False
+        return self.blocks is not None and isinstance(self.blocks.memory, HostBlocks)
 
     def forward_packed(
         self, work: Sequence[Work], *, decoding: bool = False, watched: bool = False
