@@ -2,8 +2,8 @@
 
     python -m benchmarks.many_cores [STORE] [--quick] [--line-ns 100]
 
-The machine at hand measures each stage of a step with one thread: its milliseconds, bytes of weights
-and runs. On C cores a stage is taken to last
+The machine at hand measures each stage of a step with one thread: its milliseconds, bytes of
+weights and runs. On C cores a stage is taken to last
 
     max(ms / min(C, tasks), bytes / memory's speed) + runs x hand-over(C)
 
@@ -113,7 +113,9 @@ def main() -> None:
     prompt, new = (128, 16) if options.quick else (512, 64)
     own = Machine("here, 2 threads", 2, read_speed())
     one, two = (measured(model, threads, prompt, new) for threads in (1, 2))
-    row_bytes = model.config.get_text_config().hidden_size  # a byte a weight: fewer bits, more tasks
+    row_bytes = (
+        model.config.get_text_config().hidden_size
+    )  # a byte a weight: fewer bits, more tasks
     print_header({"store": options.store, "line_ns": options.line_ns, **environment()})
     results: list[dict[str, Any]] = []
     for name, stages in one.items():

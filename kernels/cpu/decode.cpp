@@ -125,7 +125,7 @@ bool Pass::go() {
     run();
   }
   const bool done = !by_sequence || run_prompts();
-  scratch.trim();
+  if (!by_sequence) scratch.trim();  // a prompt's next layer needs as much
   return done;
 }
 

@@ -161,8 +161,8 @@ def _described_step(
         routed = through_lane(experts.run)
         backbone.prompt_forward = lambda work: step.prompts(work, routed)
     fused = fuse_prompts(backbone, description, kernel.norms)
-    compiled = f"prompts not compiled: {prompts}" if prompts else "prompts compiled"
-    return forward, f"{reason}; {compiled}; {fused}; {forward.where}"
+    how = f"{fused} ({prompts})" if prompts else "prompts compiled"
+    return forward, f"{reason}; {how}; {forward.where}"
 
 
 def _compiled_prompts(

@@ -241,8 +241,10 @@ class Backbone:
 
     @property
     def _compiles_prompts(self) -> bool:
-        """For as long as it runs in the same way: a profile watches attention, or does not."""
+        """The same for all prompts of a profile. Not while somebody observes the modules."""
         if self.prompt_forward is None or self.watched or self.contrast is not None:
+            return False
+        if self.model.config._attn_implementation != PACKED:
             return False
         return self.blocks is not None and isinstance(self.blocks.memory, HostBlocks)
 

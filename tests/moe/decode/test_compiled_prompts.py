@@ -1,0 +1,103 @@
+"""Prompts by compiled layers: the same bits however they are cut, and close to transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from examples.models.tiny import tiny_model
+from kernels.cpu import choose_kernel
+from moe import MoE, SamplingParams
+from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
+
+pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
+
+PROMPT = [(7 * i * i) % 90 + 3 for i in range(150)]
+PLANES: dict[str, Any] = {"model.trunk_bits": 8, "model.group_size": 32, "lossless": False}
+
+
+def loaded(folder: Path, kind: str, settings: dict[str, Any] | None = None) -> MoE:
+    if not (folder / "config.json").exists():
+        tiny_model(kind).save_pretrained(folder)
+    return MoE.from_pretrained(folder, PLANES | (settings or {}))
+
+
+@torch.inference_mode()
+def logits_of(model: MoE, *prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """All logits of prompts, each read in these pieces, one piece of each prompt at a time."""
+    caches = [model.backbone.new_cache(len(PROMPT)) for _ in prompts]
+    found: list[list[Tensor]] = [[] for _ in prompts]
+    for pieces in zip(*prompts, strict=True):
+        work = [Work(ids, cache, True) for ids, cache in zip(pieces, caches, strict=True)]
+        lanes = model.backbone.lanes(work)
+        run_lanes(lanes, model.experts.run)
+        for own, rows in zip(found, lanes[0].result(), strict=True):
+            own.append(rows)
+    return [torch.cat(own) for own in found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_bits"),
+    [("qwen3_moe", 16), ("gpt_oss", 32), ("gpt_oss", 8), ("ernie4_5_moe", 4), ("glm4_moe", 16)],
+)
+def test_how_prompts_are_cut_and_what_is_beside_them_changes_no_bit(
+    kind: str, kv_bits: int, tmp_path: Path
+) -> None:
+    model = loaded(tmp_path, kind, {"memory.kv_bits": kv_bits})
+    assert model.backbone.prompt_forward is not None, model.status()["fused"]["why"]
+    other = PROMPT[::-1]
+    (whole,) = logits_of(model, [PROMPT])
+    (cut,) = logits_of(model, [PROMPT[:1], PROMPT[1:70], PROMPT[70:71], PROMPT[71:]])
+    beside, _ = logits_of(model, [PROMPT[:90], PROMPT[90:]], [other[:3], other[3:80]])
+    assert torch.equal(cut, whole)
+    assert torch.equal(beside, whole)
+    model.backbone.prompt_forward = None
+    (theirs,) = logits_of(model, [PROMPT])
+    # Where a last bit tips an activation's 8-bit code, or a choice of experts, more differs.
+    near = (whole - theirs).abs().amax(1) < 0.05
+    assert near.float().mean() > 0.9, near
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"prefill.mode": "layered", "prefill.group_tokens": 16},
+        {"prefill.mode": "chunked", "prefill.chunk_tokens": 16},
+        {"memory.prefix_tokens": 0},
+    ],
+)
+def test_ways_to_read_prompts_give_the_same_answers(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    params = SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True, logprobs=1)
+    prompts = [PROMPT, PROMPT[:100] + PROMPT[:20], PROMPT[:100]]
+    answers = [
+        [
+            (token.id, token.logprob)
+            for p in prompts
+            for token in model.generate([p], params)[0].tokens
+        ]
+        for model in (loaded(tmp_path, "qwen3_moe"), loaded(tmp_path, "qwen3_moe", settings))
+    ]
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "why"),
+    [
+        ("deepseek_v3", {}, "latent attention"),
+        ("qwen3_moe", {"model.trunk_bits": None}, "matrices of floats"),
+    ],
+)
+def test_what_transformers_layers_read(
+    kind: str, settings: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    model = loaded(tmp_path, kind, settings)
+    assert model.backbone.prompt_forward is None
+    assert f"({why})" in model.status()["fused"]["why"]
