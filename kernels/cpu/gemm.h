@@ -113,6 +113,7 @@ static inline void tile(const typename M::X* x, const typename M::W* w, long str
       const typename M::W* p = w + j * stride + k;
       __builtin_prefetch(p + ahead, 0, 2);
       typename M::WV wv = M::weights(p);
+      if constexpr (ROWS > 1) IN_REGISTER(wv);
       UNROLL for (int i = 0; i < ROWS; ++i) M::add(sum[i][j], xv[i], wv);
     }
   }
