@@ -200,15 +200,14 @@ def test_as_many_proposals_are_taken_as_can_be(data: st.DataObject) -> None:
         proposed = torch.full((grid, 1), token)
         got = draws.accepted(spread[0], spread[1], spread[2], proposed, *uniforms)
         offered = q.nonzero()[0][::-1], q[q > 0][::-1]
+        numbers = torch.cat(uniforms, 1).tolist()
         for places, row in ((ids, p[ids]), (None, p)):
-            numbers = torch.cat(uniforms, 1).tolist()
             alone = [host.accepted(places, row, offered, token, *own) for own in numbers]
-            given = (
-                spread
-                if places is not None
-                else (None, torch.from_numpy(p).expand(grid, 4), spread[2])
+            spread_ids, weights_GC = None if places is None else spread[0], torch.from_numpy(row)
+            together = draws.accepted(
+                spread_ids, weights_GC.expand(grid, 4), spread[2], proposed, *uniforms
             )
-            assert draws.accepted(*given, proposed, *uniforms)[:, 0].tolist() == alone
+            assert together[:, 0].tolist() == alone
         came += q[token] / grid * np.bincount(got[:, 0], minlength=4)
         taken += float(q[token]) / grid * int((got == token).sum())
     p = p / p.sum()
