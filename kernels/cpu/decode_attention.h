@@ -108,7 +108,7 @@ inline long Pass::together(long b) const {
   return end - b;
 }
 
-// The split of one key head, for all queries of `count` rows that share it. The rows attend to the same
+// The split of one key head, for all queries of some rows that share it. The rows attend to the same
 // keys, and then each to some more than the one before.
 inline void Pass::attend(long b, long rows_together, long kv_head, long split) {
   for (; rows_together && split >= splits(b); --rows_together) ++b;
