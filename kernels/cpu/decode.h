@@ -277,7 +277,9 @@ struct Pass {
   void begin(long b);
   void turn_queries(long b);
   void turn_keys(long b);
-  void attend(long b, long kv_head, long split);
+  long most_together() const;
+  long together(long b) const;
+  void attend(long b, long rows_together, long kv_head, long split);
   Partial weights_of(long b, long row, long split, float* score) const;
   void merge_head(long b, long head);
   void turn_latent(long b);

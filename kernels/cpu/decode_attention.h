@@ -8,7 +8,7 @@
 
 namespace decode {
 
-constexpr long QUERIES = 16;        // that share keys
+constexpr long QUERIES = 16;        // that share keys, of heads and of a sequence's rows
 constexpr long HEADS_A_TASK = 8;    // of latent attention, where all heads share their keys
 
 inline void Pass::turn_queries(long b) {
@@ -91,35 +91,64 @@ inline void Pass::pick(long b, long kv_head) {
   for (long i = own->newest; i > 0; --i) *list++ = rows.block(own->count - i);
 }
 
-// The split of one key head, for all queries that share it.
-inline void Pass::attend(long b, long kv_head, long split) {
+inline long Pass::most_together() const { return std::max(1l, QUERIES * a().kv_heads / a().heads); }
+
+// How many rows from b on attend together, as they are one sequence's; 0: b attends with one before.
+inline long Pass::together(long b) const {
+  const auto joined = [&](long row) {  // to the one before
+    const auto keys = [&](long at) { return step.cache[(at * step.layers + a().cache) * 2]; };
+    return row > 0 && row < B && keys(row) == keys(row - 1) && first_key(row) == first_key(row - 1) &&
+           step.position[row] > step.position[row - 1] && !seen(row) && !given.chosen && !given.rate;
+  };
+  const long most = most_together();
+  long first = b, end = b + 1;
+  while (joined(first)) --first;
+  if ((b - first) % most) return 0;
+  while (end < b + most && joined(end)) ++end;
+  return end - b;
+}
+
+// The split of one key head, for all queries of some rows that share it. The rows attend to the same
+// keys, and then each to some more than the one before.
+inline void Pass::attend(long b, long rows_together, long kv_head, long split) {
+  for (; rows_together && split >= splits(b); --rows_together) ++b;
+  if (!rows_together) return;
   const long D = a().head_dim, V = a().value_dim, group = a().heads / a().kv_heads;
-  const long count = split_keys(b, split);
+  const long last = b + rows_together - 1, shared = split_keys(b, split);
+  const long count = split_keys(last, split);
   const bool beside = of_entries(b, split);  // as they are: neither coded nor turned
   const kv::Rows keys = beside ? entry_rows(b) : cached(b, 0, kv_head, D);
   const kv::Rows values = beside ? keys : cached(b, 1, kv_head, V);
   const char* rows[2 * SPLIT];  // values follow the keys, so that they are fetched in time
-  list(keys, b, kv_head, split, rows), list(values, b, kv_head, split, rows + count);
+  list(keys, last, kv_head, split, rows), list(values, last, kv_head, split, rows + count);
   const Listed all{rows, 2 * count, keys.bytes}, own{rows + count, count, values.bytes};
   alignas(64) float score[QUERIES][SPLIT];
-  for (long g = 0; g < group; g += QUERIES) {
-    const long queries = std::min(group - g, QUERIES), head = b * a().heads + kv_head * group + g;
-    kv::with_numbers(keys.format, D, [&](auto numbers) {
-      scores_of((beside ? q : asked) + head * D, D, queries, numbers, all, count, D, true, score);
-    });
+  for (long g = 0; g < rows_together * group; g += QUERIES) {
+    const long queries = std::min(rows_together * group - g, QUERIES);
+    const float* query[QUERIES];
     float* to[QUERIES];
+    const auto row = [&](long i) { return b + (g + i) / group; };
+    const auto head = [&](long i) { return row(i) * a().heads + kv_head * group + (g + i) % group; };
     for (long i = 0; i < queries; ++i) {
-      partial[(head + i) * longest + split] = weights_of(b, head + i, split, score[i]);
-      to[i] = sums + ((head + i) * longest + split) * V;
+      query[i] = (beside ? q : asked) + head(i) * D;
+      to[i] = sums + (head(i) * longest + split) * V;
     }
+    kv::with_numbers(keys.format, D, [&](auto numbers) {
+      scores_of(query, queries, numbers, all, count, D, true, score);
+    });
+    for (long i = 0; i < queries; ++i)
+      partial[head(i) * longest + split] = weights_of(row(i), head(i), split, score[i]);
     kv::with_numbers(values.format, V, [&](auto numbers) {
-      weighted_all(queries, score, numbers, own, count, V, to);
+      weighted_all(queries, score, numbers, own, 0, shared, V, to);
+      for (long i = group; i < queries; i += group)  // the rest of the rows behind the first
+        weighted_all(group, score + i, numbers, own, shared, split_keys(row(i), split), V, to + i);
     });
     if (beside && step.values.turned)  // as the sums of the other splits
       for (long i = 0; i < queries; ++i) kv::turn(to[i], V);
   }
-  if (splits(b) == 1)
-    for (long i = 0; i < group; ++i) merge_head(b, kv_head * group + i);
+  for (long row = b; row <= last; ++row)
+    if (splits(row) == 1)
+      for (long i = 0; i < group; ++i) merge_head(row, kv_head * group + i);
 }
 
 // Turns the scores of a split into weights; `row` counts the heads of all rows.
@@ -170,9 +199,11 @@ inline void Pass::attend_all() {
 inline void Pass::attend_heads() {
   const long Q = a().heads, N = a().kv_heads;
   turn_all();
+  const long most = most_together(), tasks = N * longest * ((B + most - 1) / most);
+  const bool joins = tasks >= omp_get_num_threads();  // else threads would idle
   attending.run(B * N * longest, [&](long task) {
-    const long b = task / (N * longest), split = task % longest;
-    if (split < splits(b)) attend(b, task / longest % N, split);
+    const long b = task / (N * longest);
+    attend(b, joins ? together(b) : 1, task / longest % N, task % longest);
   });
   if (longest > 1)
     merging.run(B * Q, [&](long task) {
@@ -220,12 +251,16 @@ inline void Pass::attend_latent(long b, long first, long split) {
   list(latents, b, 0, split, rows), list(keys, b, 0, split, rows + count);
   const Listed plain{rows, count, latents.bytes}, beside{rows + count, count, keys.bytes};
   alignas(64) float score[HEADS_A_TASK][SPLIT];
+  const float *query[HEADS_A_TASK], *turned[HEADS_A_TASK];
+  for (long i = 0; i < queries; ++i) {
+    query[i] = inward + (head + i) * R;
+    turned[i] = asked_beside + (head + i) * beside_stride;
+  }
   kv::with_numbers(latents.format, R, [&](auto numbers) {
-    scores_of(inward + head * R, R, queries, numbers, plain, count, R, true, score);
+    scores_of(query, queries, numbers, plain, count, R, true, score);
   });
   kv::with_numbers(keys.format, T, [&](auto numbers) {
-    scores_of(asked_beside + head * beside_stride, beside_stride, queries, numbers, beside, count,
-              T, false, score);
+    scores_of(turned, queries, numbers, beside, count, T, false, score);
   });
   float* to[HEADS_A_TASK];
   for (long i = 0; i < queries; ++i) {
@@ -233,7 +268,7 @@ inline void Pass::attend_latent(long b, long first, long split) {
     to[i] = sums + ((head + i) * longest + split) * R;
   }
   kv::with_numbers(latents.format, R, [&](auto numbers) {
-    weighted_all(queries, score, numbers, plain, count, R, to);
+    weighted_all(queries, score, numbers, plain, 0, count, R, to);
   });
 }
 

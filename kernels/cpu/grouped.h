@@ -61,16 +61,22 @@ void grouped(const Routing& routing, const From* x, long slots_a_row, const void
   const long panels = (rows + panel - 1) / panel;
   alignas(64) float sums[PARTS][MAX_ROWS * MAX_PANEL];
   turns.reads([&] { return routing.num_active * weight_rows * width * int64_t(sizeof(W)); });
-  turns.run(panels * routing.num_active, [&](long task) {
+  const auto begin_of = [&](long task) {
+    const long e = routing.active[task / panels], g = task % panels * panel;
+    return static_cast<const W*>(weights) + (e * weight_rows + g) * width;
+  };
+  const long tasks = panels * routing.num_active;
+  turns.run_ahead(tasks, [&](long task, long next) {
     const long e = routing.active[task / panels], g = task % panels * panel;
     const long count = rows - g < panel ? rows - g : panel;
-    const W* w = static_cast<const W*>(weights) + (e * weight_rows + g) * width;
+    const W *w = begin_of(task), *then = next < tasks ? begin_of(next) : w;
     for (long r = routing.begin[e]; r < routing.begin[e + 1]; r += MAX_ROWS) {
       const long left = routing.begin[e + 1] - r, n = left < MAX_ROWS ? left : MAX_ROWS;
       const From* from[MAX_ROWS];
       for (long i = 0; i < n; ++i)
         from[i] = x + (slots_a_row ? routing.slot[r + i] / slots_a_row : r + i) * width;
-      multiply_rows<M>(n, from, w, PARTS, rows, count, width, sums);
+      const bool last = r + n == routing.begin[e + 1];
+      multiply_rows<M>(n, from, w, last ? then : w, PARTS, rows, count, width, sums);
       for (long i = 0; i < n; ++i)
         finish(e, r + i, g, count, sums[0] + i * MAX_PANEL, sums[PARTS - 1] + i * MAX_PANEL);
     }

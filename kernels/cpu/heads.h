@@ -3,6 +3,7 @@
 // other sequences, so a row's bits do not either; `merge` joins their partial sums.
 // Letters: D key size, V value size.
 #pragma once
+#include <algorithm>
 #include <cfloat>
 
 #include "kv.h"
@@ -84,23 +85,20 @@ static inline void scores_of(const float* q, const Keys& k, long count, long siz
   scores_each<1>(&q, kv::Floats{}, k, count, size, true, &score);
 }
 
-// score[i][t] (+)= q[i] . k[t] of queries that lie `stride` apart.
+// The same of any number of queries.
 template <class Numbers, class Keys>
-static inline void scores_of(const float* q, long stride, long queries, const Numbers& numbers,
+static inline void scores_of(const float* const* q, long queries, const Numbers& numbers,
                              const Keys& k, long count, long size, bool first,
                              float (*score)[SPLIT]) {
-  constexpr int TOGETHER = LANES == 16 ? 4 : 2;  // as many as the registers hold
-  for (long i = 0; i < queries;) {
-    const float* rows[TOGETHER];
+  constexpr int TOGETHER = LANES == 16 ? GROUP : 2;  // as many as the registers hold
+  for (long i = 0; i < queries; i += TOGETHER) {
     float* to[TOGETHER];
-    UNROLL for (int n = 0; n < TOGETHER; ++n) rows[n] = q + (i + n) * stride, to[n] = score[i + n];
-    if (i + TOGETHER <= queries) {
-      scores_each<TOGETHER>(rows, numbers, k, count, size, first, to);
-      i += TOGETHER;
-    } else {
-      scores_each<1>(rows, numbers, k, count, size, first, to);
-      ++i;
-    }
+    const int n = int(std::min<long>(queries - i, TOGETHER));
+    for (int j = 0; j < n; ++j) to[j] = score[i + j];
+    if (n == TOGETHER) scores_each<TOGETHER>(q + i, numbers, k, count, size, first, to);
+    else if (n == 1) scores_each<1>(q + i, numbers, k, count, size, first, to);
+    else if (n == 2) scores_each<2>(q + i, numbers, k, count, size, first, to);
+    else scores_each<3>(q + i, numbers, k, count, size, first, to);
   }
 }
 
@@ -141,15 +139,19 @@ static inline Partial exponents(float* score, long count, float scale, float sof
   return {high * scale, total(sum)};
 }
 
-// out[g] = sum over t of weight[g][t] * v[t], for N queries.
+// out[g] = sum over t of weight[g][t] * v[t], for N queries; from `begin` > 0 on, added to what is
+// there.
 template <int N, class Numbers>
 static inline void weighted(const float (*weight)[SPLIT], const Numbers& numbers, const Listed& v,
-                            long count, long size, float* const* out) {
+                            long begin, long count, long size, float* const* out) {
   constexpr int WIDE = LANES == 16 ? 4 : 2;  // as many as the registers hold
   long c = 0;
   for (; c + WIDE * LANES <= size; c += WIDE * LANES) {
     vf sum[N][WIDE] = {};
-    for (long t = 0; t < count; ++t) {
+    if (begin)
+      UNROLL for (int g = 0; g < N; ++g)
+        UNROLL for (int i = 0; i < WIDE; ++i) sum[g][i] = load<vf>(out[g] + c + i * LANES);
+    for (long t = begin; t < count; ++t) {
       const char* row = v.at(t);
       if (c == 0) v.fetch(t);
       UNROLL for (int i = 0; i < WIDE; ++i) {
@@ -163,7 +165,9 @@ static inline void weighted(const float (*weight)[SPLIT], const Numbers& numbers
   for (; c < size; c += LANES) {
     const long left = size - c;
     vf sum[N] = {};
-    for (long t = 0; t < count; ++t) {
+    if (begin)
+      UNROLL for (int g = 0; g < N; ++g) sum[g] = load_as_fp32(out[g] + c, left);
+    for (long t = begin; t < count; ++t) {
       const vf x = left < LANES ? numbers.part(v.at(t), c, left) : numbers.whole(v.at(t), c);
       UNROLL for (int g = 0; g < N; ++g) sum[g] += weight[g][t] * x;
     }
@@ -174,12 +178,13 @@ static inline void weighted(const float (*weight)[SPLIT], const Numbers& numbers
 // The same for any number of queries.
 template <class Numbers>
 static inline void weighted_all(long queries, const float (*weight)[SPLIT], const Numbers& numbers,
-                                const Listed& v, long count, long size, float* const* out) {
+                                const Listed& v, long begin, long count, long size,
+                                float* const* out) {
   for (long i = 0; i < queries; i += GROUP) switch (queries - i) {
-      case 1: weighted<1>(weight + i, numbers, v, count, size, out + i); break;
-      case 2: weighted<2>(weight + i, numbers, v, count, size, out + i); break;
-      case 3: weighted<3>(weight + i, numbers, v, count, size, out + i); break;
-      default: weighted<4>(weight + i, numbers, v, count, size, out + i);
+      case 1: weighted<1>(weight + i, numbers, v, begin, count, size, out + i); break;
+      case 2: weighted<2>(weight + i, numbers, v, begin, count, size, out + i); break;
+      case 3: weighted<3>(weight + i, numbers, v, begin, count, size, out + i); break;
+      default: weighted<4>(weight + i, numbers, v, begin, count, size, out + i);
     }
 }
 

@@ -49,7 +49,7 @@ void multiply_whole(const X* x, const typename M::W* w, const float* bias, long 
         const long n = end - r < MAX_ROWS ? end - r : MAX_ROWS;
         const X* from[MAX_ROWS];
         for (long i = 0; i < n; ++i) from[i] = x + (r + i) * K;
-        multiply_rows<M>(n, from, w + g * K, 1, N, columns, K, sums);
+        multiply_rows<M>(n, from, w + g * K, w + g * K, 1, N, columns, K, sums);
         for (long i = 0; i < n; ++i)
           for (long c = 0; c < columns; c += LANES) {
             vf v = load<vf>(sums[0] + i * MAX_PANEL + c);

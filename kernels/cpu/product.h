@@ -59,18 +59,21 @@ struct Part {
   long begin, rows;
 };
 
+// `next`: see `multiply`; null: unknown.
 template <class M>
-static void dense_panel(const Product& p, Part part, long g, long count) {
+static void dense_panel(const Product& p, Part part, long g, long count, const void* next) {
+  typedef typename M::W W;
   const Matrix& m = *p.matrix;
   const long width = m.planes.columns;
   alignas(64) float sums[1][MAX_ROWS * MAX_PANEL];
-  const auto* w = static_cast<const typename M::W*>(m.weight) + g * width;
+  const W* w = static_cast<const W*>(m.weight) + g * width;
   const long end = part.begin + part.rows;
   for (long r = part.begin; r < end; r += MAX_ROWS) {
     const long n = end - r < MAX_ROWS ? end - r : MAX_ROWS;
     const float* from[MAX_ROWS];
     for (long i = 0; i < n; ++i) from[i] = p.from->x + (r + i) * width;
-    multiply_rows<M>(n, from, w, 1, m.rows(), count, width, sums);
+    const W* then = next && r + n == end ? static_cast<const W*>(next) : w;
+    multiply_rows<M>(n, from, w, then, 1, m.rows(), count, width, sums);
     for (long i = 0; i < n; ++i)
       store_sums(sums[0] + i * MAX_PANEL, m.bias ? m.bias + g : nullptr, count,
                  p.out + (r + i) * p.stride + g);
@@ -84,6 +87,11 @@ struct Piece {
 
   bool quantized() const { return product && product->matrix->quantized(); }
   PlaneMatrix planes() const { return product->matrix->planes.from(begin / BLOCK_ROWS); }
+  const void* weights() const {  // null: none, or bit planes
+    if (!product || quantized()) return nullptr;
+    const Matrix& m = *product->matrix;
+    return static_cast<const char*>(m.weight) + begin * m.planes.columns * (m.format == FP32 ? 4 : 2);
+  }
 };
 
 // Multiplies `count` weight rows of a piece, and prefetches those of the thread's next piece.
@@ -102,9 +110,9 @@ static void panel(const Piece& piece, const Piece& next, Part part, long count) 
                             p.out + part.begin * p.stride + g, p.stride,
                             reinterpret_cast<uint8_t*>(memory));
     }
-    case FP32: return dense_panel<Fp32>(p, part, g, count);
-    case BF16: return dense_panel<Bf16>(p, part, g, count);
-    default: return dense_panel<Fp16>(p, part, g, count);
+    case FP32: return dense_panel<Fp32>(p, part, g, count, next.weights());
+    case BF16: return dense_panel<Bf16>(p, part, g, count, next.weights());
+    default: return dense_panel<Fp16>(p, part, g, count, next.weights());
   }
 }
 

@@ -10,7 +10,7 @@ Legend: S sequences, B rows of a pass, L MoE layers, K slots, V vocabulary, H hi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import addressof
 from dataclasses import replace
 from itertools import accumulate
@@ -27,7 +27,7 @@ from moe.decode.step import DecodeForward
 from moe.describe.description import Attention, LatentAttention, Projection
 from moe.describe.parts import describe_projection
 from moe.network.kv_cache import KVCache
-from moe.network.mtp import ChainedDrafts
+from moe.network.mtp import ChainedDrafts, ChainStart
 from moe.network.packed_pass import Work
 from moe.sampling.batch import Proposal
 
@@ -62,15 +62,9 @@ class CompiledChain:
         return self._forward.all_inside
 
     def draft(
-        self,
-        work: Sequence[Work],
-        hidden: Sequence[Tensor],
-        depths: Sequence[int],
-        temperatures: Sequence[float],
-        draws: Sequence[Callable[[], float] | None],
-        accepted: Sequence[float],
-        price: float,
+        self, starts: Sequence[ChainStart], accepted: Sequence[float], price: float
     ) -> ChainedDrafts:
+        work, hidden, depths, temperatures, draws = zip(*starts, strict=True)
         most, count = max(depths), len(work)
         sizes = [len(item.token_ids) for item in work]
         places = self._places_of(work, depths)

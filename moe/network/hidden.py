@@ -6,6 +6,8 @@ tokens: `KVCache.cut` and `KVCache.fork` treat both alike. Legend: T tokens, H h
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ class HiddenRows:
 
     def __init__(self) -> None:
         # Rows, and which of them: cut out only when they are read, as most never are.
-        self._parts: list[tuple[Tensor, int, int]] = []
+        self._parts: deque[tuple[Tensor, int, int]] = deque()
         self._count = 0
 
     def __len__(self) -> int:
@@ -36,7 +38,7 @@ class HiddenRows:
 
     def keep(self, rows_TH: Tensor, start: int = 0, end: int | None = None) -> None:
         """Keep rows ``start`` to ``end`` of a pass, those of the last tokens, which have just been
-        read, and of some before: `KEPT` to twice as many."""
+        read, and of some before: `KEPT` in all, and what else came in the pass of the first."""
         end = len(rows_TH) if end is None else end
         if end - start > KEPT:
             self.clear()
@@ -45,17 +47,18 @@ class HiddenRows:
             rows_TH, start, end = rows_TH[start:end].clone(), 0, end - start
         self._parts.append((rows_TH, start, end))
         self._count += end - start
-        if self._count > 2 * KEPT:
-            self._parts, self._count = [(self.joined()[-KEPT:].clone(), 0, KEPT)], KEPT
+        while self._count - (size := self._parts[0][2] - self._parts[0][1]) >= KEPT:
+            self._parts.popleft()
+            self._count -= size
 
     def keep_last(self) -> None:
         """Forget all rows but the last token's."""
         whole, _, end = self._parts[-1]
-        self._parts, self._count = [(whole, end - 1, end)], 1
+        self._parts, self._count = deque([(whole, end - 1, end)]), 1
 
     def clear(self) -> None:
         """Something has used the rows."""
-        self._parts, self._count = [], 0
+        self._parts, self._count = deque(), 0
 
     def drop(self, count: int) -> None:
         """The last ``count`` tokens are gone."""
@@ -69,6 +72,6 @@ class HiddenRows:
     def without(self, count: int) -> HiddenRows:
         """A copy without the rows of the last ``count`` tokens."""
         copy = HiddenRows()
-        copy._parts, copy._count = list(self._parts), self._count
+        copy._parts, copy._count = self._parts.copy(), self._count
         copy.drop(count)
         return copy

@@ -154,6 +154,24 @@ def take_head(network: PreTrainedModel) -> PreTrainedModel | None:
     return head
 
 
+class ChainStart(NamedTuple):
+    """Where a sequence's draft begins.
+
+    Attributes:
+        work: what it reads first; its cache grows by that.
+        hidden_TH: the hidden states of the tokens before.
+        depth: most tokens, at least 1.
+        temperature: above 0: at which tokens are drawn, and their confidence stated.
+        draw: gives numbers in [0, 1) to draw tokens by; None: the likeliest are drafted.
+    """
+
+    work: Work
+    hidden_TH: Tensor
+    depth: int
+    temperature: float
+    draw: Callable[[], float] | None
+
+
 class DraftChain(Protocol):
     """Drafts several tokens by the layer in one compiled call (`moe.decode.chain`)."""
 
@@ -162,23 +180,11 @@ class DraftChain(Protocol):
         """It can draft now: all experts that it may need are in memory."""
 
     def draft(
-        self,
-        work: Sequence[Work],
-        hidden: Sequence[Tensor],
-        depths: Sequence[int],
-        temperatures: Sequence[float],
-        draws: Sequence[Callable[[], float] | None],
-        accepted: Sequence[float],
-        price: float,
+        self, starts: Sequence[ChainStart], accepted: Sequence[float], price: float
     ) -> ChainedDrafts:
-        """Draft tokens behind each piece of work; its cache grows by what it reads.
+        """Draft tokens of sequences.
 
         Args:
-            hidden: ``(T, H)`` of each, the hidden states of the tokens before.
-            depths: most tokens of each, at least 1.
-            temperatures: of each, above 0: at which tokens are drawn, and their confidence stated.
-            draws: of each, what gives numbers in [0, 1) to draw tokens by; None: the likeliest are
-                drafted.
             accepted: how often a drafted token at each position is right if those before it are;
                 one more than the greatest depth.
             price: tokens that a further one has to bring.

@@ -3,7 +3,7 @@
 `draw_batch` gets the logits of many sequences and a `Row` of each: its parameters, its random
 number, and what bias, penalties and structure do to its scores. All of it is copied to the device
 where the logits are, the arithmetic of `draws.py` runs there, and one copy brings tokens and
-log-probabilities back.
+log-probabilities back. Rows in main memory are drawn one by one (`host.py`).
 
 Shape suffixes: B rows of a batch, T rows or tokens of a sequence, N edited scores, V vocabulary, C
 candidates.
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from moe.errors import MoEError
-from moe.sampling import draws
+from moe.sampling import draws, host
 from moe.sampling.params import SamplingParams
 from moe.settings.device import to_device
 
-_FIRST_GUESS_CPU, _FIRST_GUESS = 256, 1024
+_FIRST_GUESS = 1024
 """Largest scores looked at before top-p sorts more of the vocabulary: another readback."""
 _CACHED = 1 << 18  # scores that a CPU takes at once: what its caches hold, with their weights
 _AT_ONCE = 1 << 26  # scores that another device takes at once: it needs some 30 bytes for each
@@ -121,6 +121,8 @@ def draw_batch(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[Drawn]:
         logits_BV, given = logits_RV[part.start : part.stop], rows[part.start : part.stop]
         if all(row.is_argmax for row in given):
             drawn += _likeliest(logits_BV)
+        elif host.on_host(logits_BV):
+            drawn += _one_by_one(logits_BV, given)
         else:
             drawn += _Batch(logits_BV, given).drawn()
     return drawn
@@ -148,8 +150,41 @@ def parts_of(count: int, logits_V: Tensor) -> Iterator[range]:
         yield range(start, min(start + size, count))
 
 
+def _one_by_one(logits_BV: Tensor, rows: Sequence[Row]) -> list[Drawn]:
+    """The same in main memory."""
+    drawn, scores_BV = list[Drawn](), scores_of(logits_BV, rows).numpy()
+    for at, (row, best, peak) in enumerate(zip(rows, *peaks(logits_BV), strict=True)):
+        scores_V, params = scores_BV[at], row.params
+        token_id, highest = best, peak
+        if row.edits is not None or row.bits is not None:
+            token_id = int(scores_V.argmax())
+            highest = float(scores_V[token_id])
+        if error := _usable(peak) or _usable(highest):
+            drawn.append(Drawn(error, best))
+            continue
+        if params.temperature:
+            token_id = _drawn_of(row, *host.candidates(scores_V, params, highest))
+        token = Token(token_id)
+        if params.logprobs is not None:
+            most = min(params.logprobs, logits_BV.shape[1])
+            numbers = draws.logprobs(logits_BV[at : at + 1], torch.tensor([[token_id]]), most)
+            token = _scored(token_id, numbers[0].numpy(), most)
+        drawn.append(Drawn(token, best))
+    return drawn
+
+
+def _drawn_of(row: Row, ids_C: np.ndarray | None, weights_C: np.ndarray) -> int:
+    """A token drawn by weights of candidates; with a proposal, by rejection sampling."""
+    uniform, proposal = min(row.uniform, draws.MOST_UNIFORM), row.proposal
+    if proposal is not None:
+        offered, again = (proposal.ids_C, proposal.chances_C), min(row.again, draws.MOST_UNIFORM)
+        return host.accepted(ids_C, weights_C, offered, proposal.token_id, uniform, again)
+    place = host.position(weights_C, uniform)
+    return place if ids_C is None else int(ids_C[place])
+
+
 class _Batch:
-    """A batch whose tokens are drawn together.
+    """A batch whose tokens are drawn together, on a device.
 
     Args:
         logits_BV: any float dtype.
@@ -174,8 +209,7 @@ class _Batch:
     def drawn(self) -> list[Drawn]:
         """The outcome of each row."""
         vocab_size = self._logits_BV.shape[1]
-        is_cpu = self._logits_BV.is_cpu
-        size = min(_FIRST_GUESS_CPU if is_cpu else _FIRST_GUESS, vocab_size)
+        size = min(_FIRST_GUESS, vocab_size)
         made: dict[int, Drawn] = {}
         while rows := [row for row in range(len(self._rows)) if row not in made]:
             found = zip(rows, self._draw(rows, size), strict=True)
@@ -353,30 +387,10 @@ def candidates(scores_V: Tensor, params: SamplingParams) -> tuple[np.ndarray, np
 
     `scores_V` is float32 with a finite maximum. Returns ids_C int64 and weights_C, on the host.
     """
-    scores_BV, vocab_size = scores_V[None], len(scores_V)
-    peak, device = scores_BV.amax(-1, keepdim=True).double(), scores_V.device
-    numbers = np.array([params.temperature, params.top_p, params.min_p])
-    temperature, top_p, min_p = to_device(numbers[:, None, None], device)
-    top_k = min(params.top_k, vocab_size)
-    total = None
-    if not top_k:
-        weights_BV = draws.weights_of(scores_BV, peak, temperature)
-        total = weights_BV.sum(-1, keepdim=True)
-    if not top_k and params.top_p == 1.0:
-        weights_V = _read(weights_BV[0])
-        kept = (weights_V >= max(params.min_p, np.finfo(np.float64).tiny)).nonzero()[0]
-        return kept, weights_V[kept]
-    size = top_k or min(_FIRST_GUESS_CPU, vocab_size)
-    limit = to_device(np.array([[top_k]]), device) if top_k else None
-    while True:
-        ids, weights, enough = draws.nucleus(
-            scores_BV, peak, temperature, limit, total, top_p, min_p, size
-        )
-        known = _read(torch.cat((ids[0].double(), weights[0], enough[0].double())))
-        if known[-1]:
-            kept = known[size:-1].nonzero()[0]
-            return known[:size][kept].astype(np.int64), known[size:-1][kept]
-        size = min(16 * size, vocab_size)
+    scores = _read(scores_V)
+    ids_C, weights_C = host.candidates(scores, params, float(scores.max()))
+    kept = weights_C.nonzero()[0]
+    return kept if ids_C is None else ids_C[kept], weights_C[kept]
 
 
 def _likeliest(logits_BV: Tensor) -> list[Drawn]:

@@ -23,10 +23,9 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from moe.sampling import draws
+from moe.sampling import draws, host
 from moe.sampling.batch import (
     Drawn,
     LogitsError,
@@ -139,7 +138,8 @@ class Sampler:
         if self.params.temperature == 0 or self.params.seed is not None:
             return self.sample(logits_V).id, None
         ids_C, weights_C = self._candidates(logits_V)
-        token_id = int(ids_C[_position(weights_C, self._random.random())])
+        uniform = min(self._random.random(), draws.MOST_UNIFORM)
+        token_id = int(ids_C[host.position(weights_C, uniform)])
         self._remember(token_id)
         return token_id, Proposal(token_id, ids_C, weights_C / weights_C.sum())
 
@@ -379,12 +379,6 @@ class _Verification:
             self._error = error
         why_none = None if accepted else self._error
         return Verified(accepted, why_none, self._logits_TV, self._known)
-
-
-def _position(weights_C: np.ndarray, uniform: float) -> int:
-    """Position drawn by inverting the cumulative weights; `uniform` lies in [0, 1)."""
-    given = torch.tensor([[min(uniform, draws.MOST_UNIFORM)]], dtype=torch.float64)
-    return int(draws.draw(torch.from_numpy(weights_C)[None], given))
 
 
 def _new_random() -> random.Random:

@@ -20,7 +20,7 @@ from torch import Tensor
 from moe.network.hidden import HiddenRows
 from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
-from moe.network.mtp import DraftChain, MtpHead
+from moe.network.mtp import ChainStart, MtpHead
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Draft, Mode, Stop
@@ -64,45 +64,32 @@ class MtpDrafts(PassDrafts):
             return super().draft(mode, sequences, depths, stop)
         self.rows = []
         drafts = [PLAIN] * len(sequences)
-        if places := [p for p, own in enumerate(depths) if own and len(_kept(sequences[p]))]:
-            # Verification meets the same error and reports it to the sequences it belongs to.
-            with suppress(Exception):
-                self._chain(chain, mode, sequences, depths, stop, places, drafts)
+        # Verification meets the same error and reports it to the sequences it belongs to.
+        with suppress(Exception):
+            starts = {
+                place: self._start(sequences[place], depth)
+                for place, depth in enumerate(depths)
+                if depth and len(_kept(sequences[place]))
+            }
+            if not starts:
+                return drafts
+            accepted = [stop.at(position) for position in range(max(depths) + 1)]
+            made = chain.draft(list(starts.values()), accepted, stop.price)
+            self.rows = made.rows
+            found = zip(starts, made.tokens, made.confidence, made.proposals, strict=True)
+            for place, tokens, confidence, proposals in found:
+                _kept(sequences[place]).clear()
+                drafts[place] = Draft(mode, tuple(tokens), tuple(confidence), tuple(proposals))
         return drafts
 
-    def _chain(
-        self,
-        chain: DraftChain,
-        mode: Mode,
-        sequences: Sequence[RunningSequence],
-        depths: Sequence[int],
-        stop: Stop,
-        places: Sequence[int],
-        drafts: list[Draft],
-    ) -> None:
-        """Fill in the drafts of the sequences at these places: all passes in one call."""
-        read = [_kept(sequences[place]) for place in places]
-        work, hidden, params = [], [], []
-        for place, rows in zip(places, read, strict=True):
-            sequence = sequences[place]
-            cache = sequence.cache
-            assert isinstance(cache, KVCache)
-            assert cache.head is not None
-            work.append(Work(sequence.last_tokens(len(rows)), cache.head))
-            hidden.append(rows.joined())
-            params.append(sequence.sampler.params)
-        own = [depths[place] for place in places]
-        accepted = [stop.at(position) for position in range(max(own) + 1)]
-        temperatures = [each.temperature or 1.0 for each in params]
+    def _start(self, sequence: RunningSequence, depth: int) -> ChainStart:
+        rows, cache, params = _kept(sequence), sequence.cache, sequence.sampler.params
+        assert isinstance(cache, KVCache)
+        assert cache.head is not None
         # With a seed the model's sampler draws as without a draft, so a drawn one gains nothing.
-        draws = [self._random if p.temperature and p.seed is None else None for p in params]
-        made = chain.draft(work, hidden, own, temperatures, draws, accepted, stop.price)
-        for rows in read:
-            rows.clear()
-        self.rows = made.rows
-        found = zip(places, made.tokens, made.confidence, made.proposals, strict=True)
-        for place, tokens, confidence, proposals in found:
-            drafts[place] = Draft(mode, tuple(tokens), tuple(confidence), tuple(proposals))
+        draw = self._random if params.temperature and params.seed is None else None
+        work = Work(sequence.last_tokens(len(rows)), cache.head)
+        return ChainStart(work, rows.joined(), depth, params.temperature or 1.0, draw)
 
     def _begin(
         self, mode: Mode, sequences: Sequence[RunningSequence], depths: Sequence[int]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from moe.sampling import batch, draws
+from moe.sampling import batch, draws, host
 from moe.sampling.batch import LogitsError, Row, Token, draw_batch
 from moe.sampling.params import SamplingParams
 from moe.sampling.sampler import Sampler, sample_batch
@@ -101,8 +101,8 @@ def test_each_row_is_what_a_plain_sampler_takes(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "_CACHED", at_once * VOCABULARY)
         found = draw_batch(logits, given)
-        patch.setattr(draws, "largest", draws.sorted_keys)
-        patch.setattr(batch, "_FIRST_GUESS_CPU", 2)  # more scores are looked at, and more again
+        patch.setattr(host, "on_host", lambda _: False)
+        patch.setattr(batch, "_FIRST_GUESS", 2)  # more scores are looked at, and more again
         assert [str(token) for token in draw_batch(logits, given)] == [str(t) for t in found]
     for (values, row), (token, likeliest) in zip(batched, found, strict=True):
         wanted = expected(values, row)
@@ -179,7 +179,7 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
 
 def test_a_batch_waits_for_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every parameter, a structure's mask, and the arithmetic of other devices."""
-    monkeypatch.setattr(draws, "largest", draws.sorted_keys)
+    monkeypatch.setattr(host, "on_host", lambda _: False)
     logits = torch.randn(len(EVERYTHING), 700) * 4
     given = [sampler.row() for sampler in samplers()]
     given[2] = given[2]._replace(bits=np.full(88, 0x55, np.uint8))

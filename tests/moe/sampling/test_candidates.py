@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe.sampling import draws
+from moe.sampling import draws, host
 from moe.sampling.batch import candidates
 from moe.sampling.params import SamplingParams
 
@@ -77,3 +77,4 @@ def test_the_ends_of_the_uniform_never_draw_a_token_of_weight_zero(spread: int) 
     uniforms = torch.tensor(ends, dtype=torch.float64)[:, None]
     drawn = draws.draw(weights, uniforms)[:, 0].tolist()
     assert drawn == [spread, spread, 3 * spread, 3 * spread, 3 * spread]
+    assert drawn == [host.position(weights[0].numpy(), end) for end in ends]

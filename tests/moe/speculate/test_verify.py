@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from moe.sampling import draws
+from moe.sampling import draws, host
 from moe.sampling.batch import LogitsError, Token
 from moe.sampling.params import SamplingParams
 from moe.sampling.sampler import Sampler
@@ -199,6 +199,15 @@ def test_as_many_proposals_are_taken_as_can_be(data: st.DataObject) -> None:
     for token in q.nonzero()[0].tolist():
         proposed = torch.full((grid, 1), token)
         got = draws.accepted(spread[0], spread[1], spread[2], proposed, *uniforms)
+        offered = q.nonzero()[0][::-1], q[q > 0][::-1]
+        numbers = torch.cat(uniforms, 1).tolist()
+        for places, row in ((ids, p[ids]), (None, p)):
+            alone = [host.accepted(places, row, offered, token, *own) for own in numbers]
+            spread_ids, weights_GC = None if places is None else spread[0], torch.from_numpy(row)
+            together = draws.accepted(
+                spread_ids, weights_GC.expand(grid, 4), spread[2], proposed, *uniforms
+            )
+            assert together[:, 0].tolist() == alone
         came += q[token] / grid * np.bincount(got[:, 0], minlength=4)
         taken += float(q[token]) / grid * int((got == token).sum())
     p = p / p.sum()
@@ -242,7 +251,7 @@ def test_drafts_of_chance_draw_by_numbers_of_their_own() -> None:
 def test_all_drafts_are_verified_with_one_readback(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device: drawn and other drafts, plain ones, and what else was likely behind them."""
     monkeypatch.setattr("moe.sampling.sampler._reading_waits", lambda _: True)
-    monkeypatch.setattr(draws, "largest", draws.sorted_keys)
+    monkeypatch.setattr(host, "on_host", lambda _: False)
     ways: list[dict[str, Any]] = [{"top_k": 3, "logprobs": 1}, {"seed": 3}, {"temperature": 0}, {}]
     targets = [sampler(**way) for way in ways]
     drafts = [drafted(target.fork(), rows(3, seed=9)) for target in targets[:3]] + [PLAIN]
