@@ -155,7 +155,7 @@ def _load(
         network, weights, plan = planned.network, planned.weights, planned.memory
         in_blocks = writes_blocks(network)
         if in_blocks:
-            _check_block_profile(network, profile, ranks)
+            _check_block_profile(network, profile)
             set_generation(network, read_generation_config(path))
         _check_policy(profile, planned.kv)
         on_plan(plan)
@@ -191,10 +191,10 @@ def _load(
     if blocks is not None and not isinstance(vision, str):
         vision = "images are not read by models that write whole blocks"
     codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
-    if ranks > 1:
+    if ranks > 1 and blocks is None:
         experts.set_visits(find_visits(backbone, len(experts.layers)))
     _alter(backbone, experts, offloaded, policies, profile, blocks)
-    kv = _keep_in_blocks(backbone, planned, found.fused, profile)
+    kv = _keep_in_blocks(backbone, planned, found.fused, profile, blocks)
     _check_policy(profile, kv)
     if not kv.in_blocks:
         plan = plan.in_buffers(planned.footprint.kv_plain_bytes)
@@ -289,18 +289,12 @@ _BLOCKS = _Found(
 )
 
 
-def _check_block_profile(network: PreTrainedModel, profile: Profile, ranks: int) -> None:
+def _check_block_profile(network: PreTrainedModel, profile: Profile) -> None:
     """Refuse what a profile asks for and a model that writes blocks cannot do."""
-    name = type(network).__name__
-    if ranks > 1:
-        raise UnsupportedModelError(
-            f"{name} writes whole blocks, which one rank does so far; start it without a launcher"
-        )
-    drafts, prefixes = profile.speculation.mode, profile.memory.prefix_tokens
+    name, drafts = type(network).__name__, profile.speculation.mode
     for key, value, instead in (
         ("speculation.mode", "off" if drafts == "auto" else drafts, "off"),
         ("speculation.contrast", profile.speculation.contrast, 0.0),
-        ("memory.prefix_tokens", 0 if prefixes == "auto" else prefixes, 0),
         ("memory.kv_policy", profile.memory.kv_policy, None),
     ):
         if value != instead:
@@ -316,6 +310,7 @@ def _block_writer(backbone: Backbone) -> BlockWriter:
     writer = BlockWriter(backbone.model)
     with torch.inference_mode():
         writer.prove(stand_in)
+    backbone.read_prompts_by(writer.reading)
     return writer
 
 
@@ -415,14 +410,22 @@ def _alter(
 
 
 def _keep_in_blocks(
-    backbone: Backbone, planned: PlannedModel, fused: Fused, profile: Profile
+    backbone: Backbone,
+    planned: PlannedModel,
+    fused: Fused,
+    profile: Profile,
+    writer: BlockWriter | None,
 ) -> KVPrecision:
-    """Keep keys and values as planned from now on if a compiled decode step reads them, or, on a
-    GPU, as probes have read them already. Raises `ProfileError` for a policy that has no effect."""
+    """Keep keys and values as planned from now on if a compiled decode step reads them, or a model
+    that writes blocks, or, on a GPU, as probes have read them already. Raises `ProfileError` for a
+    policy that has no effect."""
     kv = planned.kv
     if not kv.in_blocks or backbone.blocks is not None:
         return kv
     kernel, _ = choose_kernel()
+    if kernel is not None and writer is not None:
+        backbone.blocks = BlockPool(HostBlocks(kernel.kv, kv.form), writer.windows(kv.form, stand_in))
+        return kv
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
     windows = seen_windows(backbone, kv.form) if planned.footprint.windows else Windows()
@@ -454,7 +457,7 @@ def _check_policy(profile: Profile, kv: KVPrecision, why: str = "") -> None:
 
 def _blocks_on_device(planned: PlannedModel, device: torch.device) -> BlockPool | None:
     """The pool of a GPU's keys and values, as the plan has it; None: there is none."""
-    if device.type == "cpu" or not planned.kv.in_blocks:
+    if device.type == "cpu" or not planned.kv.in_blocks or writes_blocks(planned.network):
         return None
     from moe.network.device_blocks import DeviceBlocks  # needs Triton
 
@@ -531,10 +534,11 @@ def low_bit_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
 def load_notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:
     """What fell back or was ignored, and why: one sentence each."""
     made = []
-    if not packing.enabled:
-        what = "prompt" if packing is _BLOCKS.packing else "sequence"
+    if packing is _BLOCKS.packing:
+        made.append(f"each prompt runs in a pass of its own: {packing.reason}")
+    elif not packing.enabled:
         made.append(
-            f"each {what} runs in a pass of its own, and prompts are neither cut nor kept for "
+            "each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
             f"others that begin alike: {packing.reason}"
         )
     if packing.whole:
