@@ -44,6 +44,7 @@ from moe.memory.kv_precision import KVPrecision
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import BlockWriter, set_generation, writes_blocks
+from moe.network.denoise import Acceptance
 from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
@@ -182,7 +183,7 @@ def _load(
     experts = MoELayers(layers, backend.forward, forecasts.prefetcher)
     attach(network, experts.layers, experts.run)
     backbone = Backbone(network)
-    blocks = _block_writer(backbone) if in_blocks else None
+    blocks = _block_writer(backbone, profile) if in_blocks else None
     if blocks is None:
         make_row_wise(backbone)
     mtp = _mtp(head, head_layers, backend, planned, profile)
@@ -304,12 +305,17 @@ def _check_block_profile(network: PreTrainedModel, profile: Profile) -> None:
             )
 
 
-def _block_writer(backbone: Backbone) -> BlockWriter:
+def _block_writer(backbone: Backbone, profile: Profile) -> BlockWriter:
     """What drives the model's own generation code, proven on short blocks."""
     make_linears_row_wise(backbone.model)
     writer = BlockWriter(backbone.model)
     with torch.inference_mode():
         writer.prove(stand_in)
+    if writer.no_policies and Acceptance.of(profile.diffusion).kind == "confidence":
+        raise ProfileError(
+            f"diffusion.accept is {profile.diffusion.accept}, and {writer.no_policies}; set "
+            "diffusion.accept: own"
+        )
     backbone.read_prompts_by(writer.reading)
     return writer
 

@@ -17,9 +17,10 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 
 from moe import MoE
 from moe.errors import RequestError
-from moe.network import denoise
+from moe.network import block_diffusion, denoise
 from moe.network.block_diffusion import BlockLane, BlockWriter
 from moe.network.denoise import OWN, Acceptance, Denoiser, draw
+from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall
 from offload.errors import OffloadError
 from tests.moe.test_block_diffusion import PROMPTS, SIZES, STEPS, make_model
@@ -43,16 +44,13 @@ def write(
 ) -> tuple[list[BlockLane], list[list[int]]]:
     """Write two blocks behind each prompt, all together."""
     with torch.inference_mode():
+        num_new = 2 * writer.canvas_length
         lanes = [
-            writer.lane(prompt, 2 * writer.canvas_length, seed)
+            writer.lane(prompt, num_new, seed, rows=KVCache(len(prompt) + num_new))
             for seed, prompt in enumerate(prompts)
         ]
-        blocks: list[list[int]] = [[] for _ in lanes]
-        while not all(lane.finished for lane in lanes):
-            writer.step([lane for lane in lanes if not lane.finished], run)
-            for lane, block in zip(lanes, blocks, strict=True):
-                block += lane.take_final()
-    return lanes, blocks
+        blocks = block_diffusion.write(writer, lanes, run)
+    return lanes, [[token.id for token in block] for block in blocks]
 
 
 @pytest.mark.parametrize("at_once", [1 << 20, 200])
