@@ -29,7 +29,7 @@ from moe.describe.routers import enable_policies
 from moe.describe.row_wise import linears_are_faster, make_linears_row_wise, make_row_wise
 from moe.engine.borrowing import borrowing_notice
 from moe.engine.prefix_store import prefix_key, prepare_directory
-from moe.errors import ProfileError, UnsupportedModelError
+from moe.errors import ProfileError
 from moe.extras import install_line, is_installed
 from moe.images.reader import ImageReader, conversation, enable_images, load_processor
 from moe.loading.hub import resolve_model
@@ -430,7 +430,9 @@ def _keep_in_blocks(
         return kv
     kernel, _ = choose_kernel()
     if kernel is not None and writer is not None:
-        backbone.blocks = BlockPool(HostBlocks(kernel.kv, kv.form), writer.windows(kv.form, stand_in))
+        backbone.blocks = BlockPool(
+            HostBlocks(kernel.kv, kv.form), writer.windows(kv.form, stand_in)
+        )
         return kv
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")

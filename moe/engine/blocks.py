@@ -22,7 +22,8 @@ import torch
 from moe.engine.prefill_batch import ScheduledStep
 from moe.engine.runner import ModelRunner, Outcome
 from moe.network.backbone import Backbone
-from moe.network.block_diffusion import BlockLane, BlockWriter
+from moe.network.block_diffusion import BlockWriter
+from moe.network.block_lane import BlockLane
 from moe.network.denoise import Acceptance
 from moe.network.kv_cache import KVCache
 from moe.network.moe_layer import MoELayers

@@ -68,6 +68,7 @@ class Footprint:
         windows: of the layers that keep no more than so many last tokens, the bytes of a token.
         bounds_bytes: of a token, what bounds of the keys take if a policy chooses by them
             (`KVFormat.bounds`).
+        canvas_bytes: what a sequence keeps between two passes over its canvas; 0 where none is.
     """
 
     kv_bytes_per_token: int
@@ -77,6 +78,7 @@ class Footprint:
     how: str
     windows: Mapping[int, int] = field(default_factory=dict)
     bounds_bytes: int = 0
+    canvas_bytes: int = 0
 
 
 @without_advice()
@@ -186,6 +188,7 @@ def _measure_blocks(network: PreTrainedModel, longest: int, form: KVFormat | Non
     """
     size = network.config.canvas_length
     logits = size * network.get_output_embeddings().weight.shape[0] * 4
+    cache: Any
     try:
         long, cache = _probe_blocks(network, longest)
         together, _ = _probe_blocks(network, SHORT_PROMPT, canvases_of_a_pass(logits))
@@ -198,7 +201,8 @@ def _measure_blocks(network: PreTrainedModel, longest: int, form: KVFormat | Non
     shapes = [(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in cache.layers]
     plain = sum(heads * (keys + values) * size for heads, keys, values in shapes)
     how = "measured on the meta device, each prompt in a pass of its own, canvases together"
-    footprint = Footprint(plain, plain, logits, max(long, together) + 4 * logits, how)
+    peak = max(long, together) + 4 * logits
+    footprint = Footprint(plain, plain, 0, peak, how, canvas_bytes=logits)
     if form is None:
         return footprint
     coded = {layer: form.token_bytes(*shape) for layer, shape in enumerate(shapes)}

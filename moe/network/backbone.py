@@ -205,8 +205,8 @@ class Backbone:
         )
 
     def reading(self, work: Sequence[Work]) -> list[Lane[list[Tensor]]]:
-        """Lanes that read prompts. As `lanes`, but those of a model that writes blocks have an empty
-        row for each piece of work, as nothing follows a prompt there."""
+        """Lanes that read prompts. As `lanes`, but those of a model that writes blocks have an
+        empty row for each piece of work, as nothing follows a prompt there."""
         if self._prompt_reader is not None:
             return [self._prompt_reader(item) for item in work]
         return self.lanes(work)

@@ -83,12 +83,12 @@ class BlockCacheLayer(CacheLayerMixin):
         self.is_sliding = window is not None
 
     def update(
-        self, keys: Tensor, values: Tensor, *_: Any, **__: Any
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Store ``(1, N, T, D)`` rows; all that the new tokens may see, these included."""
         rows = self._rows
-        rows.write(self._index, keys, values)
-        end = rows.length + keys.shape[2]
+        rows.write(self._index, key_states, value_states)
+        end = rows.length + key_states.shape[2]
         return rows.read(self._index, end, self._begin(rows.length))
 
     def seen(self) -> tuple[Tensor, Tensor]:

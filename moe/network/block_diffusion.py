@@ -12,8 +12,8 @@ all sequences of a step meet there, whatever their step of refinement:
         lane.take_final()                  # tokens, a whole block at a time
 
 What such code reads, prompts and final blocks, is read for it by lanes of their own
-(`BlockWriter.reading`), in parts and behind known beginnings if need be: the same code, ended behind
-its first pass. The code that writes is then told that it has been read (`BlockCache`). So a
+(`BlockWriter.reading`), in parts and behind known beginnings if need be: the same code, ended
+behind its first pass. The code that writes is then told that it has been read (`BlockCache`). So a
 sequence can lose its keys and values, and have them read again, while its canvas stays.
 
 Where the generation code has the structure that `moe.network.denoise` knows, and a proof holds, a
@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -41,22 +41,15 @@ from transformers.generation import GenerationMixin
 
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.network.block_cache import BlockCache, layer_windows, seen_by_blocks
+from moe.network.block_lane import BlockLane, CanvasLane, PromptLane, begin_pass
 from moe.network.denoise import OWN, STEP, Acceptance, CanvasCall, Denoiser, Result
 from moe.network.kv_blocks import Windows
 from moe.network.kv_cache import KVCache, KVFormat
-from moe.network.lanes import (
-    ExpertsRunner,
-    Lane,
-    LaneRandom,
-    LaneState,
-    current_lane,
-    run_lanes,
-)
+from moe.network.lanes import ExpertsRunner, Lane, LaneRandom, current_lane, run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
 from moe.sampling.batch import Token
 from offload.errors import OffloadError
-from routing import Phase
 
 NO_TOKEN = -1
 """Given to the model's code as its end token, as each request has its own."""
@@ -157,122 +150,8 @@ def _kept_buffers(module: nn.Module) -> bool:
     )
 
 
-class BlockLane(Lane[None]):
-    """A sequence that is being written, over all of its passes.
-
-    Attributes:
-        cache: what its code sees of keys and values. Whoever runs it gives it the rows of the
-            sequence, and may take them away while the lane rests: then they are read again.
-        passes: forward passes so far, by phase; the prompt's are its reader's.
-        asked: the step of refinement that it rests for; None: it rests before or behind a pass of
-            its own.
-        error: why a block of it could not be read; None: nothing went wrong there.
-    """
-
-    can_rest = True
-
-    def __init__(
-        self,
-        forward: Callable[[], None],
-        random: LaneRandom,
-        cache: BlockCache,
-        prompt: list[int],
-        num_new: int,
-        call: CanvasCall,
-    ) -> None:
-        super().__init__(forward, "denoise", random=random)
-        self.cache, self._call = cache, call
-        self.passes: dict[Phase, int] = {"prefill": 0, "denoise": 0}
-        self.asked: CanvasCall | None = None
-        self.error: Exception | None = None
-        self._num_prompt, self._end = len(prompt), len(prompt) + num_new
-        self._written = list(prompt)
-        self._scores: list[Token] | None = None
-        self._final: list[Token] = []
-        self._ran = False
-
-    def unread(self, canvas_length: int) -> list[int]:
-        """The tokens that are to be read next: the prompt, or the next block that its rows lack;
-        empty: none, as behind the last block."""
-        assert self.cache.rows is not None
-        if len(self._written) >= self._end:
-            return []
-        length = self.cache.rows.length
-        blocks = max(length - self._num_prompt, -1) // canvas_length + 1
-        return self._written[length : self._num_prompt + blocks * canvas_length]
-
-    def begin_pass(self) -> None:
-        """Called by the model before each pass of its own: only one is run at a time."""
-        if self._ran:
-            self.rest()
-        self._ran = True
-        self.passes["denoise"] += 1
-
-    def take_reading(self) -> BlockCache:
-        """Called by the model to read: what was to be read has been, by other lanes."""
-        assert self.cache.rows is not None
-        self.cache.length = self.cache.rows.length
-        return self.cache
-
-    def ask(self, given: dict[str, Any]) -> Result:
-        """Called by the model: rest until a step of refinement is done.
-
-        Args:
-            given: the arguments of the model's own function.
-        """
-        self.asked = call = replace(self._call, given=given)
-        self.rest()
-        self.asked = None
-        self.passes["denoise"] += 1
-        if isinstance(call.result, Exception):
-            raise call.result
-        assert call.result is not None, "woken without a result"
-        self._scores = call.scores
-        return call.result
-
-    def add_final(self, token_ids: Sequence[int]) -> None:
-        """Called by the model with each final block: the likeliest tokens of the last pass."""
-        scores, self._scores = self._scores, None
-        self._final += map(Token, token_ids) if scores is None else scores
-        self._written += token_ids
-        self.rest()
-
-    def rest(self) -> None:
-        super().rest()
-        self._ran = False
-
-    def take_final(self) -> list[Token]:
-        """Tokens that became final since the last call."""
-        final, self._final = self._final, []
-        return final
-
-    @property
-    def ended(self) -> bool:
-        """Nothing is left to do: it is done, or has failed."""
-        return self.finished or self.error is not None
-
-    def proceed(self) -> None:
-        """Go on up to the next step of refinement that is asked for, or MoE layer, or to the end."""
-        if self.state is LaneState.READY:
-            self.start()
-        elif self.state is LaneState.RESTING:
-            self.wake()
-
-    def result(self) -> None:
-        if self.error is not None:
-            raise self.error
-        super().result()
-
-
 class _PromptRead(Exception):
     """Ends a model's generation code behind its first pass."""
-
-
-class _PromptLane(Lane[list[Tensor]]):
-    """Reads tokens by the model's generation code, which ends there. It never runs on its caller's
-    stack, as the code asks for its lane."""
-
-    can_rest = True
 
 
 class BlockWriter:
@@ -300,8 +179,8 @@ class BlockWriter:
         self._windows = layer_windows(model.config)
         reader, refiner = _parts(model)
         reader.forward = partial(self._read, reader.forward)
-        reader.register_forward_pre_hook(partial(_begin_pass, "prefill"))
-        refiner.register_forward_pre_hook(partial(_begin_pass, "denoise"))
+        reader.register_forward_pre_hook(partial(begin_pass, "prefill"))
+        refiner.register_forward_pre_hook(partial(begin_pass, "denoise"))
         self.schedule = self._own_schedule()
         self.no_policies = Denoiser.why_not(model)
         self.denoiser: Denoiser | None = None
@@ -350,7 +229,7 @@ class BlockWriter:
 
     def reading(self, work: Work) -> Lane[list[Tensor]]:
         """A lane that reads tokens of a sequence. There are no logits: it gives an empty row."""
-        return _PromptLane(partial(self._read_prompt, work))
+        return PromptLane(partial(self._read_prompt, work))
 
     def windows(self, form: KVFormat, run_experts: ExpertsRunner) -> Windows:
         """Layers of which sequences keep no more than the last tokens.
@@ -374,7 +253,7 @@ class BlockWriter:
             )
             return [self.model(input_ids=ids, decoder_input_ids=tokens).logits[0]]
 
-        lane = _CanvasLane(forward)
+        lane = CanvasLane(forward)
         run_lanes([lane], run_experts)
         return lane.result()[0]
 
@@ -518,7 +397,7 @@ class BlockWriter:
         if isinstance(lane, BlockLane):
             return SimpleNamespace(**{CACHE_ARGUMENT: lane.take_reading()})
         result = own(*args, **kwargs)
-        if isinstance(lane, _PromptLane):
+        if isinstance(lane, PromptLane):
             raise _PromptRead
         return result
 
@@ -601,14 +480,6 @@ def write(
     return written
 
 
-def _begin_pass(phase: Phase, *_: Any) -> None:
-    lane = current_lane()
-    if isinstance(lane, _CanvasLane):
-        lane.phase = phase
-    elif isinstance(lane, BlockLane) and phase == "denoise":
-        lane.begin_pass()
-
-
 def _error_of(lane: Lane[Any]) -> Exception | None:
     """Why a lane has no result that holds."""
     try:
@@ -616,12 +487,6 @@ def _error_of(lane: Lane[Any]) -> Exception | None:
     except Exception as error:
         return error
     return lane.lost_error()
-
-
-class _CanvasLane(Lane[list[Tensor]]):
-    """Reads a text, and a canvas behind it."""
-
-    can_rest = True  # it never runs on its caller's stack
 
 
 class _Blocks:

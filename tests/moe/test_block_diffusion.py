@@ -180,7 +180,7 @@ def test_random_numbers_of_others_are_left_alone(small: Pair) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"top_k": 3}, {"logprobs": 1}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1}],
+    [{"top_k": 3}, {"prompt_logprobs": 1}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1}],
 )
 def test_what_blocks_cannot_do_is_refused_by_name(small: Pair, changes: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"{next(iter(changes))} is not possible"):

@@ -18,7 +18,8 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 from moe import MoE
 from moe.errors import RequestError
 from moe.network import block_diffusion, denoise
-from moe.network.block_diffusion import BlockLane, BlockWriter
+from moe.network.block_diffusion import BlockWriter
+from moe.network.block_lane import BlockLane
 from moe.network.denoise import OWN, Acceptance, Denoiser, draw
 from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall

@@ -4,7 +4,6 @@ of layers, known beginnings, preemption and log probabilities change no token.""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,7 +147,9 @@ def test_what_only_our_steps_can_do_is_refused_before_it_runs(
     monkeypatch.setattr(denoise, "_ARGUMENTS", frozenset({"something_else"}))
     with MoE.from_pretrained(pair.path) as model:
         for name, value in {"temperature": 0.0, "logprobs": 1}.items():
-            with pytest.raises(RequestError, match=rf"{name} is not possible .* no _denoising_step"):
+            with pytest.raises(
+                RequestError, match=rf"{name} is not possible .* no _denoising_step"
+            ):
                 model.generate(LONG, pair.params(0, **{name: value}))
         assert run(model, pair, PROMPTS[2:])[0] == [pair.expected(PROMPTS[2], 0)]
 
