@@ -15,6 +15,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     StableAndConfidentStoppingCriteria,
 )
 
+from experts.dispatch import Failure
 from moe import MoE
 from moe.errors import RequestError
 from moe.network import block_diffusion, denoise
@@ -143,6 +144,31 @@ def test_a_failing_pass_ends_only_the_canvas_that_it_concerns(
     assert blocks[1] == []
     assert [blocks[0], blocks[2]] == [whole[0], whole[2]]
     assert size == len(whole[1]) // 2
+
+
+@pytest.mark.parametrize("phase", ["denoise", "prefill"])
+def test_rows_that_another_rank_lost_end_their_own_sequence(
+    model: MoE, writer: BlockWriter, phase: str
+) -> None:
+    """There, a pass goes on with zeros, and says which rows they are."""
+    _, whole = write(writer, model.experts.run)
+    size, reads = writer.canvas_length, 0
+
+    def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        nonlocal reads
+        found = model.experts.run(layer, calls)
+        own = [call for call in calls if call.phase == phase]
+        reads += layer == 1 and bool(own)
+        if layer == 1 and own and reads == 2:  # of a prefill: the blocks, behind the prompts
+            hit, row = (own[0], size + 2) if phase == "denoise" else (own[1], 3)
+            hit.lost[row] = Failure("the disk of rank 1 is gone", unreadable=True)
+        return found
+
+    lanes, blocks = write(writer, run)
+    with pytest.raises(OffloadError, match="the disk of rank 1 is gone"):
+        lanes[1].result()
+    assert blocks[1] == whole[1][: 0 if phase == "denoise" else size]
+    assert [blocks[0], blocks[2]] == [whole[0], whole[2]]
 
 
 def test_logits_that_are_no_numbers_end_the_sequence(model: MoE, writer: BlockWriter) -> None:

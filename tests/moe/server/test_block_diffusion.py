@@ -62,7 +62,6 @@ def test_whole_streamed_and_chat_answers(path: Path, served: Running) -> None:
     ("changes", "name"),
     [
         ({"top_p": 0.5}, "top_p"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"response_format": {"type": "json_object"}}, "structure"),
         ({"presence_penalty": 1}, "presence_penalty"),
     ],
