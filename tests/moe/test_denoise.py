@@ -67,6 +67,18 @@ def test_draws_are_those_of_multinomial(at_once: int, monkeypatch: pytest.Monkey
     assert torch.equal(torch.rand(1), after)
 
 
+@pytest.mark.parametrize("scale", [0.1, 3.0, 60.0])
+def test_entropies_are_those_of_the_distribution(scale: float) -> None:
+    logits = torch.randn(1, 16, 97) * scale
+    logits[0, 3, :50] = -torch.inf
+    expected = torch.distributions.Categorical(logits=logits.double()).entropy()
+    found = denoise.entropies(logits, logits.softmax(-1), logits.argmax(-1))
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=3e-7)
+    logits[0, 5, 7] = torch.nan
+    found = denoise.entropies(logits, logits.softmax(-1), logits.argmax(-1))
+    assert found.isnan()[0].tolist() == [at == 5 for at in range(16)]
+
+
 @pytest.mark.parametrize("bound", [0.01, 0.5, 8.0])
 def test_what_stays_is_what_the_models_sampler_keeps(bound: float) -> None:
     sampler: Any = EntropyBoundSampler(EntropyBoundSamplerConfig(bound), 16, 97, 48)
