@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kernels import draw_rows
 from moe.network.block_cache import BlockCache, layer_windows
 from moe.network.lanes import LaneRandom
 from moe.sampling.batch import Token, score
@@ -236,17 +237,15 @@ def entropies(logits_1CV: Tensor, probabilities_1CV: Tensor, likeliest_1C: Tenso
 def draw(probabilities_CV: Tensor) -> Tensor:
     """``(C,)``: what ``torch.multinomial(probabilities, 1)`` draws with the same random numbers.
 
-    On CPUs torch makes an exponential variate of each in turn, by itself; this makes them of the
-    same uniform ones, all at once.
+    On CPUs torch makes an exponential variate of each in turn, by itself; this makes the same
+    uniform ones all at once, and few variates of them.
     """
     if probabilities_CV.device.type != "cpu":
         return torch.multinomial(probabilities_CV, 1)[:, 0]
     rows = max(1, _DRAWN_AT_ONCE // probabilities_CV.shape[1])
     drawn = []
     for part in probabilities_CV.split(rows):
-        uniform = torch.rand(part.shape, dtype=torch.float64)
-        exponential = uniform.neg_().log1p_().neg_().to(part.dtype)
-        drawn.append((part / exponential).argmax(-1))
+        drawn.append(draw_rows(part, torch.rand(part.shape, dtype=torch.float64)))
     return torch.cat(drawn)
 
 

@@ -15,6 +15,7 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     StableAndConfidentStoppingCriteria,
 )
 
+import kernels
 from experts.dispatch import Failure
 from moe import MoE
 from moe.errors import RequestError
@@ -55,10 +56,15 @@ def write(
     return lanes, [[token.id for token in block] for block in blocks]
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("at_once", [1 << 20, 200])
-def test_draws_are_those_of_multinomial(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_are_those_of_multinomial(
+    at_once: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(denoise, "_DRAWN_AT_ONCE", at_once)
-    probabilities = (torch.randn(40, 97) * 3).softmax(-1)
+    if not native:
+        monkeypatch.setattr(kernels, "choose_kernel", lambda: (None, "not here"))
+    probabilities = (torch.randn(40, 97) * torch.linspace(0.1, 9, 40)[:, None]).softmax(-1)
     probabilities[0] = torch.nn.functional.one_hot(torch.tensor(5), 97)
     torch.manual_seed(3)
     expected, after = torch.multinomial(probabilities, 1)[:, 0], torch.rand(1)
