@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from moe.engine.prefill_batch import SequenceGroup
@@ -45,6 +47,8 @@ def make_group(
         num_new = room_for(len(ids))
     if loaded.blocks is not None:
         _check_block_params(params, loaded.blocks.no_policies)
+        if params.seed is None:  # known here, as a rank that takes over writes the same blocks again
+            params = replace(params, seed=random.getrandbits(63))
         size = loaded.blocks.canvas_length
         check_length(loaded, len(ids), math.ceil(num_new / size) * size)
     check_length(loaded, len(ids), num_new)

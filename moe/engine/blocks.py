@@ -99,6 +99,7 @@ class BlockRunner(ModelRunner):
         """The sequence's lane, with its keys and values."""
         if sequence not in self._lanes:
             params, index = sequence.sampler.params, sequence.sampler.index
+            assert params.seed is not None, "requests have one by now"
             # Another rank wrote the first tokens, and is lost: they are written again.
             self._again[sequence] = len(sequence.token_ids)
             self._lanes[sequence] = self._writer.lane(
@@ -128,9 +129,7 @@ class BlockRunner(ModelRunner):
         return tokens[known:]
 
 
-def lane_seed(seed: int | None, index: int) -> int:
+def lane_seed(seed: int, index: int) -> int:
     """The seed of a sequence: the request's own for its first sample, one derived from it for
-    others; None: a new one."""
-    if seed is None:
-        return random.getrandbits(63)
+    others."""
     return random.Random(f"{seed}:{index}").getrandbits(63) if index else seed

@@ -168,6 +168,15 @@ def test_layers_with_windows_give_up_what_is_behind_them(pair: Pair) -> None:
         assert run(model, pair, [prompt])[0] == [pair.expected(prompt, 0)]
 
 
+def test_a_request_without_a_seed_gets_one_that_all_ranks_know(pair: Pair) -> None:
+    seeds = {
+        pair.model.request(LONG, pair.params(0, seed=None)).sequences[0].sampler.params.seed
+        for _ in range(3)
+    }
+    assert None not in seeds
+    assert len(seeds) == 3
+
+
 def test_a_cancelled_sequence_leaves_nothing(pair: Pair) -> None:
     engine = pair.model.loop()
     group = pair.model.request(LONG, pair.params(0))
