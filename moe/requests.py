@@ -47,7 +47,7 @@ def make_group(
         num_new = room_for(len(ids))
     if loaded.blocks is not None:
         _check_block_params(params, loaded.blocks.no_policies)
-        if params.seed is None:  # known here, as a rank that takes over writes the same blocks again
+        if params.seed is None:  # a rank that takes over writes the same blocks again
             params = replace(params, seed=random.getrandbits(63))
         size = loaded.blocks.canvas_length
         check_length(loaded, len(ids), math.ceil(num_new / size) * size)
