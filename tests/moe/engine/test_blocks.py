@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moe import MoE
+from moe import MoE, SamplingParams
 from moe.errors import RequestError
 from moe.network import denoise
 from moe.network.block_cache import layer_windows
@@ -170,7 +170,7 @@ def test_layers_with_windows_give_up_what_is_behind_them(pair: Pair) -> None:
 
 def test_a_request_without_a_seed_gets_one_that_all_ranks_know(pair: Pair) -> None:
     seeds = {
-        pair.model.request(LONG, pair.params(0, seed=None)).sequences[0].sampler.params.seed
+        pair.model.request(LONG, SamplingParams(max_new_tokens=3)).sequences[0].sampler.params.seed
         for _ in range(3)
     }
     assert None not in seeds
