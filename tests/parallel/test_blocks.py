@@ -12,6 +12,8 @@ from typing import Any
 
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
+from moe.parallel.remote import RemoteCache
+from moe.sequence import RunningSequence
 from moe.settings import ModelSettings
 from tests.moe.engine.test_blocks import CHUNKS, LONG
 from tests.moe.test_block_diffusion import SIZES, Pair, make_model
@@ -60,6 +62,7 @@ def test_two_ranks_write_what_transformers_writes(launch: Any, tmp_path: Path) -
         assert launched.codes() == [0, 0], launched.everything()
     found = json.loads(out.read_text())
     assert found["written"] == 2 * expected
+    assert found["preempted"] > 0
     assert found["slots"] < 3 * SIZES[1]["experts"]  # each rank holds its part
     for rank in found["stats"]["ranks"]:
         assert rank["pairs"] > 0
@@ -72,7 +75,18 @@ def main() -> None:
     if model.rank:
         model.serve_rank()
     else:
+        preempted: list[Any] = []
+        release = RunningSequence.release
+
+        def released(self: RunningSequence) -> None:
+            if self.cache is not None and self.finish_reason is None and not self.cancelled:
+                preempted.append(self.cache)
+            release(self)
+
+        # The copies that rank 0 computes are released in each step, and have other caches.
+        RunningSequence.release = released  # type: ignore[method-assign]
         found: dict[str, Any] = {"written": written(model, 2 * (model.canvas_length or 0))}
+        found["preempted"] = sum(isinstance(cache, RemoteCache) for cache in preempted)
         stats = model.stats()
         found["stats"], found["slots"] = stats["parallel"], (stats["offload"] or {}).get("slots")
         Path(out).write_text(json.dumps(found))
