@@ -34,6 +34,7 @@ __all__ = [
     "arrange_for_cuda",
     "backend_status",
     "choose_backend",
+    "draw_rows",
     "experts_forward",
     "linear_forward",
     "matrix_rows",
@@ -156,6 +157,20 @@ def row_top_k(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         return native.norms.top_k(x, k)
     values, ids = torch.topk(x, k)
     return values, ids
+
+
+def draw_rows(probabilities_TV: Tensor, uniform_TV: Tensor) -> Tensor:
+    """``(T,)``: an id of each float32 row on the CPU, with its probability, as torch draws it: the
+    largest ratio of probability and exponential variate, -log(1 - u), the first of equal ones.
+
+    Args:
+        uniform_TV: contiguous float64 numbers u in [0, 1); what they are afterwards is not said.
+    """
+    native = choose_kernel()[0]
+    if native is not None and native.norms.supports(probabilities_TV):
+        return native.norms.draw(probabilities_TV, uniform_TV)
+    exponential_TV = uniform_TV.neg_().log1p_().neg_().to(probabilities_TV.dtype)
+    return (probabilities_TV / exponential_TV).argmax(-1)
 
 
 def weighted_sum(

@@ -29,7 +29,7 @@ from moe.describe.routers import enable_policies
 from moe.describe.row_wise import linears_are_faster, make_linears_row_wise, make_row_wise
 from moe.engine.borrowing import borrowing_notice
 from moe.engine.prefix_store import prefix_key, prepare_directory
-from moe.errors import ProfileError, UnsupportedModelError
+from moe.errors import ProfileError
 from moe.extras import install_line, is_installed
 from moe.images.reader import ImageReader, conversation, enable_images, load_processor
 from moe.loading.hub import resolve_model
@@ -44,6 +44,7 @@ from moe.memory.kv_precision import KVPrecision
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import BlockWriter, set_generation, writes_blocks
+from moe.network.denoise import Acceptance
 from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
@@ -155,7 +156,7 @@ def _load(
         network, weights, plan = planned.network, planned.weights, planned.memory
         in_blocks = writes_blocks(network)
         if in_blocks:
-            _check_block_profile(network, profile, ranks)
+            _check_block_profile(network, profile)
             set_generation(network, read_generation_config(path))
         _check_policy(profile, planned.kv)
         on_plan(plan)
@@ -182,7 +183,7 @@ def _load(
     experts = MoELayers(layers, backend.forward, forecasts.prefetcher)
     attach(network, experts.layers, experts.run)
     backbone = Backbone(network)
-    blocks = _block_writer(backbone) if in_blocks else None
+    blocks = _block_writer(backbone, profile) if in_blocks else None
     if blocks is None:
         make_row_wise(backbone)
     mtp = _mtp(head, head_layers, backend, planned, profile)
@@ -191,10 +192,10 @@ def _load(
     if blocks is not None and not isinstance(vision, str):
         vision = "images are not read by models that write whole blocks"
     codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
-    if ranks > 1:
+    if ranks > 1 and blocks is None:
         experts.set_visits(find_visits(backbone, len(experts.layers)))
     _alter(backbone, experts, offloaded, policies, profile, blocks)
-    kv = _keep_in_blocks(backbone, planned, found.fused, profile)
+    kv = _keep_in_blocks(backbone, planned, found.fused, profile, blocks)
     _check_policy(profile, kv)
     if not kv.in_blocks:
         plan = plan.in_buffers(planned.footprint.kv_plain_bytes)
@@ -289,18 +290,12 @@ _BLOCKS = _Found(
 )
 
 
-def _check_block_profile(network: PreTrainedModel, profile: Profile, ranks: int) -> None:
+def _check_block_profile(network: PreTrainedModel, profile: Profile) -> None:
     """Refuse what a profile asks for and a model that writes blocks cannot do."""
-    name = type(network).__name__
-    if ranks > 1:
-        raise UnsupportedModelError(
-            f"{name} writes whole blocks, which one rank does so far; start it without a launcher"
-        )
-    drafts, prefixes = profile.speculation.mode, profile.memory.prefix_tokens
+    name, drafts = type(network).__name__, profile.speculation.mode
     for key, value, instead in (
         ("speculation.mode", "off" if drafts == "auto" else drafts, "off"),
         ("speculation.contrast", profile.speculation.contrast, 0.0),
-        ("memory.prefix_tokens", 0 if prefixes == "auto" else prefixes, 0),
         ("memory.kv_policy", profile.memory.kv_policy, None),
     ):
         if value != instead:
@@ -310,12 +305,18 @@ def _check_block_profile(network: PreTrainedModel, profile: Profile, ranks: int)
             )
 
 
-def _block_writer(backbone: Backbone) -> BlockWriter:
+def _block_writer(backbone: Backbone, profile: Profile) -> BlockWriter:
     """What drives the model's own generation code, proven on short blocks."""
     make_linears_row_wise(backbone.model)
     writer = BlockWriter(backbone.model)
     with torch.inference_mode():
         writer.prove(stand_in)
+    if writer.no_policies and Acceptance.of(profile.diffusion).kind == "confidence":
+        raise ProfileError(
+            f"diffusion.accept is {profile.diffusion.accept}, and {writer.no_policies}; set "
+            "diffusion.accept: own"
+        )
+    backbone.read_prompts_by(writer.reading)
     return writer
 
 
@@ -415,14 +416,24 @@ def _alter(
 
 
 def _keep_in_blocks(
-    backbone: Backbone, planned: PlannedModel, fused: Fused, profile: Profile
+    backbone: Backbone,
+    planned: PlannedModel,
+    fused: Fused,
+    profile: Profile,
+    writer: BlockWriter | None,
 ) -> KVPrecision:
-    """Keep keys and values as planned from now on if a compiled decode step reads them, or, on a
-    GPU, as probes have read them already. Raises `ProfileError` for a policy that has no effect."""
+    """Keep keys and values as planned from now on if a compiled decode step reads them, or a model
+    that writes blocks, or, on a GPU, as probes have read them already. Raises `ProfileError` for a
+    policy that has no effect."""
     kv = planned.kv
     if not kv.in_blocks or backbone.blocks is not None:
         return kv
     kernel, _ = choose_kernel()
+    if kernel is not None and writer is not None:
+        backbone.blocks = BlockPool(
+            HostBlocks(kernel.kv, kv.form), writer.windows(kv.form, stand_in)
+        )
+        return kv
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
     windows = seen_windows(backbone, kv.form) if planned.footprint.windows else Windows()
@@ -454,7 +465,7 @@ def _check_policy(profile: Profile, kv: KVPrecision, why: str = "") -> None:
 
 def _blocks_on_device(planned: PlannedModel, device: torch.device) -> BlockPool | None:
     """The pool of a GPU's keys and values, as the plan has it; None: there is none."""
-    if device.type == "cpu" or not planned.kv.in_blocks:
+    if device.type == "cpu" or not planned.kv.in_blocks or writes_blocks(planned.network):
         return None
     from moe.network.device_blocks import DeviceBlocks  # needs Triton
 
@@ -531,10 +542,11 @@ def low_bit_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
 def load_notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:
     """What fell back or was ignored, and why: one sentence each."""
     made = []
-    if not packing.enabled:
-        what = "prompt" if packing is _BLOCKS.packing else "sequence"
+    if packing is _BLOCKS.packing:
+        made.append(f"each prompt runs in a pass of its own: {packing.reason}")
+    elif not packing.enabled:
         made.append(
-            f"each {what} runs in a pass of its own, and prompts are neither cut nor kept for "
+            "each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
             f"others that begin alike: {packing.reason}"
         )
     if packing.whole:

@@ -22,9 +22,9 @@ from torch import Tensor
 from experts.placement import Placement
 from kernels.cpu.kv import BLOCK
 from moe.completion import Completion, StreamEvent, collect, stream_events
-from moe.engine.blocks import BlockEngine
+from moe.engine.blocks import BlockRunner
 from moe.engine.borrowing import kv_borrowing
-from moe.engine.engine import Engine, StepLoop
+from moe.engine.engine import Engine, StepLoop, StepRunner
 from moe.engine.prefill_batch import SequenceGroup
 from moe.engine.prefill_mode import LayerWork
 from moe.engine.prefix_cache import PrefixCache, RereadCost
@@ -46,6 +46,7 @@ from moe.requests import Defaults, as_batch, check_length, is_chat, make_group
 from moe.sampling.params import SamplingParams
 from moe.settings import MemorySettings, Profile
 from moe.settings.profile import LoadedProfile, load_profile
+from moe.speculate import Speculator
 from moe.text.tokenizer import Prompt, TextCodec
 from routing import LOADED_FOR
 
@@ -288,15 +289,18 @@ class MoE:
     def loop(self) -> StepLoop:
         """A new step loop over this model and all its ranks, for callers that drive it."""
         self._check_open()
-        if self._loaded.blocks is not None:
-            profile = self._as_planned(self.memory_plan.kv_tokens)
-            return BlockEngine(self._loaded.blocks, self.experts, profile)
-        if not isinstance(self._session, Coordinator):
+        blocks = self._loaded.blocks
+        if isinstance(self._session, Coordinator):
+            return ParallelEngine(
+                self._session,
+                self._planning_engine,
+                continue_on_loss=self.profile.profile.parallel.on_rank_loss == "continue",
+                in_blocks=blocks is not None,
+            )
+        if blocks is None:
             return self.engine()
-        continue_on_loss = self.profile.profile.parallel.on_rank_loss == "continue"
-        return ParallelEngine(
-            self._session, self._planning_engine, continue_on_loss=continue_on_loss
-        )
+        settings = self.profile.profile.diffusion
+        return self._engine(BlockRunner(self.backbone, self.experts, blocks, settings))
 
     def engine(self, *, drafts: bool = True) -> Engine:
         """A step loop over this rank only.
@@ -306,6 +310,11 @@ class MoE:
         """
         self._check_open()
         self._check_autoregressive("its tokens do not follow one by one")
+        return self._engine(speculator=self._loaded.speculation.speculator if drafts else None)
+
+    def _engine(
+        self, runner: StepRunner | None = None, speculator: Speculator | None = None
+    ) -> Engine:
         profile = self.profile.profile
         borrowed = kv_borrowing(self._loaded.offloaded, self.memory_plan, profile.offload)
         return Engine(
@@ -314,8 +323,9 @@ class MoE:
             self._as_planned(self.memory_plan.kv_tokens),
             borrowed,
             self._loaded.expect,
-            self._loaded.speculation.speculator if drafts else None,
-            prefixes=self._prefixes,
+            speculator,
+            runner,
+            self._prefixes,
         )
 
     def _planning_engine(self, kv_tokens: int) -> Engine:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from moe.engine.prefill_batch import SequenceGroup
@@ -20,7 +22,7 @@ from moe.text.tokenizer import ImagePrompt, Prompt
 CONTINUATION = 128
 """Most new tokens after a text prompt under ``max_new_tokens: auto``."""
 _ONE_BY_ONE = (
-    *("structure", "logprobs", "prompt_logprobs", "logit_bias", "top_p", "top_k", "min_p"),
+    *("structure", "prompt_logprobs", "logit_bias", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 """Fields of `SamplingParams` that models which write blocks do not have."""
@@ -44,7 +46,9 @@ def make_group(
     if num_new is None:
         num_new = room_for(len(ids))
     if loaded.blocks is not None:
-        _check_block_params(params)
+        _check_block_params(params, loaded.blocks.no_policies)
+        if params.seed is None:  # a rank that takes over writes the same blocks again
+            params = replace(params, seed=random.getrandbits(63))
         size = loaded.blocks.canvas_length
         check_length(loaded, len(ids), math.ceil(num_new / size) * size)
     check_length(loaded, len(ids), num_new)
@@ -76,8 +80,18 @@ def make_group(
     return SequenceGroup(sequences, prompt_logprobs=None if params.prompt_logprobs is None else [])
 
 
-def _check_block_params(params: SamplingParams) -> None:
-    """Refuse parameters that choose tokens one after the other, by name."""
+def _check_block_params(params: SamplingParams, only_own: str) -> None:
+    """Refuse parameters that choose tokens one after the other, by name.
+
+    Args:
+        only_own: why nothing but the model's own procedure can be had; empty if more can.
+    """
+    changed = {"temperature": params.temperature == 0, "logprobs": params.logprobs is not None}
+    for name in (name for name, asked in changed.items() if asked and only_own):
+        raise RequestError(
+            f"{name} is not possible with this model (got {getattr(params, name)!r}): {only_own}; "
+            "leave it out"
+        )
     neutral = SamplingParams()
     for name in _ONE_BY_ONE:
         value = getattr(params, name)

@@ -189,14 +189,19 @@ MOST_CHOICES = 1024
 
 
 class NativeNorms:
-    """Norms, rotary positions and largest numbers of float32 rows."""
+    """Norms, rotary positions, largest numbers and draws of float32 rows."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         norm = None, (POINTER, POINTER, SIZE, SIZE, POINTER, NUMBER)
         turn = None, (POINTER, POINTER, POINTER, SIZE, NUMBER)
         top_k = None, (POINTER, SIZE, SIZE, SIZE, POINTER, POINTER, NUMBER)
-        declare(library, {"moe_norm": norm, "moe_turn": turn, "moe_top_k": top_k})
+        draw = None, (POINTER, POINTER, SIZE, SIZE, POINTER, NUMBER)
+        declare(
+            library,
+            {"moe_norm": norm, "moe_turn": turn, "moe_top_k": top_k, "moe_draw": draw},
+        )
         self._norm, self._turn, self._top_k = library.moe_norm, library.moe_turn, library.moe_top_k
+        self._draw = library.moe_draw
 
     @staticmethod
     def supports(x: Tensor) -> bool:
@@ -229,3 +234,11 @@ class NativeNorms:
             torch.get_num_threads(),
         )  # fmt: skip
         return values, ids
+
+    def draw(self, probabilities_TV: Tensor, uniform_TV: Tensor) -> Tensor:
+        """``(T,)`` int64 ids; see `kernels.draw_rows`."""
+        rows, n = probabilities_TV.shape
+        p, ids = probabilities_TV.contiguous(), torch.empty(rows, dtype=torch.int64)
+        places = p.data_ptr(), uniform_TV.data_ptr()
+        self._draw(*places, rows, n, ids.data_ptr(), torch.get_num_threads())
+        return ids

@@ -71,10 +71,12 @@ class NativeKV:
             rows_NTD = rows_NTD.contiguous()
         self._call(self._write, rows_NTD, table, begin, form, bounds)
 
-    def read(self, table: int, heads: int, size: int, end: int, form: RowFormat) -> Tensor:
-        """``(N, end, D)`` float32: the rows of the first ``end`` tokens."""
-        out_NTD = torch.empty(heads, end, size)
-        self._call(self._read, out_NTD, table, 0, form)
+    def read(
+        self, table: int, heads: int, size: int, end: int, form: RowFormat, begin: int = 0
+    ) -> Tensor:
+        """``(N, end - begin, D)`` float32: the rows of these tokens."""
+        out_NTD = torch.empty(heads, end - begin, size)
+        self._call(self._read, out_NTD, table, begin, form)
         return out_NTD
 
     @staticmethod

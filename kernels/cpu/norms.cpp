@@ -4,6 +4,8 @@
 #include "grouped.h"
 #include "norms.h"
 
+#include <cmath>
+
 namespace {
 
 constexpr long TASK_FLOATS = 1 << 14;
@@ -18,6 +20,26 @@ void each_row(stages::Name stage, long rows, long width, int threads, const Task
     const long end = (block + 1) * some < rows ? (block + 1) * some : rows;
     for (long row = block * some; row < end; ++row) task(row);
   });
+}
+
+// The id of the largest probability[i] / variate[i], the first of equal ones, where the exponential
+// variate of a uniform number u is -log(1 - u), which is at least u: so few logarithms are taken.
+long drawn(const float* probability, const double* uniform, long n) {
+  constexpr long SOME = 64;
+  constexpr float ROUNDING = 1 + 1e-6f;  // more than that of the numbers compared
+  float best = -1;
+  long found = 0;
+  for (long begin = 0; begin < n; begin += SOME) {
+    const long end = begin + SOME < n ? begin + SOME : n;
+    int hits = 0;
+    for (long i = begin; i < end; ++i) hits |= probability[i] * ROUNDING > best * float(uniform[i]);
+    for (long i = begin; hits && i < end; ++i) {
+      if (!(probability[i] * ROUNDING > best * float(uniform[i]))) continue;
+      const float ratio = probability[i] / float(-std::log1p(-uniform[i]));
+      if (ratio > best) best = ratio, found = i;
+    }
+  }
+  return found;
 }
 
 }  // namespace
@@ -46,5 +68,12 @@ void moe_top_k(const float* from, int64_t rows, int64_t n, int64_t k, float* val
     memcpy(left, from + row * n, n * sizeof(float));
     decode::largest_of(left, n, k, values + row * k, ids + row * k);
   });
+}
+
+// ids (rows) = one of each row of n, with its probability, by uniform numbers (rows, n) in [0, 1).
+void moe_draw(const float* probabilities, const double* uniform, int64_t rows, int64_t n, int64_t* ids,
+              int32_t threads) {
+  each_row(stages::CHOICE, rows, n, threads,
+           [&](long row) { ids[row] = drawn(probabilities + row * n, uniform + row * n, n); });
 }
 }

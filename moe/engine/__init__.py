@@ -8,6 +8,6 @@
   hides the exchange between ranks behind the other half of a step.
 - `PrefixCache` (prefix_cache): keys and values of prompts that others begin with.
 - `ExpertAwareOrder` (expert_aware_order): requests that share experts go first.
-- `BlockEngine` (blocks): the same for models that write whole blocks by their own code.
+- `BlockRunner` (blocks): the same for models that write whole blocks by their own code.
 - `KVBorrowing` (borrowing): lends unused memory of the KV cache to the expert cache.
 """

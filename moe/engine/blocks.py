@@ -1,175 +1,135 @@
-"""The step loop of models that write whole blocks (`moe.network.block_diffusion`).
+"""`BlockRunner`: scheduled steps of models that write whole blocks (`moe.network.block_diffusion`).
 
-It has the interface of `moe.engine.engine.Engine`. A step is one forward pass of every running
-sequence: of its prompt, of a block that has become final, or of the canvas that it refines. The
-sequences are lanes that meet at the MoE layers, at whatever step of refinement each is, so an
-expert that several need is read once; their canvases share a pass.
+A step is one forward pass of every running sequence: over a block that has become final, or over
+the canvas that it refines. Prompts are read beside them as those of other models are
+(`moe.engine.runner.PrefillPass`): whole, in chunks or in groups of layers, behind a known
+beginning. All meet at the MoE layers, at whatever step of refinement each is, so an expert that
+several need is read once; canvases share a pass.
 
-A sequence is admitted when memory has room for its prompt and all of its blocks, and keeps that
-room until it ends: nothing is preempted.
+A sequence has a lane, in which the model's own generation code sleeps with its canvas. A preempted
+sequence loses its keys and values and keeps its lane: its prompt and then its final blocks are read
+again, in the parts in which they were, and the canvas goes on from where it was.
 """
 
 from __future__ import annotations
 
-import math
 import random
-from bisect import insort
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from moe.engine.engine import Event, append_tokens, is_last
-from moe.engine.prefill_batch import SequenceGroup
-from moe.errors import RequestError
-from moe.network.block_diffusion import BlockLane, BlockWriter
+from moe.engine.prefill_batch import ScheduledStep
+from moe.engine.runner import ModelRunner, Outcome
+from moe.network.backbone import Backbone
+from moe.network.block_diffusion import BlockWriter
+from moe.network.block_lane import BlockLane
 from moe.network.denoise import Acceptance
+from moe.network.kv_cache import KVCache
 from moe.network.moe_layer import MoELayers
 from moe.sampling.batch import Token
 from moe.sequence import RunningSequence
-from moe.settings import Profile
+from moe.settings import DiffusionSettings
 
 
-class BlockEngine:
-    """Drives sequences through a model that writes blocks.
+class BlockRunner(ModelRunner):
+    """Computes scheduled steps of a model that writes blocks.
 
     Args:
-        writer: of the model.
+        backbone: the model; its prompts are read by the writer.
         experts: its MoE layers.
-        profile: batch and memory settings, and how canvases are refined.
+        writer: of the model.
+        settings: how canvases are refined.
     """
 
-    def __init__(self, writer: BlockWriter, experts: MoELayers, profile: Profile) -> None:
-        self._writer, self._experts, self._settings = writer, experts, profile.engine
-        self._acceptance = Acceptance.of(profile.diffusion)
-        limit = profile.memory.kv_tokens
-        self.kv_tokens = math.inf if limit is None else float(limit)
-        self._waiting: list[SequenceGroup] = []
-        self._running: dict[RunningSequence, BlockLane] = {}
-        self._num_steps = self._num_arrived = 0
+    def __init__(
+        self,
+        backbone: Backbone,
+        experts: MoELayers,
+        writer: BlockWriter,
+        settings: DiffusionSettings,
+    ) -> None:
+        super().__init__(backbone, experts)
+        self._writer, self._acceptance = writer, Acceptance.of(settings)
+        self._lanes: dict[RunningSequence, BlockLane] = {}
+        self._again: dict[RunningSequence, int] = {}
         self._passes = {"prefill": 0, "denoise": 0}
         self._num_final = 0
 
-    @property
-    def idle(self) -> bool:
-        return not (self._waiting or self._running)
-
-    def submit(self, group: SequenceGroup) -> None:
-        """Queue sequences that share one prompt. Raises `RequestError` if they can never run."""
-        needed, count = self._needed(group.sequences), len(group.sequences)
-        if needed > self.kv_tokens:
-            raise RequestError(
-                f"the request needs memory for {needed} tokens, whole blocks of "
-                f"{self._writer.canvas_length}, and there is room for {self.kv_tokens:g} "
-                "(memory.kv_tokens, memory.kv_gib); shorten it, ask for fewer samples or make room"
-            )
-        if count > self._settings.max_batch_size:
-            raise RequestError(
-                f"n is {count} and engine.max_batch_size is {self._settings.max_batch_size}; "
-                "ask for fewer samples or raise engine.max_batch_size"
-            )
-        self._num_arrived += 1
-        for sequence in group.sequences:
-            step = self._num_steps + sequence.priority * self._settings.priority_steps
-            sequence.enqueue(step, self._num_arrived)
-        insort(self._waiting, group, key=lambda waiting: waiting.queue_key)
-
-    def cancel(self, group: SequenceGroup) -> None:
-        """Remove sequences between steps, and free what they hold."""
-        group.cancel()
-        self._waiting = [other for other in self._waiting if other is not group]
-        for sequence in group.sequences:
-            if (lane := self._running.pop(sequence, None)) is not None:
-                lane.cancel()
-
     @torch.inference_mode()
-    def step(self) -> list[Event]:
-        """One pass of every running sequence.
+    def run(self, step: ScheduledStep) -> list[Outcome]:
+        """The blocks that became final in this step.
 
-        Returns:
-            An event for each token of the blocks that became final, those of a sequence in their
-            order. If a pass raises, the exception is the event of that sequence only.
+        If a pass of a sequence raises, the exception is the outcome of that sequence only.
         """
-        self._num_steps += 1
-        self._admit()
-        before = self._count_passes()
-        self._writer.step(list(self._running.values()), self._experts.run)
-        for phase, count in self._count_passes().items():
-            self._passes[phase] += count - before[phase]
-        events: list[Event] = []
-        for sequence, lane in list(self._running.items()):
-            own = append_tokens(sequence, _outcome(lane))
-            self._num_final += len(own)
-            if own and is_last(own[-1]):
-                lane.cancel()
-                del self._running[sequence]
-            events += [(sequence, event) for event in own]
-        return events
+        prefill = self._begin_prefill(step.prefill)
+        lanes = {sequence: self._lane(sequence) for sequence in step.decode}
+        before = {lane: dict(lane.passes) for lane in lanes.values()}
+        self._writer.step(
+            [*lanes.values()],
+            self.experts.run,
+            () if prefill is None else prefill.lanes,
+            None if prefill is None else prefill.pauses(),
+        )
+        outcomes: list[Outcome] = []
+        for sequence, lane in lanes.items():
+            lane.cache.rows = None  # they are the sequence's, and may be taken from it
+            for phase, count in lane.passes.items():
+                self._passes[phase] += count - before[lane][phase]
+            outcomes.append((sequence, self._outcome(sequence, lane)))
+        if prefill is not None and prefill.batch.is_last_layer_group:
+            self._passes["prefill"] += len(prefill.lanes)
+            for end in prefill.finish(self.experts.run):
+                failed = isinstance(end.rows, Exception)
+                outcomes.append((end.sequence, end.rows if failed else []))  # type: ignore[arg-type]
+            self._prefill_pass = None
+        return outcomes
 
-    def occupancy(self) -> dict[str, int]:
-        """What the engine holds between two steps; all zero when it is idle."""
-        return {
-            "waiting_prompts": len(self._waiting),
-            "prompts_being_read": 0,
-            "running_sequences": len(self._running),
-            "kv_tokens": self._needed(self._running),
-        }
+    def end(self, sequences: Sequence[RunningSequence]) -> None:
+        for sequence in sequences:
+            self._again.pop(sequence, None)
+            if (lane := self._lanes.pop(sequence, None)) is not None:
+                lane.cancel()
 
     def status(self) -> dict[str, Any]:
-        """Passes so far by phase and final tokens, beside the keys of `Engine.status`; for JSON."""
-        blocks = {"passes": dict(self._passes), "final_tokens": self._num_final}
-        return {"prefill": None, "prefixes": None, "blocks": blocks}
-
-    def _needed(self, sequences: Sequence[RunningSequence] | dict[RunningSequence, Any]) -> int:
-        """Tokens of memory that sequences hold, in whole blocks."""
-        size = self._writer.canvas_length
-        return sum(
-            len(sequence.prompt_token_ids) + math.ceil(sequence.max_new_tokens / size) * size
-            for sequence in sequences
-        )
-
-    def _admit(self) -> None:
-        """Start the sequences at the head of the queue that there is room for."""
-        while self._waiting:
-            sequences = self._waiting[0].sequences
-            count = len(self._running) + len(sequences)
-            tokens = self._needed(self._running) + self._needed(sequences)
-            if count > self._settings.max_batch_size or tokens > self.kv_tokens:
-                return
-            del self._waiting[0]
-            for sequence in sequences:
-                self._running[sequence] = self._lane(sequence)
+        """Passes so far by phase, and final tokens."""
+        return {"blocks": {"passes": dict(self._passes), "final_tokens": self._num_final}}
 
     def _lane(self, sequence: RunningSequence) -> BlockLane:
-        params, index = sequence.sampler.params, sequence.sampler.index
-        return self._writer.lane(
-            sequence.prompt_token_ids,
-            sequence.max_new_tokens,
-            lane_seed(params.seed, index),
-            temperature=params.temperature,
-            acceptance=self._acceptance,
-        )
+        """The sequence's lane, with its keys and values."""
+        if sequence not in self._lanes:
+            params, index = sequence.sampler.params, sequence.sampler.index
+            assert params.seed is not None, "requests have one by now"
+            # Another rank wrote the first tokens, and is lost: they are written again.
+            self._again[sequence] = len(sequence.token_ids)
+            self._lanes[sequence] = self._writer.lane(
+                sequence.prompt_token_ids,
+                sequence.max_new_tokens,
+                lane_seed(params.seed, index),
+                temperature=params.temperature,
+                acceptance=self._acceptance,
+                scored=params.logprobs,
+            )
+        lane = self._lanes[sequence]
+        assert isinstance(sequence.cache, KVCache)
+        lane.cache.rows = sequence.cache
+        return lane
 
-    def _count_passes(self) -> dict[str, int]:
-        return {
-            phase: sum(lane.passes[phase] for lane in self._running.values())
-            for phase in ("prefill", "denoise")
-        }
+    def _outcome(self, sequence: RunningSequence, lane: BlockLane) -> list[Token] | Exception:
+        """Tokens that became final, or what ended the lane."""
+        try:
+            if lane.ended:
+                lane.result()
+        except Exception as error:
+            return error
+        tokens = lane.take_final()
+        known = min(self._again[sequence], len(tokens))
+        self._again[sequence] -= known
+        self._num_final += len(tokens) - known
+        return tokens[known:]
 
 
-def lane_seed(seed: int | None, index: int) -> int:
+def lane_seed(seed: int, index: int) -> int:
     """The seed of a sequence: the request's own for its first sample, one derived from it for
-    others; None: a new one."""
-    if seed is None:
-        return random.getrandbits(63)
+    others."""
     return random.Random(f"{seed}:{index}").getrandbits(63) if index else seed
-
-
-def _outcome(lane: BlockLane) -> list[Token] | Exception:
-    """Tokens that became final, or what ended the lane."""
-    try:
-        if lane.finished:
-            lane.result()
-    except Exception as error:
-        return error
-    return [Token(token_id) for token_id in lane.take_final()]

@@ -44,6 +44,10 @@ class StepRunner(Protocol):
 
     def keep_prefill(self, batch: PrefillBatch | None) -> None: ...
 
+    def end(self, sequences: Sequence[RunningSequence]) -> None: ...
+
+    def status(self) -> dict[str, Any]: ...
+
 
 class StepLoop(Protocol):
     """What drives sequences through a model; see `Engine`."""
@@ -131,6 +135,7 @@ class Engine:
         self.scheduler.cancel(group)
         group.release()
         self.runner.keep_prefill(self.scheduler.prefilling)
+        self.runner.end(group.sequences)
 
     def step(self) -> list[Event]:
         """Advance every running sequence by at least one token, the prefill by one layer group.
@@ -165,6 +170,7 @@ class Engine:
                     known = [*known, *sequence.token_ids][: cache.length]
                 prefixes.add(sequence.salt, known, cache)
             sequence.release()
+        self.runner.end([*ended])
         self.scheduler.update(ended)
         # Only now do prompts that were just read count once, however many share their blocks.
         while prefixes and self.scheduler.num_used_tokens() > self.kv_tokens and prefixes.evict():
@@ -216,7 +222,7 @@ class Engine:
         counters only up.
         """
         prefixes, choice = self.scheduler.prefixes, self.planner.last_choice
-        return {
+        return self.runner.status() | {
             "prefill": asdict(choice) if choice is not None else None,
             "prefixes": None
             if prefixes is None

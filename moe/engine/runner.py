@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from torch import Tensor
 
 from moe.engine.overlap import run_overlapped
 from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep
-from moe.errors import RankError
 from moe.network.backbone import SHORT, Backbone
 from moe.network.kv_cache import SequenceCache
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
@@ -72,10 +71,7 @@ class ModelRunner:
         If the forward pass or the sampler of a sequence raises, the exception is the outcome of
         that sequence only.
         """
-        self.keep_prefill(step.prefill)
-        if step.prefill is not None and self._prefill_pass is None:
-            self._prefill_pass = PrefillPass(step.prefill, self.backbone)
-        prefill = self._prefill_pass
+        prefill = self._begin_prefill(step.prefill)
         decode = [sequence for sequence in step.decode if _num_unread(sequence)]
         held = [sequence for sequence in step.decode if not _num_unread(sequence)]
         unread = [_num_unread(sequence) for sequence in decode]
@@ -110,11 +106,25 @@ class ModelRunner:
             speculator.finish(alone=step.prefill is None)
         return outcomes
 
+    def _begin_prefill(self, batch: PrefillBatch | None) -> PrefillPass | None:
+        """The pass that reads this batch, now or on from its last pause; None without one."""
+        self.keep_prefill(batch)
+        if batch is not None and self._prefill_pass is None:
+            self._prefill_pass = PrefillPass(batch, self.backbone)
+        return self._prefill_pass
+
     def keep_prefill(self, batch: PrefillBatch | None) -> None:
         """Cancel the prefill pass in flight unless it reads this batch."""
         if self._prefill_pass is not None and self._prefill_pass.batch is not batch:
             self._prefill_pass.cancel()
             self._prefill_pass = None
+
+    def end(self, sequences: Sequence[RunningSequence]) -> None:
+        """These have ended; nothing is kept of them here."""
+
+    def status(self) -> dict[str, Any]:
+        """What has been computed, beside the routing statistics; for JSON."""
+        return {}
 
     def _forward(
         self, tokens: Sequence[Work], prefill: PrefillPass | None, overlap: bool
@@ -155,7 +165,7 @@ class PrefillPass:
         self.batch = batch
         self._backbone = backbone
         self._work = [_work(chunk, backbone) for chunk in batch.chunks]
-        self.lanes = backbone.lanes(self._work, "prefill")
+        self.lanes = backbone.reading(self._work)
 
     @property
     def sequences(self) -> list[RunningSequence]:
@@ -268,17 +278,9 @@ def _lost_of(lanes: Sequence[Lane[list[Tensor]]], work: Sequence[Work]) -> list[
     for lane in lanes:
         start = 0
         for item in islice(items, lane.pieces):
-            found.append(partial(_lost, lane, range(start, start + len(item.token_ids))))
+            found.append(partial(lane.lost_error, range(start, start + len(item.token_ids))))
             start += len(item.token_ids)
     return found
-
-
-def _lost(lane: Lane[list[Tensor]], rows: range) -> Exception | None:
-    lost = lane.lost()
-    for row in sorted(lost):
-        if row in rows:
-            return (OffloadError if lost[row].unreadable else RankError)(lost[row].reason)
-    return None
 
 
 def _lost_later(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,9 +35,10 @@ from moe.describe.stateful import find_stateful
 from moe.errors import UnsupportedModelError
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
+from moe.network.block_cache import seen_by_blocks
 from moe.network.block_diffusion import writes_blocks
 from moe.network.denoise import canvases_of_a_pass
-from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, TransformersCache
+from moe.network.kv_cache import KVCache, KVFormat, SequenceCache
 from moe.network.lanes import run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
@@ -67,6 +68,7 @@ class Footprint:
         windows: of the layers that keep no more than so many last tokens, the bytes of a token.
         bounds_bytes: of a token, what bounds of the keys take if a policy chooses by them
             (`KVFormat.bounds`).
+        canvas_bytes: what a sequence keeps between two passes over its canvas; 0 where none is.
     """
 
     kv_bytes_per_token: int
@@ -76,6 +78,7 @@ class Footprint:
     how: str
     windows: Mapping[int, int] = field(default_factory=dict)
     bounds_bytes: int = 0
+    canvas_bytes: int = 0
 
 
 @without_advice()
@@ -99,7 +102,7 @@ def measure_footprint(
     network = copy.deepcopy(network)
     stand_in_for_experts(network, on_cuda=on_cuda)
     if writes_blocks(network):
-        return _measure_blocks(network, longest)
+        return _measure_blocks(network, longest, form)
     backbone = Backbone(network)
     if _compiled(on_cuda):
         with suppress(Exception):  # it wants a cache of its own class
@@ -177,7 +180,7 @@ def _measure(
     return Footprint(per_token, per_token, rest, activations, how)
 
 
-def _measure_blocks(network: PreTrainedModel, longest: int) -> Footprint:
+def _measure_blocks(network: PreTrainedModel, longest: int, form: KVFormat | None) -> Footprint:
     """Of a model that writes blocks: each prompt in a pass of its own, canvases together.
 
     A sequence holds the logits of its last pass, and its sampler several copies of them: scaled,
@@ -185,29 +188,37 @@ def _measure_blocks(network: PreTrainedModel, longest: int) -> Footprint:
     """
     size = network.config.canvas_length
     logits = size * network.get_output_embeddings().weight.shape[0] * 4
+    cache: Any
     try:
-        short, double, long = (
-            _probe_blocks(network, tokens) for tokens in (SHORT_PROMPT, 2 * SHORT_PROMPT, longest)
-        )
-        together = _probe_blocks(network, SHORT_PROMPT, canvases_of_a_pass(logits))
+        long, cache = _probe_blocks(network, longest)
+        together, _ = _probe_blocks(network, SHORT_PROMPT, canvases_of_a_pass(logits))
     except Exception as error:  # the architecture cannot run in this way
         raise UnsupportedModelError(
             f"{type(network).__name__} writes blocks, and a pass of it cannot be planned: "
             f"{type(error).__name__}: {error}"
         ) from error
-    per_token = (double.kept - short.kept) // SHORT_PROMPT
-    return Footprint(
-        per_token, per_token, logits, max(long.peak, together.peak) + 4 * logits,
-        "measured on the meta device, each prompt in a pass of its own, canvases together",
-    )  # fmt: skip
+    size = network.dtype.itemsize
+    shapes = [(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in cache.layers]
+    plain = sum(heads * (keys + values) * size for heads, keys, values in shapes)
+    how = "measured on the meta device, each prompt in a pass of its own, canvases together"
+    peak = max(long, together) + 4 * logits
+    footprint = Footprint(plain, plain, 0, peak, how, canvas_bytes=logits)
+    if form is None:
+        return footprint
+    coded = {layer: form.token_bytes(*shape) for layer, shape in enumerate(shapes)}
+    windows = seen_by_blocks(network.config, coded).token_bytes
+    return replace(footprint, kv_bytes_per_token=sum(coded.values()), windows=windows)
 
 
-def _probe_blocks(network: PreTrainedModel, num_tokens: int, sequences: int = 1) -> _ProbedPass:
-    """Read prompts of this length, and refine a canvas of each once."""
+def _probe_blocks(
+    network: PreTrainedModel, num_tokens: int, sequences: int = 1
+) -> tuple[int, DynamicCache]:
+    """Read prompts of this length, and refine a canvas of each once: most bytes alive, and what is
+    kept."""
     size, vocabulary = network.config.canvas_length, network.get_output_embeddings().weight.shape[0]
     network.set_attn_implementation("sdpa")
     ids = torch.zeros(sequences, num_tokens, dtype=torch.int64, device="meta")
-    cache: Any = DynamicCache(config=network.config.get_text_config(decoder=True))
+    cache = DynamicCache(config=network.config.get_text_config(decoder=True))
     with torch.inference_mode(), StorageCounter() as counter:
         network(
             **{CACHE_ARGUMENT: cache},
@@ -215,8 +226,7 @@ def _probe_blocks(network: PreTrainedModel, num_tokens: int, sequences: int = 1)
             decoder_input_ids=torch.zeros(sequences, size, dtype=torch.int64, device="meta"),
             self_conditioning_logits=torch.zeros(sequences, size, vocabulary, device="meta"),
         )
-    kept = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
-    return _ProbedPass(counter.peak, kept, counter.operations, TransformersCache())
+    return counter.peak, cache
 
 
 def _from_configuration(network: PreTrainedModel, batch_tokens: int, reason: str) -> Footprint:

@@ -37,7 +37,6 @@ from moe.memory.budget import (
 )
 from moe.memory.footprint import Footprint, measure_footprint
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
-from moe.network.block_diffusion import writes_blocks
 from moe.network.hidden import KEPT
 from moe.network.kv_policy import KVPolicy
 from moe.network.mtp import take_head, width_of
@@ -100,9 +99,6 @@ def planning(
     """
     config = read_config(path)
     network = build_meta_model(config, dtype=_backbone_dtype(profile, device))
-    if writes_blocks(network) and profile.memory.prefix_tokens == "auto":  # it has no such cache
-        memory_settings = profile.memory.model_copy(update={"prefix_tokens": 0})
-        profile = profile.model_copy(update={"memory": memory_settings})
     no_mtp = _why_no_mtp(profile, ranks)
     with open_source(path, config, network, profile, device, report, no_mtp=no_mtp) as source:
         weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))

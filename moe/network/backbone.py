@@ -37,6 +37,8 @@ from moe.network.prompt_rows import POSITIONS, given
 from moe.network.recurrent_kernels import use_kernels
 from routing import Phase
 
+PromptReader = Callable[[Work], Lane[list[Tensor]]]
+"""Makes a lane that reads tokens of a sequence."""
 Forward = Callable[[Sequence[Work]], list[Tensor]]
 """A forward pass over some work: the logits of each piece."""
 
@@ -82,6 +84,7 @@ class Backbone:
         self.model = model.eval()
         self.device = model.device
         self._in_blocks = writes_blocks(model)
+        self._prompt_reader: PromptReader | None = None
         self._own_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._needs_history: set[int] = set()
@@ -127,9 +130,14 @@ class Backbone:
         self.recurrent = bool(modules.recurrent or modules.own_layers)
         self.recurrent_kernels = use_kernels(modules.recurrent)
 
+    def read_prompts_by(self, reader: PromptReader) -> None:
+        """Let this read the prompts of a model that writes blocks."""
+        self._prompt_reader = reader
+
     @property
     def can_cut(self) -> bool:
-        return self.packed and not self._reads_whole
+        reads_parts = self.packed or self._prompt_reader is not None
+        return reads_parts and not self._reads_whole
 
     @property
     def history_layers(self) -> set[int]:
@@ -162,7 +170,7 @@ class Backbone:
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
-        if not self.packed:
+        if not self.packed and self._prompt_reader is None:
             return TransformersCache()
         if self.blocks is not None and self.contrast is None:
             cache: KVCache = self.blocks.new_cache(capacity)
@@ -197,6 +205,13 @@ class Backbone:
         return (
             self.block_tokens > 0 and self.blocks is not None and self.blocks.memory.counts_blocks
         )
+
+    def reading(self, work: Sequence[Work]) -> list[Lane[list[Tensor]]]:
+        """Lanes that read prompts. As `lanes`, but those of a model that writes blocks have an
+        empty row for each piece of work, as nothing follows a prompt there."""
+        if self._prompt_reader is not None:
+            return [self._prompt_reader(item) for item in work]
+        return self.lanes(work)
 
     def lanes(self, work: Sequence[Work], phase: Phase = "prefill") -> list[Lane[list[Tensor]]]:
         """One lane for all of the work if sequences are packed, else one each; work that cannot

@@ -1,15 +1,20 @@
 """Models that write whole blocks: a canvas of tokens is refined in several passes, then final.
 
 Their generation code is the architecture's own and stays so: it runs inside a lane
-(`moe.network.lanes`), so its schedule, its sampler, its rule to stop and its cache are what the
-model says. The lane rests before each pass and after each final block, and sleeps at MoE layers
-like any other; all sequences of a step meet there, whatever their step of refinement:
+(`moe.network.lanes`), so its schedule, its sampler and its rule to stop are what the model says.
+The lane rests before each pass and after each final block, and sleeps at MoE layers like any other;
+all sequences of a step meet there, whatever their step of refinement:
 
     writer = BlockWriter(network)
-    lane = writer.lane(prompt, num_new=64, seed=0)
-    while not lane.finished:
+    lane = writer.lane(prompt, num_new=64, seed=0, rows=KVCache(len(prompt) + 64))
+    while not lane.ended:
         writer.step([lane], experts.run)   # one pass: of the prompt, a final block or a canvas
-        lane.take_final()                  # token ids, a whole block at a time
+        lane.take_final()                  # tokens, a whole block at a time
+
+What such code reads, prompts and final blocks, is read for it by lanes of their own
+(`BlockWriter.reading`), in parts and behind known beginnings if need be: the same code, ended
+behind its first pass. The code that writes is then told that it has been read (`BlockCache`). So a
+sequence can lose its keys and values, and have them read again, while its canvas stays.
 
 Where the generation code has the structure that `moe.network.denoise` knows, and a proof holds, a
 lane asks for its steps of refinement, and canvases that are refined in one step share a pass.
@@ -22,9 +27,11 @@ Legend: C tokens of a canvas, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,15 +40,23 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from moe.errors import CheckpointError, UnsupportedModelError
+from moe.network.block_cache import BlockCache, layer_windows, seen_by_blocks
+from moe.network.block_lane import BlockLane, CanvasLane, PromptLane, begin_pass
 from moe.network.denoise import OWN, STEP, Acceptance, CanvasCall, Denoiser, Result
+from moe.network.kv_blocks import Windows
+from moe.network.kv_cache import KVCache, KVFormat
 from moe.network.lanes import ExpertsRunner, Lane, LaneRandom, current_lane, run_lanes
-from routing import Phase
+from moe.network.own_cache import CACHE_ARGUMENT
+from moe.network.packed_pass import Work
+from moe.sampling.batch import Token
+from offload.errors import OffloadError
 
 NO_TOKEN = -1
 """Given to the model's code as its end token, as each request has its own."""
 GREEDY = "temperature 0"
 _PROMPTS = [0, 1, 2], [3, 4, 5, 6, 7]
 """Whose blocks are compared with the model's own."""
+_PROVEN = 2  # blocks: the second is written behind one that has been read
 
 
 def writes_blocks(model: PreTrainedModel | type[PreTrainedModel], config: Any = None) -> bool:
@@ -135,62 +150,8 @@ def _kept_buffers(module: nn.Module) -> bool:
     )
 
 
-class BlockLane(Lane[None]):
-    """A sequence that is being written, over all of its passes.
-
-    Attributes:
-        passes: forward passes so far, by phase.
-        asked: the step of refinement that it rests for; None: it rests before or behind a pass of
-            its own.
-    """
-
-    can_rest = True
-
-    def __init__(
-        self, forward: Callable[[], None], random: LaneRandom, acceptance: Acceptance, greedy: bool
-    ) -> None:
-        super().__init__(forward, "prefill", random=random)
-        self._own_random, self._acceptance, self._greedy = random, acceptance, greedy
-        self.passes: dict[Phase, int] = {"prefill": 0, "denoise": 0}
-        self.asked: CanvasCall | None = None
-        self._final: list[int] = []
-        self._ran = False
-
-    def begin_pass(self, phase: Phase) -> None:
-        """Called by the model before each pass: only one is run at a time."""
-        if self._ran:
-            self.rest()
-        self.phase, self._ran = phase, True
-        self.passes[phase] += 1
-
-    def ask(self, given: dict[str, Any]) -> Result:
-        """Called by the model: rest until a step of refinement is done.
-
-        Args:
-            given: the arguments of the model's own function.
-        """
-        self.asked = call = CanvasCall(given, self._acceptance, self._own_random, self._greedy)
-        self.rest()
-        self.asked = None
-        self.passes["denoise"] += 1
-        if isinstance(call.result, Exception):
-            raise call.result
-        assert call.result is not None, "woken without a result"
-        return call.result
-
-    def add_final(self, token_ids: Sequence[int]) -> None:
-        """Called by the model with each final block."""
-        self._final += token_ids
-        self.rest()
-
-    def rest(self) -> None:
-        super().rest()
-        self._ran = False
-
-    def take_final(self) -> list[int]:
-        """Tokens that became final since the last call."""
-        final, self._final = self._final, []
-        return final
+class _PromptRead(Exception):
+    """Ends a model's generation code behind its first pass."""
 
 
 class BlockWriter:
@@ -215,9 +176,11 @@ class BlockWriter:
         self.model: Any = model
         link_shared(model)  # linear layers may be planes by now
         self.canvas_length: int = model.config.canvas_length
+        self._windows = layer_windows(model.config)
         reader, refiner = _parts(model)
-        reader.register_forward_pre_hook(partial(_begin_pass, "prefill"))
-        refiner.register_forward_pre_hook(partial(_begin_pass, "denoise"))
+        reader.forward = partial(self._read, reader.forward)
+        reader.register_forward_pre_hook(partial(begin_pass, "prefill"))
+        refiner.register_forward_pre_hook(partial(begin_pass, "denoise"))
         self.schedule = self._own_schedule()
         self.no_policies = Denoiser.why_not(model)
         self.denoiser: Denoiser | None = None
@@ -233,6 +196,8 @@ class BlockWriter:
         *,
         temperature: float = 1.0,
         acceptance: Acceptance = OWN,
+        scored: int | None = None,
+        rows: KVCache | None = None,
     ) -> BlockLane:
         """A lane that writes at least ``num_new`` tokens after a prompt, in whole blocks.
 
@@ -241,71 +206,129 @@ class BlockWriter:
             temperature: multiplies those of the model's schedule; 0: each position takes its most
                 likely token, while the schedule decides which are kept.
             acceptance: which predictions stay.
+            scored: as `CanvasCall` has it.
+            rows: keys and values of the sequence, of which the prompt may have been read.
 
         Raises:
             UnsupportedModelError: the model's sampler cannot be replaced for that.
         """
-        if (temperature == 0 or acceptance.kind == "confidence") and self.denoiser is None:
-            wanted = GREEDY if temperature == 0 else "confidence"
+        special = {GREEDY: temperature == 0, "confidence": acceptance.kind == "confidence"}
+        special["logprobs"] = scored is not None
+        if self.denoiser is None and any(special.values()):
+            wanted = next(name for name, asked in special.items() if asked)
             raise UnsupportedModelError(f"{wanted} is not possible here: {self.no_policies}")
-        return BlockLane(
-            partial(self._write, list(token_ids), num_new, temperature, acceptance),
-            LaneRandom(seed, self.model.device),
-            acceptance,
-            temperature == 0,
-        )
+        prompt = list(token_ids)
+        cache = BlockCache(self._windows, len(prompt) - 1, rows)
+        random = LaneRandom(seed, self.model.device)
+        call = CanvasCall({}, acceptance, random, temperature == 0, scored)
+        changed, blocks = self._changed(temperature, acceptance), _ToLane()
+        # The code hears of the last token only, as it wants to read something.
+        count = math.ceil(num_new / self.canvas_length)
+        forward = partial(self._generate, prompt[-1:], count, changed, blocks, cache)
+        return BlockLane(forward, random, cache, prompt, count * self.canvas_length, call)
+
+    def reading(self, work: Work) -> Lane[list[Tensor]]:
+        """A lane that reads tokens of a sequence. There are no logits: it gives an empty row."""
+        return PromptLane(partial(self._read_prompt, work))
+
+    def windows(self, form: KVFormat, run_experts: ExpertsRunner) -> Windows:
+        """Layers of which sequences keep no more than the last tokens.
+
+        Args:
+            form: how keys and values will be stored.
+            run_experts: as in `prove`.
+        """
+        rows = KVCache(1)
+        run_lanes([self.reading(Work([0], rows))], run_experts)
+        return seen_by_blocks(self.model.config, rows.layer_bytes(form))
 
     def logits(
         self, token_ids: Sequence[int], canvas: Sequence[int], run_experts: ExpertsRunner
     ) -> Tensor:
         """``(C, V)`` raw logits of a canvas behind a text, in a first pass over it."""
-        found: list[Tensor] = []
 
-        def forward() -> None:
+        def forward() -> list[Tensor]:
             ids, tokens = (
                 torch.tensor([list(own)], device=self.model.device) for own in (token_ids, canvas)
             )
-            found.append(self.model(input_ids=ids, decoder_input_ids=tokens).logits[0])
+            return [self.model(input_ids=ids, decoder_input_ids=tokens).logits[0]]
 
-        lane = BlockLane(forward, LaneRandom(0, self.model.device), OWN, greedy=False)
-        while not lane.finished:
-            run_lanes([lane], run_experts)
-        lane.result()
-        return found[0]
+        lane = CanvasLane(forward)
+        run_lanes([lane], run_experts)
+        return lane.result()[0]
 
-    def step(self, lanes: Sequence[BlockLane], run_experts: ExpertsRunner) -> None:
-        """One pass of every lane; those that ask for a step of refinement share passes.
+    def step(
+        self,
+        lanes: Sequence[BlockLane],
+        run_experts: ExpertsRunner,
+        beside: Sequence[Lane[Any]] = (),
+        pauses: Mapping[Lane[Any], int] | None = None,
+    ) -> None:
+        """One pass of every lane: over what it has yet to read, or over its canvas. Those that ask
+        for a step of refinement share passes.
 
-        What a pass raises is raised in each of its lanes, whose `Lane.result` says so. If several
-        canvases shared it, each is tried by itself first.
+        What a pass raises is raised in each of its lanes, whose `Lane.result` says so. If experts
+        could not be read in one that several canvases share, each is tried by itself.
+
+        Args:
+            beside: other lanes that meet them at the MoE layers.
+            pauses: as in `run_lanes`.
         """
-        asking = {lane.asked: lane for lane in lanes if lane.asked is not None}
-        others = [lane for lane in lanes if lane.asked is None]
+        reads = {lane: self._reading_of(lane) for lane in lanes}
+        reading = {lane: own for lane, own in reads.items() if own is not None}
+        writing = [lane for lane in lanes if lane not in reading]
+        for lane in writing:
+            if lane.asked is None:
+                lane.proceed()
+        asking = {lane.asked: lane for lane in writing if lane.asked is not None}
+        others = [lane for lane in writing if lane.asked is None]
         groups = list(self.denoiser.groups(list(asking))) if self.denoiser is not None else []
-        failed = self._share_passes(groups, others, run_experts)
+        beside = [*beside, *reading.values(), *others]
+        failed = self._share_passes(groups, beside, run_experts, pauses)
         self._share_passes([[call] for call in failed], [], run_experts)
+        for lane, own in reading.items():
+            lane.passes["prefill"] += 1
+            lane.error = _error_of(own)
+        for lane in others:
+            lane.error = lane.lost_error()
         for lane in asking.values():
             lane.wake()
 
+    def _reading_of(self, lane: BlockLane) -> Lane[list[Tensor]] | None:
+        """What reads the tokens that a lane's rows lack next."""
+        rows, tokens = lane.cache.rows, lane.unread(self.canvas_length)
+        return self.reading(Work(tokens, rows)) if rows is not None and tokens else None
+
     def _share_passes(
-        self, groups: Sequence[list[CanvasCall]], others: Sequence[Lane], run_experts: ExpertsRunner
+        self,
+        groups: Sequence[list[CanvasCall]],
+        others: Sequence[Lane[Any]],
+        run_experts: ExpertsRunner,
+        pauses: Mapping[Lane[Any], int] | None = None,
     ) -> list[CanvasCall]:
-        """Run a pass of each group beside other lanes; returns calls of several that failed."""
+        """Run a pass of each group beside other lanes; returns calls of several that lack experts.
+
+        With several ranks there are none: there, a pass has rows that are lost.
+        """
         assert self.denoiser is not None or not groups
         passes = [
             Lane(partial(self.denoiser.run, group), "denoise")  # type: ignore[union-attr]
             for group in groups
         ]
-        run_lanes([*others, *passes], run_experts)
+        run_lanes([*others, *passes], run_experts, pause_at=pauses)
         failed: list[CanvasCall] = []
         for group, one in zip(groups, passes, strict=True):
             try:
                 one.result()
             except Exception as error:
-                without = [call for call in group if call.result is None]
-                for call in without:
+                again = isinstance(error, OffloadError) and len(group) > 1
+                failed += group if again else []
+                for call in group:
                     call.result = error
-                failed += without if len(group) > 1 else []
+                continue
+            for at, call in enumerate(group):
+                canvas = range(at * self.canvas_length, (at + 1) * self.canvas_length)
+                call.result = one.lost_error(canvas) or call.result
         return failed
 
     def prove(self, run_experts: ExpertsRunner) -> None:
@@ -340,23 +363,22 @@ class BlockWriter:
         """Whether lanes write something else than the model by itself."""
         few = {"max_denoising_steps": 2}
         own = Acceptance(max_steps=2)
+        num_new = _PROVEN * self.canvas_length
         lanes = [
-            self.lane(prompt, self.canvas_length, seed, acceptance=own)
+            self.lane(prompt, num_new, seed, acceptance=own, rows=KVCache(len(prompt) + num_new))
             for seed, prompt in enumerate(_PROMPTS)
         ]
-        blocks: list[list[int]] = [[] for _ in lanes]
-        while not all(lane.finished for lane in lanes):
-            self.step([lane for lane in lanes if not lane.finished], run_experts)
-            for lane, block in zip(lanes, blocks, strict=True):
-                block += lane.take_final()
-        for seed, (prompt, lane, block) in enumerate(zip(_PROMPTS, lanes, blocks, strict=True)):
+        written = write(self, lanes, run_experts)
+        for seed, (prompt, lane, found) in enumerate(zip(_PROMPTS, lanes, written, strict=True)):
             lane.result()
-            by_itself = Lane(partial(self._generate, prompt, 1, few, _Blocks()))
+            blocks = _Blocks()
+            by_itself = Lane(partial(self._generate, prompt, _PROVEN, few, blocks))
             with LaneRandom(seed, self.model.device).active():
                 run_lanes([by_itself], run_experts)
-            if block != by_itself.result().token_ids:
+            by_itself.result()
+            if [token.id for token in found] != blocks.token_ids:
                 return True
-            if lane.passes != {"prefill": 1, "denoise": 2}:
+            if lane.passes != {"prefill": _PROVEN, "denoise": 2 * _PROVEN}:
                 return True
         return False
 
@@ -369,24 +391,42 @@ class BlockWriter:
             return own(**given)
         return lane.ask(given)
 
-    def _write(
-        self, token_ids: list[int], num_new: int, temperature: float, acceptance: Acceptance
-    ) -> None:
-        blocks = math.ceil(num_new / self.canvas_length)
-        self._generate(token_ids, blocks, self._changed(temperature, acceptance), _ToLane())
+    def _read(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stands in for what reads: lanes that write do not, and those that read do no more."""
+        lane = current_lane()
+        if isinstance(lane, BlockLane):
+            return SimpleNamespace(**{CACHE_ARGUMENT: lane.take_reading()})
+        result = own(*args, **kwargs)
+        if isinstance(lane, PromptLane):
+            raise _PromptRead
+        return result
+
+    def _read_prompt(self, work: Work) -> list[Tensor]:
+        assert isinstance(work.cache, KVCache)
+        cache = BlockCache(self._windows, work.cache.length, work.cache)
+        with suppress(_PromptRead):
+            self._generate(list(work.token_ids), 1, {}, None, cache)
+        work.cache.advance({}, len(work.token_ids))
+        return [torch.empty(1, 0)]
 
     def _generate(
-        self, token_ids: list[int], blocks: int, changed: dict[str, Any], streamer: _Blocks
-    ) -> _Blocks:
+        self,
+        token_ids: list[int],
+        blocks: int,
+        changed: dict[str, Any],
+        streamer: _Blocks | None,
+        cache: BlockCache | None = None,
+    ) -> None:
+        """The model's own code, with a cache of its own or this one."""
         self.model.generate(
             torch.tensor([token_ids], device=self.model.device),
             streamer=streamer,
             max_new_tokens=blocks * self.canvas_length,
             max_length=None,
             eos_token_id=NO_TOKEN,
+            **({} if cache is None else {CACHE_ARGUMENT: cache}),
             **changed,
         )
-        return streamer
 
     def _changed(self, temperature: float, acceptance: Acceptance) -> dict[str, Any]:
         """What differs from the model's own settings of generation."""
@@ -428,9 +468,25 @@ def _parts(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:
     return reader, refiner
 
 
-def _begin_pass(phase: Phase, *_: Any) -> None:
-    if isinstance(lane := current_lane(), BlockLane):
-        lane.begin_pass(phase)
+def write(
+    writer: BlockWriter, lanes: Sequence[BlockLane], run_experts: ExpertsRunner
+) -> list[list[Token]]:
+    """Let lanes write to their ends, all together; the tokens of each."""
+    written: list[list[Token]] = [[] for _ in lanes]
+    while not all(lane.ended for lane in lanes):
+        writer.step([lane for lane in lanes if not lane.ended], run_experts)
+        for lane, tokens in zip(lanes, written, strict=True):
+            tokens += lane.take_final()
+    return written
+
+
+def _error_of(lane: Lane[Any]) -> Exception | None:
+    """Why a lane has no result that holds."""
+    try:
+        lane.result()
+    except Exception as error:
+        return error
+    return lane.lost_error()
 
 
 class _Blocks:

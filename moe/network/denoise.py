@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, cast
 
 import torch
@@ -25,7 +26,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kernels import draw_rows
+from moe.network.block_cache import BlockCache, layer_windows
 from moe.network.lanes import LaneRandom
+from moe.sampling.batch import Token, score
 from moe.settings import DiffusionSettings
 
 STEP = "_denoising_step"
@@ -99,14 +103,19 @@ class CanvasCall:
         given: the arguments of the model's own function.
         random: of the lane.
         greedy: predict each position's likeliest token instead of drawing one.
+        scored: most likely tokens of each position whose log probabilities are wanted beside the
+            likeliest one's; None: none are.
         result: what the function would have returned, or why there is none.
+        scores: the likeliest tokens with their log probabilities, if they are wanted.
     """
 
     given: dict[str, Any]
     acceptance: Acceptance
     random: LaneRandom
     greedy: bool
+    scored: int | None = None
     result: Result | Exception | None = None
+    scores: list[Token] | None = None
 
 
 class Denoiser:
@@ -120,6 +129,7 @@ class Denoiser:
         self._dtype: torch.dtype = model.get_decoder().embed_tokens.weight.dtype
         vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._most = canvases_of_a_pass(4 * vocabulary * model.config.canvas_length)
+        self._no_keys = _NoKeys(len(layer_windows(model.config)), self._dtype, model.device)
         for module in model.modules():
             config = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == _OWN:
@@ -170,7 +180,10 @@ class Denoiser:
     def run(self, calls: Sequence[CanvasCall]) -> None:
         """One pass of the canvases of `groups`, and its results. Called in a lane."""
         for call, logits in zip(calls, self._logits(calls).split(1), strict=True):
-            call.result = self._decide(call, logits)
+            try:
+                call.result = self._decide(call, logits)
+            except Exception as error:  # of this canvas only
+                call.result = error
 
     def _logits(self, calls: Sequence[CanvasCall]) -> Tensor:
         """``(B, C, V)`` raw logits."""
@@ -182,10 +195,8 @@ class Denoiser:
             "decoder_attention_mask": given[0]["mask_mapping"],
             "decoder_position_ids": torch.cat([each["decoder_position_ids"] for each in given]),
         }
-        caches = [each["cache"] for each in given]
-        with _attending(caches):
-            cache = caches[0] if len(caches) == 1 else _NoKeys(caches)
-            logits: Tensor = given[0]["decoder_forward"](cache=cache, **arguments).logits
+        with _attending([each["cache"] for each in given]):
+            logits: Tensor = given[0]["decoder_forward"](cache=self._no_keys, **arguments).logits
         return logits
 
     def _decide(self, call: CanvasCall, raw_1CV: Tensor) -> Result:
@@ -193,16 +204,14 @@ class Denoiser:
         given, sampler = call.given, call.given["sampler"]
         step = torch.tensor(given["cur_step"], device=raw_1CV.device, dtype=torch.int32)
         logits = given["logits_processor"](given["input_ids"], raw_1CV, cur_step=step)
-        normal = logits - logits.logsumexp(-1, keepdim=True)
-        probabilities = normal.softmax(-1)
-        lowest = torch.finfo(normal.dtype).min
-        entropy = -normal.clamp_(min=lowest).mul_(probabilities).sum(-1)
-        del normal
+        likeliest, probabilities = logits.argmax(-1), logits.softmax(-1, dtype=torch.float32)
+        entropy = entropies(logits, probabilities, likeliest)
         if not bool(entropy.isfinite().all()):  # torch's own draw refuses them, too
             raise RuntimeError("a canvas has logits that are not finite numbers")
-        likeliest = logits.argmax(-1)
+        if call.scored is not None:
+            call.scores = score(likeliest[0].tolist(), raw_1CV[0], call.scored)
         with call.random.active():
-            drawn = draw(logits.softmax(-1, dtype=torch.float32)[0])[None]
+            drawn = draw(probabilities[0])[None]
             noise = sampler.initialize_canvas(1, raw_1CV.device)
         kept = call.acceptance.kept(entropy, probabilities, sampler.entropy_bound)
         canvas = torch.where(kept, likeliest if call.greedy else drawn, noise)
@@ -215,20 +224,28 @@ def canvases_of_a_pass(logit_bytes: int) -> int:
     return min(_MOST, max(1, _LOGIT_BYTES // logit_bytes))
 
 
+def entropies(logits_1CV: Tensor, probabilities_1CV: Tensor, likeliest_1C: Tensor) -> Tensor:
+    """``(1, C)`` in nats: what ``torch.distributions.Categorical`` says, in fewer passes over the
+    logits; not a number where they are not."""
+    likeliest_1C1 = likeliest_1C[..., None]
+    behind_1CV = logits_1CV - logits_1CV.gather(-1, likeliest_1C1)
+    lowest = torch.finfo(behind_1CV.dtype).min  # a token that cannot be adds nothing
+    behind_1C = behind_1CV.clamp_(min=lowest).mul_(probabilities_1CV).sum(-1)
+    return -probabilities_1CV.gather(-1, likeliest_1C1)[..., 0].log() - behind_1C
+
+
 def draw(probabilities_CV: Tensor) -> Tensor:
     """``(C,)``: what ``torch.multinomial(probabilities, 1)`` draws with the same random numbers.
 
-    On CPUs torch makes an exponential variate of each in turn, by itself; this makes them of the
-    same uniform ones, all at once.
+    On CPUs torch makes an exponential variate of each in turn, by itself; this makes the same
+    uniform ones all at once, and few variates of them.
     """
     if probabilities_CV.device.type != "cpu":
         return torch.multinomial(probabilities_CV, 1)[:, 0]
     rows = max(1, _DRAWN_AT_ONCE // probabilities_CV.shape[1])
     drawn = []
     for part in probabilities_CV.split(rows):
-        uniform = torch.rand(part.shape, dtype=torch.float64)
-        exponential = uniform.neg_().log1p_().neg_().to(part.dtype)
-        drawn.append((part / exponential).argmax(-1))
+        drawn.append(draw_rows(part, torch.rand(part.shape, dtype=torch.float64)))
     return torch.cat(drawn)
 
 
@@ -253,28 +270,22 @@ def _is_final(criteria: Any, likeliest_1C: Tensor, entropy_1C: Tensor) -> Tensor
 
 
 class _NoKeys:
-    """Stands in for a cache in a pass of several canvases: keys are added in `_attention`."""
+    """Stands in for the cache in a pass of canvases: keys are added in `_attention`."""
 
     is_compileable = False
 
-    def __init__(self, caches: Sequence[Any]) -> None:
-        self.layers = [_NoKeysLayer(layer, len(caches)) for layer in caches[0].layers]
+    def __init__(self, layers: int, dtype: torch.dtype, device: torch.device) -> None:
+        nothing = torch.empty(0, dtype=dtype, device=device)  # may be joined with any rows
+        self.layers = [SimpleNamespace(keys=nothing, values=nothing)] * layers
 
 
-class _NoKeysLayer:
-    def __init__(self, layer: Any, canvases: int) -> None:
-        heads, size = layer.keys.shape[1], layer.keys.shape[3]
-        self.keys = layer.keys.new_empty(canvases, heads, 0, size)
-        self.values = layer.values.new_empty(canvases, heads, 0, layer.values.shape[3])
-
-
-_caches: ContextVar[Sequence[Any]] = ContextVar("_caches", default=())
+_caches: ContextVar[Sequence[BlockCache]] = ContextVar("_caches", default=())
 """Of the canvases of the running lane's pass; every greenlet has a context of its own."""
 
 
 @contextmanager
-def _attending(caches: Sequence[Any]) -> Iterator[None]:
-    token = _caches.set(caches if len(caches) > 1 else ())
+def _attending(caches: Sequence[BlockCache]) -> Iterator[None]:
+    token = _caches.set(caches)
     try:
         yield
     finally:
@@ -293,7 +304,7 @@ def _attention(
 
     Args:
         query: ``(B, heads, C, D)``.
-        key, value: ``(B, N, C, D)`` of the canvases, in a pass of several; else as for `_OWN`.
+        key, value: ``(B, N, C, D)`` of the canvases of a shared pass; else as for `_OWN`.
     """
     own: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS[_OWN]
     caches = _caches.get()
@@ -301,9 +312,12 @@ def _attention(
         return own(module, query, key, value, attention_mask, **kwargs)
     rows = []
     for at, cache in enumerate(caches):
-        layer = cache.layers[module.layer_idx]
-        keys = torch.cat([layer.keys, key[at : at + 1]], -2)
-        values = torch.cat([layer.values, value[at : at + 1]], -2)
+        keys, values = (
+            torch.cat([before, own_rows[at : at + 1]], -2)
+            for before, own_rows in zip(
+                cache.layers[cast(int, module.layer_idx)].seen(), (key, value), strict=True
+            )
+        )
         rows.append(own(module, query[at : at + 1], keys, values, None, **kwargs)[0])
     return torch.cat(rows), None
 

@@ -88,12 +88,14 @@ class DeviceBlocks:
         key, value = (_side_by_side(part[0].transpose(0, 1)) for part in (keys, values))
         rows.store(key, value, to.keys, to.values, slots)
 
-    def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
+    def read(
+        self, cache: BlockKVCache, layer: LayerKey, end: int, begin: int = 0
+    ) -> tuple[Tensor, Tensor]:
         numbers = to_device(cache.block_numbers[: -(-end // BLOCK)].astype(np.int64), self.device)
         found = self.layer_rows(layer, cache.shapes[layer])
         assert found.values is not None
         keys, values = (
-            part[numbers].transpose(0, 1).flatten(1, 2)[None, :, :end]
+            part[numbers].transpose(0, 1).flatten(1, 2)[None, :, begin:end]
             for part in (found.keys, found.values)
         )
         return keys, values

@@ -235,8 +235,10 @@ class BlockMemory(Protocol):
     ) -> None:
         """Store ``(1, N, T, D)`` and ``(1, N, T, V)`` from token ``start`` on."""
 
-    def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
-        """Copies ``(1, N, end, D)`` of keys and values."""
+    def read(
+        self, cache: BlockKVCache, layer: LayerKey, end: int, begin: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """Copies ``(1, N, end - begin, D)`` of keys and values of these tokens."""
 
     def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> RowsPass | None:
         """See `KVCache.begin_pass`."""
@@ -283,10 +285,12 @@ class HostBlocks:
         self.kernel.write(keys[0], first, start, self.form.keys, bounds)
         self.kernel.write(values[0], second, start, self.form.values)
 
-    def read(self, cache: BlockKVCache, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
+    def read(
+        self, cache: BlockKVCache, layer: LayerKey, end: int, begin: int = 0
+    ) -> tuple[Tensor, Tensor]:
         heads, *sizes = cache.shapes[layer]
         keys, values = (
-            self.kernel.read(table, heads, size, end, form)[None]
+            self.kernel.read(table, heads, size, end, form, begin)[None]
             for table, size, form in zip(
                 cache.layer_tables(layer), sizes, self.form[:2], strict=True
             )
@@ -471,11 +475,11 @@ class BlockKVCache(KVCache):
             self._shapes[layer] = shape
             self._place()
 
-    def read(self, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
-        """Copies ``(1, N, end, D)`` of keys and values: float32, or the GPU's dtype."""
+    def read(self, layer: LayerKey, end: int, begin: int = 0) -> tuple[Tensor, Tensor]:
+        """Copies ``(1, N, end - begin, D)`` of keys and values: float32, or the GPU's dtype."""
         if layer not in self._shapes:
-            return super().read(layer, end)
-        return self.memory.read(self, layer, end)
+            return super().read(layer, end, begin)
+        return self.memory.read(self, layer, end, begin)
 
     def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> RowsPass | None:
         return self.memory.begin_pass(sequences, sizes)

@@ -324,11 +324,12 @@ class KVCache:
         """Tokens that a row of a layer stands for."""
         return self._rates.get(layer, 1)
 
-    def read(self, layer: LayerKey, end: int) -> tuple[Tensor, Tensor]:
-        """Views ``(1, N, end, D)`` of keys and values; of entries, ``(1, N, end // rate, D)``."""
+    def read(self, layer: LayerKey, end: int, begin: int = 0) -> tuple[Tensor, Tensor]:
+        """Views ``(1, N, end - begin, D)`` of keys and values of these tokens; of entries,
+        ``(1, N, end // rate, D)`` from the first one on."""
         keys, values = self._layers[layer]
         rows = end // self.rate(layer)
-        return keys[:, :, :rows], values[:, :, :rows]
+        return keys[:, :, begin:rows], values[:, :, begin:rows]
 
     def in_blocks(self, layer: LayerKey, end: int) -> BlockRows | None:
         """Where the first ``end`` tokens of a layer lie, for compiled attention; None: in buffers,

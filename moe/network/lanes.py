@@ -27,6 +27,8 @@ from torch import Tensor
 
 from experts.dispatch import Failure, FailureCodes
 from experts.dispatch.rows import failure
+from moe.errors import RankError
+from offload.errors import OffloadError
 from routing import Phase, Routing
 
 
@@ -213,6 +215,17 @@ class Lane(Generic[Result]):
                 if code:
                     self._lost.setdefault(row, failure(code))
         return self._lost
+
+    def lost_error(self, rows: range | None = None) -> Exception | None:
+        """Why the lane lacked an expert for one of these rows, or for any; None: for none.
+
+        Waits as `lost` does, and raises what it raises.
+        """
+        lost = self.lost()
+        for row in sorted(lost):
+            if rows is None or row in rows:
+                return (OffloadError if lost[row].unreadable else RankError)(lost[row].reason)
+        return None
 
     def lost_there(self) -> Tensor | None:
         """``(T,)`` bool on the device: the rows of `lost` if only the device knows them, else None.

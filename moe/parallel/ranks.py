@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from moe.engine.blocks import BlockRunner
 from moe.engine.borrowing import kv_borrowing
 from moe.engine.runner import ModelRunner
 from moe.loader import LoadedModel
@@ -158,6 +159,9 @@ class Ranks:
         def new_mirror() -> EngineMirror:
             borrowing = kv_borrowing(offloaded, loaded.memory_plan, profile.offload)
             runner = ModelRunner(loaded.backbone, loaded.experts, speculator)
+            if loaded.blocks is not None:
+                how = loaded.blocks, profile.diffusion
+                runner = BlockRunner(loaded.backbone, loaded.experts, *how)
             return EngineMirror(runner, loaded.logits_size, loaded.structures, borrowing)
 
         return RankWorker(

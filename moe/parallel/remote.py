@@ -54,6 +54,12 @@ class RemoteRunner:
     def keep_prefill(self, batch: PrefillBatch | None) -> None:
         """Nothing to cancel here: the next order says what is read."""
 
+    def end(self, sequences: Sequence[RunningSequence]) -> None:
+        """The next order says so."""
+
+    def status(self) -> dict[str, Any]:
+        return {}
+
 
 @dataclass
 class RankScheduler:
@@ -201,6 +207,8 @@ class OrderQueue:
 
     Args:
         policy: which keys and values the rank's sequences keep behind their prompts; None: all.
+        in_blocks: the model writes blocks, so a step's new tokens are read by later ones; else all
+            but the last have been read.
 
     Attributes:
         caches: copies and frees of keys and values, to be done before the next step.
@@ -209,8 +217,8 @@ class OrderQueue:
         counts_blocks: the rank has only so many of them.
     """
 
-    def __init__(self, policy: KVPolicy | None = None) -> None:
-        self.policy = policy
+    def __init__(self, policy: KVPolicy | None = None, *, in_blocks: bool = False) -> None:
+        self.policy, self._in_blocks = policy, in_blocks
         self.state_tokens = self.block_tokens = 0
         self.counts_blocks = False
         self.caches: deque[list[Any]] = deque()  # handles may become garbage in any thread
@@ -266,7 +274,8 @@ class OrderQueue:
             if sequence.cache is not None and not isinstance(tokens, Exception):
                 assert isinstance(sequence.cache, RemoteCache)
                 read = len(sequence.prompt_token_ids) + len(sequence.token_ids)
-                new = max(0, read + len(tokens) - 1 - sequence.cache.length)
+                read += 0 if self._in_blocks else len(tokens) - 1
+                new = max(0, read - sequence.cache.length)
                 sequence.cache.advance({new: {}} if self.state_tokens else {}, new)
         return outcomes
 
@@ -419,6 +428,7 @@ class EngineMirror:
         for number in order["ended"]:
             sequence = self._sequences.pop(number)
             sequence.cancel()
+            self._runner.end([sequence])
             del self._numbers[sequence]
             self._groups.pop(number, None)
 

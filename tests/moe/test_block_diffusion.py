@@ -16,8 +16,9 @@ from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.errors import ProfileError, RequestError
 from moe.loading.memory_plan import GIB
-from moe.network.block_diffusion import BlockWriter
+from moe.network.block_diffusion import BlockWriter, write
 from moe.network.denoise import Acceptance
+from moe.network.kv_cache import KVCache
 from moe.settings import ModelSettings
 
 SIZES: list[dict[str, int]] = [
@@ -179,7 +180,7 @@ def test_random_numbers_of_others_are_left_alone(small: Pair) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"top_k": 3}, {"logprobs": 1}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1}],
+    [{"top_k": 3}, {"prompt_logprobs": 1}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1}],
 )
 def test_what_blocks_cannot_do_is_refused_by_name(small: Pair, changes: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"{next(iter(changes))} is not possible"):
@@ -202,9 +203,10 @@ def steps(model: MoE, acceptance: Acceptance) -> Iterator[int]:
     writer = model._loaded.blocks
     assert isinstance(writer, BlockWriter)
     for prompt in PROMPTS:
-        lane = writer.lane(prompt, writer.canvas_length, 0, acceptance=acceptance)
-        while not lane.finished:
-            writer.step([lane], model.experts.run)
+        size = writer.canvas_length
+        rows = KVCache(len(prompt) + size)
+        lane = writer.lane(prompt, size, 0, acceptance=acceptance, rows=rows)
+        write(writer, [lane], model.experts.run)
         lane.result()
         yield lane.passes["denoise"]
 

@@ -15,11 +15,15 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
     StableAndConfidentStoppingCriteria,
 )
 
+import kernels
+from experts.dispatch import Failure
 from moe import MoE
 from moe.errors import RequestError
-from moe.network import denoise
-from moe.network.block_diffusion import BlockLane, BlockWriter
+from moe.network import block_diffusion, denoise
+from moe.network.block_diffusion import BlockWriter
+from moe.network.block_lane import BlockLane
 from moe.network.denoise import OWN, Acceptance, Denoiser, draw
+from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall
 from offload.errors import OffloadError
 from tests.moe.test_block_diffusion import PROMPTS, SIZES, STEPS, make_model
@@ -43,28 +47,42 @@ def write(
 ) -> tuple[list[BlockLane], list[list[int]]]:
     """Write two blocks behind each prompt, all together."""
     with torch.inference_mode():
+        num_new = 2 * writer.canvas_length
         lanes = [
-            writer.lane(prompt, 2 * writer.canvas_length, seed)
+            writer.lane(prompt, num_new, seed, rows=KVCache(len(prompt) + num_new))
             for seed, prompt in enumerate(prompts)
         ]
-        blocks: list[list[int]] = [[] for _ in lanes]
-        while not all(lane.finished for lane in lanes):
-            writer.step([lane for lane in lanes if not lane.finished], run)
-            for lane, block in zip(lanes, blocks, strict=True):
-                block += lane.take_final()
-    return lanes, blocks
+        blocks = block_diffusion.write(writer, lanes, run)
+    return lanes, [[token.id for token in block] for block in blocks]
 
 
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("at_once", [1 << 20, 200])
-def test_draws_are_those_of_multinomial(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_are_those_of_multinomial(
+    at_once: int, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(denoise, "_DRAWN_AT_ONCE", at_once)
-    probabilities = (torch.randn(40, 97) * 3).softmax(-1)
+    if not native:
+        monkeypatch.setattr(kernels, "choose_kernel", lambda: (None, "not here"))
+    probabilities = (torch.randn(40, 97) * torch.linspace(0.1, 9, 40)[:, None]).softmax(-1)
     probabilities[0] = torch.nn.functional.one_hot(torch.tensor(5), 97)
     torch.manual_seed(3)
     expected, after = torch.multinomial(probabilities, 1)[:, 0], torch.rand(1)
     torch.manual_seed(3)
     assert torch.equal(draw(probabilities), expected)
     assert torch.equal(torch.rand(1), after)
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 60.0])
+def test_entropies_are_those_of_the_distribution(scale: float) -> None:
+    logits = torch.randn(1, 16, 97) * scale
+    logits[0, 3, :50] = -torch.inf
+    expected = torch.distributions.Categorical(logits=logits.double()).entropy()
+    found = denoise.entropies(logits, logits.softmax(-1), logits.argmax(-1))
+    assert torch.allclose(found.double(), expected, rtol=1e-5, atol=3e-7)
+    logits[0, 5, 7] = torch.nan
+    found = denoise.entropies(logits, logits.softmax(-1), logits.argmax(-1))
+    assert found.isnan()[0].tolist() == [at == 5 for at in range(16)]
 
 
 @pytest.mark.parametrize("bound", [0.01, 0.5, 8.0])
@@ -144,6 +162,31 @@ def test_a_failing_pass_ends_only_the_canvas_that_it_concerns(
     assert blocks[1] == []
     assert [blocks[0], blocks[2]] == [whole[0], whole[2]]
     assert size == len(whole[1]) // 2
+
+
+@pytest.mark.parametrize("phase", ["denoise", "prefill"])
+def test_rows_that_another_rank_lost_end_their_own_sequence(
+    model: MoE, writer: BlockWriter, phase: str
+) -> None:
+    """There, a pass goes on with zeros, and says which rows they are."""
+    _, whole = write(writer, model.experts.run)
+    size, reads = writer.canvas_length, 0
+
+    def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        nonlocal reads
+        found = model.experts.run(layer, calls)
+        own = [call for call in calls if call.phase == phase]
+        reads += layer == 1 and bool(own)
+        if layer == 1 and own and reads == 2:  # of a prefill: the blocks, behind the prompts
+            hit, row = (own[0], size + 2) if phase == "denoise" else (own[1], 3)
+            hit.lost[row] = Failure("the disk of rank 1 is gone", unreadable=True)
+        return found
+
+    lanes, blocks = write(writer, run)
+    with pytest.raises(OffloadError, match="the disk of rank 1 is gone"):
+        lanes[1].result()
+    assert blocks[1] == whole[1][: 0 if phase == "denoise" else size]
+    assert [blocks[0], blocks[2]] == [whole[0], whole[2]]
 
 
 def test_logits_that_are_no_numbers_end_the_sequence(model: MoE, writer: BlockWriter) -> None:

@@ -1,0 +1,97 @@
+"""A model that writes whole blocks on two ranks: the tokens of one, and of transformers.
+
+As a script, what each rank does: ``python test_blocks.py STORE OUT``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from moe import MoE, SamplingParams
+from moe.commands.convert.convert import convert
+from moe.parallel.remote import RemoteCache
+from moe.sequence import RunningSequence
+from moe.settings import ModelSettings
+from tests.moe.engine.test_blocks import CHUNKS, LONG
+from tests.moe.test_block_diffusion import SIZES, Pair, make_model
+
+PROMPTS = [LONG, LONG[:20], [11, 3], LONG[4:30], LONG]
+SETTINGS: dict[str, Any] = {
+    "memory.kv_tokens": 100,  # so that a rank preempts
+    "memory.prefix_tokens": 50,
+    **CHUNKS,
+}
+
+
+def written(model: MoE, num_new: int) -> list[list[int]]:
+    """One engine: all prompts at once, then again behind what is known."""
+    engine, found = model.loop(), []
+    for _ in range(2):
+        params = [
+            SamplingParams(max_new_tokens=num_new, ignore_eos=True, seed=seed, logprobs=1)
+            for seed in range(len(PROMPTS))
+        ]
+        groups = [model.request(p, one) for p, one in zip(PROMPTS, params, strict=True)]
+        for group in groups:
+            engine.submit(group)
+        cancelled = model.request(LONG, params[0])
+        engine.submit(cancelled)
+        engine.step()
+        engine.cancel(cancelled)
+        while not engine.idle:
+            for sequence, event in engine.step():
+                assert not isinstance(event, Exception), event
+                assert event.token.logprob is not None, sequence
+        found += [group.sequences[0].token_ids for group in groups]
+        assert not any(engine.occupancy().values())
+    prefixes = engine.status()["prefixes"]
+    assert prefixes["hit_tokens"] > 0
+    return found
+
+
+def test_two_ranks_write_what_transformers_writes(launch: Any, tmp_path: Path) -> None:
+    whole = ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)
+    path = make_model(tmp_path / "model", **SIZES[1])
+    store, out = convert(path, tmp_path / "store", whole), tmp_path / "out.json"
+    with launch(2, [__file__, store, out]) as launched:
+        pair = Pair(path)
+        expected = [pair.expected(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+        assert launched.codes() == [0, 0], launched.everything()
+    found = json.loads(out.read_text())
+    assert found["written"] == 2 * expected
+    assert found["preempted"] > 0
+    assert found["slots"] < 3 * SIZES[1]["experts"]  # each rank holds its part
+    for rank in found["stats"]["ranks"]:
+        assert rank["pairs"] > 0
+        assert rank["bytes_out"] > 0
+
+
+def main() -> None:
+    store, out = sys.argv[1:]
+    model = MoE.from_pretrained(store, "expert-parallel", **SETTINGS)
+    if model.rank:
+        model.serve_rank()
+    else:
+        preempted: list[Any] = []
+        release = RunningSequence.release
+
+        def released(self: RunningSequence) -> None:
+            if self.cache is not None and self.finish_reason is None and not self.cancelled:
+                preempted.append(self.cache)
+            release(self)
+
+        # The copies that rank 0 computes are released in each step, and have other caches.
+        RunningSequence.release = released  # type: ignore[method-assign]
+        found: dict[str, Any] = {"written": written(model, 2 * (model.canvas_length or 0))}
+        found["preempted"] = sum(isinstance(cache, RemoteCache) for cache in preempted)
+        stats = model.stats()
+        found["stats"], found["slots"] = stats["parallel"], (stats["offload"] or {}).get("slots")
+        Path(out).write_text(json.dumps(found))
+    model.close()
+
+
+if __name__ == "__main__":
+    main()
