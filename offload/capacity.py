@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from experts.layer_file import WHOLE
 from experts.manifest import Manifest, MoELayerRecord
 from experts.safetensors_io import DTYPES
-from experts.store import WHOLE
 from kernels import ExpertWeights
 from offload.arena import Arena, grain_bytes, plane_arena, whole_arena
 from offload.cache import LEAST_SLOTS

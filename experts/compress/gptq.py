@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from experts.compress.statistics import LayerInputs, moments, output
+from experts.grid import quantize_exactly
 from experts.weights import (
     ExpertShape,
     beside_weights,
     from_expert_blobs,
     is_interleaved,
-    quantize_exactly,
     split_parts,
 )
 from kernels import ExpertWeights, QuantizedExperts, planes

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from experts.layer_file import WHOLE
 from experts.linear import QuantizedLinear
-from experts.store import WHOLE
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.planes import PREFIX_BITS, PlaneLayout, PrefixBits
