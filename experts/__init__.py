@@ -4,8 +4,8 @@
   coarser version of it, a *prefix* (`weights`). Weights that were quantised before keep their
   values (`grid`). `ExpertKey` names an expert, `ExpertShape` its sizes, and `QuantizedLinear`
   (`linear`) is a linear layer made of planes.
-- store: a directory with the experts of all layers (`store`), a file each (`layer_file`). Any prefix
-  of any expert is read as one range of bytes; the manifest says what there is (`manifest`).
+- store: a directory with the experts of all layers (`store`), a file for each (`layer_file`). Any
+  prefix of any expert is one range of bytes; the manifest says what there is (`manifest`).
 - safetensors files, checked when read and written all or nothing (`safetensors_io`).
 - compression: how many bits each expert keeps, and codes that lose little (`compress`).
 - placement: which ranks hold which experts (`placement`).
