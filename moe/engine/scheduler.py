@@ -213,14 +213,15 @@ class Scheduler:
     def _must_wait(
         group: SequenceGroup, prefixes: PrefixCache, taken: Sequence[SequenceGroup]
     ) -> bool:
-        """Whether most of a prompt is being read from disk, or by a batch that takes these."""
+        """Whether most of a prompt is being read from disk, or will be by a batch of these groups."""
         asks = not group.num_read and group.prompt_logprobs is None
         if asks and not group.look_up(prefixes):
             return True
         return any(map(group.is_expected_from, taken))
 
     def _has_read(self) -> bool:
-        """With nothing else to do, wait a moment for what is read from disk; whether it came."""
+        """Wait a moment for prefixes that are being read from disk, when there is nothing else to do;
+        returns whether one has come."""
         return self.prefixes is not None and self.prefixes.wait_for_read(_WAIT_S)
 
     def _mode(self) -> PrefillMode:

@@ -75,9 +75,10 @@ router = APIRouter()
 
 @torch.inference_mode()
 def fingerprint(model: MoE) -> str:
-    """The same for servers whose keys and values may be exchanged: of the configuration and the
-    settings, how rows are stored, the bits of experts, what some experts of each layer make of a
-    fixed row, bit by bit, and numbers from every other weight.
+    """A digest that is equal on servers that may exchange keys and values.
+
+    It covers the configuration, the settings, how rows are stored, the bits of experts, what some
+    experts of each layer make of a fixed row, bit by bit, and numbers from every other weight.
 
     Call it between two steps: it may read experts from disk. Raises `OffloadError`.
     """
