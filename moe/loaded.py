@@ -149,6 +149,6 @@ class LoadedModel:
 
 
 def _support(found: object, why: str) -> dict[str, Any]:
-    """Of a part that is there for the reason ``why``, or a text that says why it is not."""
+    """Status of a part that is there, for the reason ``why``, or of a text why it is not."""
     absent = isinstance(found, str)
     return {"enabled": not absent, "why": found if absent else why}

@@ -80,7 +80,7 @@ def memory_nodes(root: Path = ROOT) -> list[frozenset[int]]:
 
 
 def _cpus(text: str) -> Iterator[int]:
-    """Of a list as in ``0-3,8``."""
+    """The CPUs of a list like ``0-3,8``."""
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

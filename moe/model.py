@@ -141,8 +141,9 @@ class MoE:
         return self._loaded.memory_plan
 
     def expert_choices(self, token_ids: Sequence[int]) -> list[list[list[int]]]:
-        """Of each MoE layer and token of a text, the experts that the token goes to; reads the
-        text. Call it between steps.
+        """Read a text, and return for each MoE layer and token the experts that the token goes to.
+
+        Call it between steps.
 
         Raises:
             RequestError: several ranks share the model.
@@ -403,8 +404,8 @@ class MoE:
         return expert_layout(self.experts.layers, self._loaded.offloaded, self._placements)
 
     def expert_activity(self) -> dict[str, Any]:
-        """Of each layer the tokens that each expert got, and where it is (see `moe.expert_map`);
-        and counters: of the cache, of drafts by their source, of ranks. Null where there is none.
+        """Tokens that each expert of each layer got, and where it is (see `moe.expert_map`); counters
+        of the cache, of drafts by their source, and of ranks, null where there are none.
         """
         offloaded, speculator = self._loaded.offloaded, self._loaded.speculation.speculator
         placements, ranks = self._placements, None
@@ -419,7 +420,7 @@ class MoE:
 
     @property
     def _placements(self) -> Sequence[Placement]:
-        """Of each MoE layer on ranks; empty on one rank."""
+        """The placement of each MoE layer on ranks; empty on one rank."""
         if not isinstance(self._session, Coordinator) or len(self._session.links.ranks) < 2:
             return ()
         return self._session.worker.placements

@@ -139,7 +139,7 @@ def _grains_of(manifest: Manifest, bits: int, prefix_bits: int | None) -> dict[i
 
 
 def _bias_bytes(record: MoELayerRecord) -> int:
-    """Of one expert's biases, in float32."""
+    """Bytes of one expert's biases, in float32."""
     return 4 * sum(width or 0 for width in _bias_widths(record))
 
 

@@ -94,11 +94,11 @@ class OffloadedExperts:
         self._layer_call: LayerCall | None = None
 
     def serve_prefixes(self, whole_share: float) -> None:
-        """From now on, let `prefix_experts` be there by a prefix of their bits."""
+        """Let the cache hold `prefix_experts` by a prefix of their bits from now on."""
         self._whole_share = whole_share
 
     def serve_only(self, experts: Sequence[int] | None) -> None:
-        """From now on, be asked for no other experts than these; None: for any."""
+        """Promise that later calls ask for these experts only; None: for any."""
         if self._on_gpu is not None:
             self._on_gpu.serve_only(experts)
 

@@ -70,7 +70,7 @@ class CacheStatistics:
         return sum(layer.stall_seconds for layer in self.layers)
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON: the totals, the hit ratio, and the counters of each layer."""
+        """The totals, the hit ratio, and the counters of each layer, for JSON."""
         total, layers = self.total, [asdict(layer) for layer in self.layers]
         return {**asdict(total), "hit_ratio": total.hit_ratio, "layers": layers}
 

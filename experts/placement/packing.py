@@ -77,9 +77,12 @@ def first_placement(
 
 @cache
 def _for_unseen(num_experts: int, slots: int, ranks: int) -> Placement:
-    """For steps of which only the mean is known: loads are taken to be exponential, which has the
-    largest entropy. So copies are spread to help whichever rank has more than others in a
-    step. This takes a second on few ranks; on many it finds no better ones than equal loads."""
+    """A placement for steps of which only the mean is known.
+
+    Loads are taken to be exponential, which has the largest entropy, so copies are spread to help
+    whichever rank has more than others in a step. This takes a second on few ranks. On many it
+    finds nothing better than for equal loads, so these are taken.
+    """
     if ranks > MOST_RANKS:
         return pack(np.ones((1, num_experts)), slots, ranks)
     return pack(np.random.default_rng(0).exponential(size=(STEPS, num_experts)), slots, ranks)

@@ -164,7 +164,7 @@ class _Made:
         self.chain.num_choices = self._counts.ctypes.data
 
     def proposals(self, told: Sequence[int]) -> list[list[Proposal | None]]:
-        """Of the tokens of each draft what they were drawn from; None: they are the likeliest."""
+        """What the tokens of each draft were drawn from; None: they are the likeliest."""
         return [
             [self._proposal(row, place) for place in range(count)] for row, count in enumerate(told)
         ]

@@ -84,7 +84,8 @@ class Histories:
         return self._lineages.get(_place(tensor), Lineage())
 
     def joined(self, name: str, tensors: Sequence[Tensor], met: Iterable[Tensor]) -> Lineage:
-        """Of what an operation makes of these tensors, where it meets others of the token."""
+        """The lineage of an operation's result, from these tensors and others of the token that it
+        meets."""
         caches = dict[LayerKey, None]()
         so_far: list[Met] = []
         chosen, scores = list[Tensor](), None

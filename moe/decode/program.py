@@ -113,7 +113,7 @@ class Program:
 
     @property
     def latents(self) -> dict[nn.Module, Tensor]:
-        """Of each module that expands latents, its weight ``(heads, rows, R)``."""
+        """The weight ``(heads, rows, R)`` of each module that expands latents."""
         found = [
             unit.attends.latents for (unit, *_) in self._stages if isinstance(unit, AttentionOf)
         ]
@@ -441,7 +441,7 @@ def _latest(follower: Unit, stage: int, rows_stages: Sequence[int]) -> int:
 def _first_stages(
     units: Sequence[Unit], waits_for: list[int], followers: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[type]]:
-    """Of each unit the earliest stage, and of each stage its kind."""
+    """The earliest stage of each unit, and the kind of each stage."""
     ready: dict[type | None, list[int]] = {
         kind: [] for kind in (Instruction, Product, ExpertsOf, None)
     }
@@ -481,7 +481,7 @@ def _first_stages(
 
 
 def _dependences(units: Sequence[Unit]) -> tuple[list[int], list[list[int]]]:
-    """Of each unit how many it waits for, and those that wait for it. Units that write different
+    """How many others each unit waits for, and which ones wait for it. Units that write different
     parts of a buffer do not wait for each other."""
     before: list[set[int]] = [set() for _ in units]
     writers: dict[int, list[tuple[int, Tensor | None]]] = defaultdict(list)

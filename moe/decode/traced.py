@@ -154,7 +154,7 @@ class RowStates:
         return StatesRecord(*addresses, len(starts) - 1, memory.data_ptr())
 
     def after_each(self, sizes: Sequence[int]) -> Iterator[Mapping[int, States]]:
-        """Of each sequence, the states by how many of its rows are read; none without recurrent
+        """Yield each sequence's states by how many of its rows are read; none without recurrent
         layers."""
         for start, size in zip(self._starts, sizes, strict=False):
             yield dict(enumerate(self._rows[start : start + size], 1))

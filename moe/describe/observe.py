@@ -39,7 +39,7 @@ class ObservedCall:
 
     @classmethod
     def of(cls, inputs: Any, kwargs: Any, outputs: Any) -> ObservedCall:
-        """From a forward hook's arguments."""
+        """The call that a forward hook is told of."""
         flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         return cls(
             tuple(_copy(value) for value in inputs),

@@ -100,7 +100,7 @@ class SequenceGroup:
 
     @property
     def num_held(self) -> int:
-        """Tokens of memory that the part read so far takes, without blocks that count for others."""
+        """Tokens of memory of the part read so far, without blocks that count for others."""
         return self.num_read - (0 if self.cache is None else self.cache.shared_tokens)
 
     @property

@@ -213,15 +213,14 @@ class Scheduler:
     def _must_wait(
         group: SequenceGroup, prefixes: PrefixCache, taken: Sequence[SequenceGroup]
     ) -> bool:
-        """Whether most of a prompt is being read from disk, or will be by a batch of these groups."""
+        """Whether most of a prompt is being read from disk, or will be by these groups' batch."""
         asks = not group.num_read and group.prompt_logprobs is None
         if asks and not group.look_up(prefixes):
             return True
         return any(map(group.is_expected_from, taken))
 
     def _has_read(self) -> bool:
-        """Wait a moment for prefixes that are being read from disk, when there is nothing else to do;
-        returns whether one has come."""
+        """Wait a moment for prefixes that are being read from disk; returns whether one came."""
         return self.prefixes is not None and self.prefixes.wait_for_read(_WAIT_S)
 
     def _mode(self) -> PrefillMode:

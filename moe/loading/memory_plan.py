@@ -157,7 +157,7 @@ class MemoryPlan:
 
     @property
     def request_bytes(self) -> int:
-        """Of the reserve, for bodies and answers of the server's requests."""
+        """Bytes of the reserve that are for bodies and answers of the server's requests."""
         reserve = sum(line.bytes for line in self.lines if line.name == RESERVE)
         return max(reserve // 2, _LEAST_FOR_REQUESTS)
 
@@ -167,7 +167,7 @@ class MemoryPlan:
 
     @property
     def host_needed_bytes(self) -> int:
-        """Of main memory, beside a GPU."""
+        """Bytes of main memory that experts take beside a GPU."""
         return sum(tier.bytes for tier in self.tiers if tier.name == HOST)
 
     @property

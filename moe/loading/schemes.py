@@ -215,7 +215,7 @@ def plane_format(group: int, bits: int, scales: Scales) -> PlaneFormat | None:
 
 
 def float8_format(weight: TensorInfo, block_columns: int | None) -> PlaneFormat | None:
-    """Of a matrix of E4M3 numbers.
+    """The format of planes for a matrix of E4M3 numbers.
 
     Args:
         block_columns: that share a scale; None: a row does.

@@ -118,7 +118,7 @@ def _forward(
 
 
 def _calls(cache: PackedCache, together: bool) -> Iterator[tuple[list[int], int, int]]:
-    """Of each call of a module: the sequences, the first token of each, and how many tokens."""
+    """Yield each call of a module: the sequences, the first token of each, and how many tokens."""
     if not cache.decoding:
         for index, size in enumerate(cache.sizes):
             edges = [0, *(at for at in cache.snapshots[index] if at < size), size]

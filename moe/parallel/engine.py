@@ -160,7 +160,8 @@ class ParallelEngine:
                     raise
 
     def _begin_again(self) -> list[Event]:
-        """In a new group, submit again what has not ended; events of groups that no longer fit."""
+        """Submit again in a new group what has not ended; returns events of groups that no longer
+        fit."""
         groups = [
             group for scheduler in self._schedulers.values() for group in scheduler.unfinished()
         ]

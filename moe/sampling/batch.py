@@ -64,7 +64,7 @@ class Proposal(NamedTuple):
 
     @property
     def chance(self) -> float:
-        """Of the token."""
+        """Probability of the token."""
         return float(self.chances_C[self.ids_C == self.token_id].item())
 
 

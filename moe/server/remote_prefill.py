@@ -280,7 +280,7 @@ def _read_block(
 
 
 def _code(secret: bytes, nonce: str, begin: int, *parts: bytes | memoryview) -> bytes:
-    """Of a block that begins at this token of the prompt."""
+    """The code of a block that begins at this token of the prompt."""
     made = hmac.new(secret, f"{nonce} {begin} ".encode(), "sha256")
     for part in parts:
         made.update(part)

@@ -216,7 +216,8 @@ def _one(facts: RunFacts, choice: RunChoice) -> int:
 
 
 def _expert_bits(facts: RunFacts, choice: RunChoice) -> float:
-    """Of a weight of an expert, about; scales included where they are as they are."""
+    """About how many bits a weight of an expert takes; where experts are as they are, with their
+    scales."""
     if choice.bits is not None:
         return choice.bits
     at_8 = facts.model.expert_bytes.get(8)

@@ -325,7 +325,7 @@ def _experts(
 def _check_sizes(
     known: Architecture, config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
 ) -> None:
-    """That keys do not contradict the shapes of what is made by them."""
+    """Check that keys do not contradict the shapes of what is made by them."""
     names = KEYS | dict(known.keys)
     hidden, heads = config[names["embedding_length"]], config[names["attention.head_count_kv"]]
     heads = heads[0] if isinstance(heads, list) else heads
