@@ -31,8 +31,8 @@ ELSEWHERE = "rank"
 def expert_layout(
     layers: Sequence[LayerExperts], offloaded: Offloaded | None, placements: Sequence[Placement]
 ) -> dict[str, Any]:
-    """What changes seldom, for JSON: what digits in ``where`` mean; for each layer, the bits of each
-    expert and the ranks that hold it (null on one rank).
+    """What changes seldom, for JSON: what digits in ``where`` mean; for each layer, the bits of
+    each expert and the ranks that hold it (null on one rank).
 
     Args:
         placements: of each layer; empty on one rank.

@@ -60,7 +60,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def cpu_maker(root: Path = ROOT) -> str:
-    """As in ``GenuineIntel``; empty where the system does not say."""
+    """Name of the CPU's maker, like ``GenuineIntel``; empty where the system does not say."""
     for line in (_read(root / "proc/cpuinfo") or "").splitlines():
         if line.startswith("vendor_id"):
             return line.partition(":")[2].strip()

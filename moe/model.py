@@ -404,8 +404,8 @@ class MoE:
         return expert_layout(self.experts.layers, self._loaded.offloaded, self._placements)
 
     def expert_activity(self) -> dict[str, Any]:
-        """Tokens that each expert of each layer got, and where it is (see `moe.expert_map`); counters
-        of the cache, of drafts by their source, and of ranks, null where there are none.
+        """Tokens that each expert of each layer got, and where it is (see `moe.expert_map`);
+        counters of the cache, of drafts by their source, and of ranks, null where there are none.
         """
         offloaded, speculator = self._loaded.offloaded, self._loaded.speculation.speculator
         placements, ranks = self._placements, None

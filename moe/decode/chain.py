@@ -133,7 +133,7 @@ class CompiledChain:
 
 
 class _Made:
-    """Memory of drafts of so many sequences and tokens, used again while their number stays."""
+    """Memory for drafts of ``count`` sequences, used again while their number stays."""
 
     def __init__(self, count: int, most: int) -> None:
         self.given = np.zeros((2, count), np.int64)  # the last row of each, and its depth

@@ -77,7 +77,7 @@ class Histories:
             self._kept.append(tensor)
 
     def has(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of them is such a tensor."""
+        """Whether one of them is of a whole history."""
         return any(_place(tensor) in self._lineages for tensor in tensors)
 
     def lineage(self, tensor: Tensor) -> Lineage:

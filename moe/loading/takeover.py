@@ -237,7 +237,7 @@ def planes_of(network: nn.Module) -> dict[str, int]:
 
 
 def prefixes_of(network: nn.Module) -> dict[str, PrefixBits]:
-    """The same for those that we have quantised ourselves."""
+    """Bits of the linear layers that we have quantised ourselves, by name: these have prefixes."""
     found: dict[str, PrefixBits] = {}
     for name, module in network.named_modules():
         if isinstance(module, QuantizedLinear) and module.layout.scales == "symmetric":

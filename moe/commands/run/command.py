@@ -60,7 +60,7 @@ class RunPlan:
 
     @property
     def commands(self) -> list[str]:
-        """The same in single commands."""
+        """The plan as single commands."""
         settings = [f"--set {shlex.quote(f'{k}={_yaml(v)}')}" for k, v in self.settings.items()]
         profile = ["--profile offload"] if self.choice.offload else []
         serving = ["moe serve", shlex.quote(self.served), *profile, *settings]
