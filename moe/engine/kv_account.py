@@ -28,11 +28,12 @@ class KVAccount:
 
     Attributes:
         unit: tokens that memory is given out by.
+        policy: as given.
     """
 
     def __init__(
         self,
-        longest_part: int | None,
+        longest_part: int | None = None,
         *,
         block_tokens: int = 0,
         whole_blocks: bool = False,
@@ -41,7 +42,7 @@ class KVAccount:
     ) -> None:
         self._longest_part, self._block_tokens = longest_part, block_tokens
         self.unit = block_tokens if whole_blocks else 1
-        self._windows, self._policy = windows or Windows(), policy
+        self._windows, self.policy = windows or Windows(), policy
 
     def running(self, sequence: RunningSequence) -> int:
         """What a running sequence holds, without blocks that count for others.
@@ -53,8 +54,8 @@ class KVAccount:
             return self._whole(tokens)
         unread = tokens - cache.length
         kept = self._windows.held_tokens(tokens) - self._windows.held_tokens(cache.length)
-        if unread > 0 and self._policy is not None and isinstance(cache, KVCache):
-            most = self._policy.most_held(len(sequence.prompt_token_ids), tokens)
+        if unread > 0 and self.policy is not None and isinstance(cache, KVCache):
+            most = self.policy.most_held(len(sequence.prompt_token_ids), tokens)
             kept = min(kept, max(most - cache.length + cache.dropped_tokens, 0))
         return self._whole(tokens - max(unread - kept, 0)) - cache.shared_tokens
 
@@ -94,9 +95,9 @@ class KVAccount:
 
     def _left_by_policy(self, group: SequenceGroup, length: int) -> int:
         """What a sequence that grows to ``length`` tokens holds at most under the policy."""
-        if self._policy is None:
+        if self.policy is None:
             return length
-        return self._policy.most_held(len(group.token_ids), length)
+        return self.policy.most_held(len(group.token_ids), length)
 
     def _left_by_windows(self, group: SequenceGroup, length: int) -> int:
         """What it holds at most if it gives up what is behind windows: while a part of a prompt is

@@ -31,8 +31,6 @@ from moe.engine.prefill_batch import (
 )
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.engine.prefix_cache import PrefixCache
-from moe.network.kv_blocks import Windows
-from moe.network.kv_policy import KVPolicy
 from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
 
@@ -53,16 +51,13 @@ class Scheduler:
             number of running sequences; None unless ``prefill.mode`` is ``auto``.
         prefixes: prompts that were read before; None to read every prompt from its start.
         expert_order: reorders the queue by shared experts; None to keep its order.
-        block_tokens: of the blocks that samples of one prompt share; 0: each has a copy.
-        whole_blocks: memory has only so many blocks, so sequences count by blocks, not by tokens.
-        windows: layers of which sequences keep no more than the last tokens; None: there are none.
-        policy: which keys and values sequences keep behind their prompts; None: all.
+        account: counts the memory of sequences; None: each token of each counts.
 
     Attributes:
         waiting: groups whose prompt is not being read, in queue order.
         running: sequences that decode, in queue order.
         prefilling: the batch of prompts that is being read.
-        policy: as given.
+        account: as given.
     """
 
     def __init__(
@@ -76,10 +71,7 @@ class Scheduler:
         choose_mode: Callable[[int, int], PrefillMode] | None = None,
         prefixes: PrefixCache | None = None,
         expert_order: ExpertAwareOrder | None = None,
-        block_tokens: int = 0,
-        whole_blocks: bool = False,
-        windows: Windows | None = None,
-        policy: KVPolicy | None = None,
+        account: KVAccount | None = None,
     ) -> None:
         self.prefill = prefill
         self.engine = engine
@@ -89,14 +81,7 @@ class Scheduler:
         self._choose_mode = choose_mode
         self.prefixes = prefixes
         self._expert_order = expert_order
-        self.policy = policy
-        self._account = KVAccount(
-            prefill.longest_part if can_cut else None,
-            block_tokens=block_tokens,
-            whole_blocks=whole_blocks,
-            windows=windows,
-            policy=policy,
-        )
+        self.account = account or KVAccount()
         self.waiting: list[SequenceGroup] = []
         self.running: list[RunningSequence] = []
         self.prefilling: PrefillBatch | None = None
@@ -109,9 +94,9 @@ class Scheduler:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group. Raises `RequestError` if it could never run."""
-        group.keeps_all = self._account.keeps_all(group, self.prefixes)
-        room = self.kv_tokens - (self._account.unit - 1) * (len(group.sequences) - 1)
-        group.check_fits(self._account.most(group), room, self.engine.max_batch_size)
+        group.keeps_all = self.account.keeps_all(group, self.prefixes)
+        room = self.kv_tokens - (self.account.unit - 1) * (len(group.sequences) - 1)
+        group.check_fits(self.account.most(group), room, self.engine.max_batch_size)
         self._num_arrived += 1
         for sequence in group.sequences:
             step = self._num_steps + sequence.priority * self.engine.priority_steps
@@ -131,7 +116,7 @@ class Scheduler:
             if self.prefilling is None and not self.running and self._has_read():
                 self.prefilling = self._next_batch()
         spare = self.kv_tokens - self.num_used_tokens() - len(self.running)
-        if spare < (self._account.unit - 1) * len(self.running):  # drafts may need a block of each
+        if spare < (self.account.unit - 1) * len(self.running):  # drafts may need a block of each
             spare = 0
         return ScheduledStep(list(self.running), self.prefilling, max(0, spare))
 
@@ -164,7 +149,7 @@ class Scheduler:
 
     def num_used_tokens(self) -> float:
         """Tokens of memory held by running sequences, prompts being read and cached prefixes."""
-        account, batch = self._account, self.prefilling
+        account, batch = self.account, self.prefilling
         running = sum(map(account.running, self.running))
         half_read = sum(map(account.half_read, self.waiting))
         being_read = [chunk.group for chunk in batch.chunks] if batch is not None else []
@@ -238,11 +223,11 @@ class Scheduler:
         size = len(self.running) + sum(len(group.sequences) for group in groups)
         if size > self.engine.max_batch_size:
             return False
-        needed = size + sum(map(self._account.to_come, groups))
+        needed = size + sum(map(self.account.to_come, groups))
         while self.num_used_tokens() + needed > self.kv_tokens:
             if not self._free_read(others):
                 # Alone it fits (`submit`), whatever the ends of its blocks take.
-                return self._account.unit > 1 and not self.running and len(groups) == 1
+                return self.account.unit > 1 and not self.running and len(groups) == 1
         return True
 
     def _free_read(self, groups: Sequence[SequenceGroup]) -> bool:
@@ -269,7 +254,7 @@ class Scheduler:
             self.running.pop()
             last.release()
             again = SequenceGroup([last])
-            again.keeps_all = self._account.keeps_all(again, self.prefixes)
+            again.keeps_all = self.account.keeps_all(again, self.prefixes)
             insort(self.waiting, again, key=_queue_key)
         else:
             return False

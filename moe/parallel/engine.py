@@ -133,7 +133,7 @@ class ParallelEngine:
         self._schedulers = {}
         for rank in coordinator.links.ranks:
             engine = self._new_engine(coordinator.kv_tokens[rank])
-            orders = OrderQueue(engine.scheduler.policy)
+            orders = OrderQueue(engine.scheduler.account.policy)
             self._schedulers[rank] = RankScheduler(orders, engine)
         weakref.finalize(self, coordinator.ended_engines.append, self._id).atexit = False
 
