@@ -77,4 +77,4 @@ class CacheStatistics:
     def reset(self) -> None:
         """Set all counters to zero."""
         for layer in self.layers:
-            layer.__init__()  # type: ignore[misc]
+            vars(layer).update(vars(LayerStatistics()))

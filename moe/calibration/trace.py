@@ -84,7 +84,7 @@ class Trace:
         try:
             with safe_open(path, "pt") as file:
                 about = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it has no iterator
         except (OSError, SafetensorError) as error:
             raise CalibrationError(f"{path} cannot be read as a trace: {error}") from error
         if about.get("moe_trace") != VERSION:

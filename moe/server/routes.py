@@ -173,9 +173,11 @@ async def _with_model(
     check_model(request.app.state.model_names, name)
     queue: EngineQueue = request.app.state.queue
 
+    def write(model: MoE) -> Response:
+        return JSONAnswer(work(model))
+
     async def answering() -> Response:
         await fetch_images(request, messages)
-        write = lambda model: JSONAnswer(work(model))  # noqa: E731
         return await queue.text(write, caller_of(request), heavy=is_heavy(request))
 
     return await while_connected(request.receive, answering())
