@@ -66,7 +66,7 @@ def largest(scores_BV: Tensor, count: int) -> Tensor:
 
 
 def _partitioned(scores_BV: Tensor, count: int) -> Tensor:
-    """`largest` on a CPU, four times as fast: numpy finds a threshold, and the few above it are
+    """The same on a CPU, four times as fast: numpy finds a threshold, and the few above it are
     sorted."""
     rows, found = scores_BV.numpy(), np.empty((len(scores_BV), count), np.int64)
     for row, ids in zip(rows, found, strict=True):
