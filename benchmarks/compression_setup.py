@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experts.compress.gptq import Moments, compensate, nearest, output_errors, spread
 from experts.compress.statistics import LayerCalibration, LayerInputs, moments, usage
-from experts.weights import quantize_exactly
+from experts.grid import quantize_exactly
 from kernels import ExpertWeights
 from kernels.planes import PREFIX_BITS, ZERO_CODE
 from moe import MoE

@@ -40,8 +40,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.memory_group import drop_from_cache
+from experts.layer_file import READ_BYTES
 from experts.safetensors_io import FileReader, as_bytes, fresh_bytes, open_tensors
-from experts.store import READ_BYTES
 from moe import MoE, SamplingParams
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config

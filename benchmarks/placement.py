@@ -43,7 +43,7 @@ from experts.placement import (
     pack,
     slots_for,
 )
-from experts.placement.packing import share_evenly
+from experts.placement.evenness import share_evenly
 from moe import MoE
 from routing import PolicyChain
 from routing.balance import choose_counts

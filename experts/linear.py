@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from experts.weights import quantize_exactly
+from experts.grid import quantize_exactly
 from kernels import PlaneMatrix, linear_forward
 from kernels.planes import PlaneLayout, dequantize, pack, pack_scales
 

@@ -76,7 +76,7 @@ def collect(events: Iterable[StreamEvent]) -> list[Completion]:
 
 
 def places_of(groups: Sequence[SequenceGroup]) -> dict[RunningSequence, tuple[int, int]]:
-    """Of every sequence, the index of its prompt and its index among the samples of that prompt."""
+    """Where each sequence belongs: index of its prompt, and of the sample of that prompt."""
     return {
         sequence: (prompt, sample)
         for prompt, group in enumerate(groups)

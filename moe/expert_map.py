@@ -31,8 +31,8 @@ ELSEWHERE = "rank"
 def expert_layout(
     layers: Sequence[LayerExperts], offloaded: Offloaded | None, placements: Sequence[Placement]
 ) -> dict[str, Any]:
-    """For JSON: the meaning of digits in ``where``, and of each layer the bits of each expert and
-    the ranks that hold it (null on one rank).
+    """What changes seldom, for JSON: what digits in ``where`` mean; for each layer, the bits of
+    each expert and the ranks that hold it (null on one rank).
 
     Args:
         placements: of each layer; empty on one rank.
@@ -51,8 +51,8 @@ def expert_layout(
 def expert_activity(
     statistics: RoutingStatistics, offloaded: Offloaded | None, placements: Sequence[Placement]
 ) -> list[dict[str, Any]]:
-    """For JSON, of each layer: ``tokens`` that each expert got since loading (this rank's tokens),
-    and ``where`` each is, one digit an expert."""
+    """What each step changes, for JSON: for each layer the ``tokens`` of this rank that each expert
+    got since loading, and ``where`` each expert is, as one digit."""
     tokens_LE = statistics.tokens_of_all().tolist()
     counts = statistics.num_experts
     whole, elsewhere = PLACES.index("memory"), len(PLACES)
@@ -96,7 +96,7 @@ def expert_choices(
 
 
 def cache_counters(offloaded: Offloaded) -> dict[str, Any]:
-    """For JSON: totals of the cache that kernels read, and bytes that came from disk."""
+    """Totals of the cache that kernels read, and bytes that came from disk, for JSON."""
     total = offloaded.cache.statistics.total
     return {
         "hits": total.hits,
@@ -118,7 +118,7 @@ def _bits_of(layer: LayerExperts) -> list[int]:
 
 
 def _ranks_of(placement: Placement) -> list[list[int]]:
-    """Of each expert, the ranks that hold it."""
+    """The ranks that hold each expert."""
     return [np.flatnonzero(held_R).tolist() for held_R in placement.copies_ER]
 
 

@@ -1,13 +1,14 @@
-"""From a name and a profile to a model that is ready to run.
+"""From a name and a profile to a model that is ready to run: `load_model`.
 
-`load_model` plans the memory, reads the weights, puts the experts behind the MoE seam, and finds
-out by probes which faster ways the model can go. The result is a `LoadedModel`.
+It has two halves. `_read` plans the memory and reads the files. `_prepare` puts the experts behind
+the MoE seam, finds out by probes which faster ways the model can go, and only then lets policies
+change its results. What comes out is a `moe.loaded.LoadedModel`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,11 +28,11 @@ from moe.describe.description import NotDescribed
 from moe.describe.probe import Packing, enable_packing, find_visits, stand_in
 from moe.describe.routers import enable_policies
 from moe.describe.row_wise import linears_are_faster, make_linears_row_wise, make_row_wise
-from moe.engine.borrowing import borrowing_notice
 from moe.engine.prefix_store import prefix_key, prepare_directory
 from moe.errors import ProfileError
 from moe.extras import install_line, is_installed
 from moe.images.reader import ImageReader, conversation, enable_images, load_processor
+from moe.loaded import LoadedModel
 from moe.loading.hub import resolve_model
 from moe.loading.load import LoadReport
 from moe.loading.memory_plan import MemoryPlan
@@ -49,6 +50,7 @@ from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules
+from moe.notices import notices_of, tensor_notices, why_no_prefix_store
 from moe.sampling.constraint import Structures
 from moe.settings import Profile
 from moe.settings.device import use_device
@@ -60,57 +62,6 @@ from offload.layer import LayerExperts, held_experts
 from offload.offloaded import Offloaded
 from offload.prefetch import Prefetcher
 from routing import PolicyChain, RoutingError, parse_policies
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """Everything that belongs to one loaded model.
-
-    Attributes:
-        backbone: the model without its experts.
-        experts: its MoE layers.
-        backend: what runs them.
-        codec: tokenizer and vocabulary rules.
-        structures: compiles the constraints that requests ask for.
-        packing: whether sequences share a forward pass, and why.
-        fused: whether decode steps bypass transformers' forward, and why.
-        speculation: what drafts tokens for the model to verify, or why nothing does.
-        kv: how keys and values are kept, and why.
-        memory_plan: what was planned before loading.
-        weight_bytes: memory of all weights.
-        logits_size: V of the logits (it can differ from the tokenizer's vocabulary).
-        context_length: most tokens of a sequence; None without a limit.
-        offloaded: the cache of experts on disk; None if all experts are in memory.
-        mtp: the multi-token-prediction layer that the model brings, or why none is loaded.
-        blocks: writes whole blocks by the model's own generation code; None: it writes tokens one
-            by one.
-        expect: which experts a prompt needs, if requests may be ordered by it.
-        sampling: how the model itself wants its tokens sampled.
-        prefix_key: names everything that the bits of keys and values depend on; empty: prefixes are
-            not kept on disk.
-        notices: what fell back or was turned off, one sentence each.
-    """
-
-    backbone: Backbone
-    experts: MoELayers
-    backend: Backend
-    codec: TextCodec
-    structures: Structures
-    packing: Packing
-    fused: Fused
-    speculation: Speculation
-    kv: KVPrecision
-    memory_plan: MemoryPlan
-    weight_bytes: int
-    logits_size: int
-    context_length: int | None
-    offloaded: Offloaded | None
-    mtp: MtpHead | str
-    blocks: BlockWriter | None = None
-    expect: PromptEstimator | None = None
-    sampling: ModelSampling = field(default_factory=ModelSampling)
-    prefix_key: str = ""
-    notices: list[str] = field(default_factory=list)
 
 
 def load_model(
@@ -136,71 +87,134 @@ def load_model(
     """
     with reporting(progress) as report:
         report(LoadProgress("planning"))
-        return _load(path_or_hub_id, profile, ranks, report, on_plan)
+        policies = _policies(profile)
+        device = use_device(profile)
+        path = resolve_model(path_or_hub_id, report)
+        if profile.memory.prefix_dir is not None:
+            prepare_directory(Path(profile.memory.prefix_dir).expanduser())
+        backend = _backend(profile, device)  # compiles kernels now, and not in the first request
+        read = _read(path, profile, device, ranks, report, on_plan)
+        nbytes = read.planned.weights.bytes_to_read
+        report(LoadProgress("preparing", nbytes, nbytes))
+        return _prepare(read, profile, policies, backend, ranks)
 
 
-def _load(
-    path_or_hub_id: str | Path,
+@dataclass(frozen=True)
+class _Read:
+    """A model whose files have been read, and of which nothing has run yet.
+
+    Attributes:
+        path: its directory.
+        device: where it runs.
+        planned: what was planned; its network has its weights.
+        experts: of all MoE layers, those of a multi-token-prediction layer last.
+        codec, sampling: from its small files.
+        vision: what reads images, or why nothing does.
+        differences: between the checkpoint and the architecture.
+    """
+
+    path: Path
+    device: torch.device
+    planned: PlannedModel
+    experts: list[AnyExperts] | Offloaded
+    codec: TextCodec
+    sampling: ModelSampling
+    vision: PreTrainedModel | str
+    differences: LoadReport
+
+    @property
+    def network(self) -> PreTrainedModel:
+        return self.planned.network
+
+    @property
+    def offloaded(self) -> Offloaded | None:
+        return self.experts if isinstance(self.experts, Offloaded) else None
+
+    @property
+    def layers(self) -> Sequence[LayerExperts]:
+        """Those of `take_mtp` are not among them any more."""
+        return self.experts.layers if isinstance(self.experts, Offloaded) else self.experts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the network and of its experts, wherever they are."""
+        return total_bytes(self.network, self.layers)
+
+    def take_mtp(self) -> tuple[PreTrainedModel | None, Sequence[LayerExperts], int]:
+        """Take the multi-token-prediction layer out, if there is one: its network, its experts, and
+        the bytes that only it has."""
+        before, head = self.nbytes, take_head(self.network)
+        count = len(experts_modules(self.network))
+        behind: Sequence[LayerExperts]
+        if isinstance(self.experts, Offloaded):
+            behind = self.experts.take_behind(count)
+        else:
+            behind = self.experts[count:]
+            del self.experts[count:]
+        return head, behind, before - self.nbytes
+
+
+def _read(
+    path: Path,
     profile: Profile,
+    device: torch.device,
     ranks: int,
     report: Report,
     on_plan: Callable[[MemoryPlan], object],
-) -> LoadedModel:
-    policies = _policies(profile)
-    device = use_device(profile)
-    path = resolve_model(path_or_hub_id, report)
-    if profile.memory.prefix_dir is not None:
-        prepare_directory(Path(profile.memory.prefix_dir).expanduser())
-    backend = _backend(profile, device)  # compiles kernels now, and not in the first request
+) -> _Read:
+    """Plan a model, refuse it if it does not fit, and read its files."""
     with planning(path, profile, device, report, ranks) as planned:
-        network, weights, plan = planned.network, planned.weights, planned.memory
-        in_blocks = writes_blocks(network)
-        if in_blocks:
+        network, config = planned.network, planned.config
+        sampling = ModelSampling({"temperature": 1.0})
+        if in_blocks := writes_blocks(network):
             _check_block_profile(network, profile)
             set_generation(network, read_generation_config(path))
         _check_policy(profile, planned.kv)
-        on_plan(plan)
-        check_fit(plan, profile, planned.why_resident)
+        on_plan(planned.memory)
+        check_fit(planned.memory, profile, planned.why_resident)
         # Small files first: a fault in them must not show up minutes later, after the weights.
-        codec = TextCodec.from_directory(path, planned.config)
-        sampling = (
-            ModelSampling({"temperature": 1.0}) if in_blocks else ModelSampling.from_directory(path)
-        )
-        made, read = planned.source.load(weights, device, report, planned.room)
+        codec = TextCodec.from_directory(path, config)
+        if not in_blocks:
+            sampling = ModelSampling.from_directory(path)
+        experts, differences = planned.source.load(planned.weights, device, report, planned.room)
         towers = planned.towers
         vision = towers if isinstance(towers, str) else towers.load(device, report)
-    offloaded = made if isinstance(made, Offloaded) else None
-    nbytes = total_bytes(network, made.layers if isinstance(made, Offloaded) else made)
-    head, head_layers = take_head(network), _behind(made, len(experts_modules(network)))
-    if profile.memory.keep_freed and offloaded is None and device.type == "cpu":
+    if profile.memory.keep_freed and device.type == "cpu" and not isinstance(experts, Offloaded):
         keep_freed_memory()
-    layers: Sequence[LayerExperts] = made.layers if isinstance(made, Offloaded) else made
-    head_bytes = nbytes - total_bytes(network, layers)
-    arrange_linears(network, device)
-    _check_backend(backend, layers)
-    report(LoadProgress("preparing", weights.bytes_to_read, weights.bytes_to_read))
-    forecasts = _forecasts(offloaded, layers, path, planned.config, profile)
-    experts = MoELayers(layers, backend.forward, forecasts.prefetcher)
-    attach(network, experts.layers, experts.run)
-    backbone = Backbone(network)
-    blocks = _block_writer(backbone, profile) if in_blocks else None
-    if blocks is None:
+    return _Read(path, device, planned, experts, codec, sampling, vision, differences)
+
+
+def _prepare(
+    read: _Read, profile: Profile, policies: PolicyChain, backend: Backend, ranks: int
+) -> LoadedModel:
+    """Join the network and its experts, find the fastest proven ways, then alter what the profile
+    asks to be altered."""
+    planned, offloaded = read.planned, read.offloaded
+    head, head_layers, head_bytes = read.take_mtp()
+    _check_backend(backend, read.layers)
+    arrange_linears(read.network, read.device)
+    forecasts = _forecasts(offloaded, read.layers, read.path, planned.config, profile)
+    experts = MoELayers(read.layers, backend.forward, forecasts.prefetcher)
+    attach(read.network, experts.layers, experts.run)
+    backbone = Backbone(read.network)
+    blocks, vision = None, read.vision
+    if writes_blocks(read.network):
+        blocks = _block_writer(backbone, profile)
+        if not isinstance(vision, str):
+            vision = "images are not read by models that write whole blocks"
+    else:
         make_row_wise(backbone)
     mtp = _mtp(head, head_layers, backend, planned, profile)
-    backbone.blocks = _blocks_on_device(planned, device)
+    backbone.blocks = _blocks_on_device(planned, read.device)
     found = _probe(backbone, experts, profile, mtp) if blocks is None else _BLOCKS
-    if blocks is not None and not isinstance(vision, str):
-        vision = "images are not read by models that write whole blocks"
-    codec = codec.with_images(_images(backbone, vision, codec, path, planned.config, profile))
+    images = _images(backbone, vision, read.codec, read.path, planned.config, profile)
     if ranks > 1 and blocks is None:
         experts.set_visits(find_visits(backbone, len(experts.layers)))
     _alter(backbone, experts, offloaded, policies, profile, blocks)
     kv = _keep_in_blocks(backbone, planned, found.fused, profile, blocks)
     _check_policy(profile, kv)
-    if not kv.in_blocks:
-        plan = plan.in_buffers(planned.footprint.kv_plain_bytes)
-    wanted, no_store = profile.memory.prefix_dir, prefix_notices(backbone, profile, ranks)
-    return LoadedModel(
+    codec, plan = read.codec.with_images(images), planned.memory
+    loaded = LoadedModel(
         backbone=backbone,
         experts=experts,
         backend=backend,
@@ -210,29 +224,26 @@ def _load(
         fused=found.fused,
         speculation=found.speculation,
         kv=kv,
-        memory_plan=plan,
-        weight_bytes=total_bytes(network, layers) + head_bytes,
+        memory_plan=plan if kv.in_blocks else plan.in_buffers(planned.footprint.kv_plain_bytes),
+        weight_bytes=read.nbytes + head_bytes,
         logits_size=planned.logits_size,
         context_length=planned.context_length,
         offloaded=offloaded,
         mtp=mtp,
         blocks=blocks,
         expect=forecasts.expect,
-        sampling=sampling,
-        prefix_key="" if no_store or not wanted else prefix_key(path, profile, kv.bits),
+        sampling=read.sampling,
+    )
+    stored = profile.memory.prefix_dir and not why_no_prefix_store(loaded, profile, ranks)
+    return replace(
+        loaded,
+        prefix_key=prefix_key(read.path, profile, kv.bits) if stored else "",
         notices=[
-            *sampling.notices,
-            *load_notices(found.packing, found.fused, codec, read),
-            *image_notices(codec, profile),
-            *found.speculation.notices,
-            *decoding_notices(planned.config, profile.model.expert_bits, weights.kept),
-            *precision_notices(network, layers, found.mended),
-            *filter(
-                None, [*forecasts.notices, borrowing_notice(offloaded, profile), kv.notice(profile)]
-            ),
-            *no_store,
-            *eviction_notices(offloaded, profile),
-            *low_bit_notices(offloaded, profile),
+            *notices_of(loaded, profile, ranks),
+            *tensor_notices(read.differences),
+            *decoding_notices(planned.config, profile.model.expert_bits, planned.weights.kept),
+            *precision_notices(read.network, read.layers, found.mended),
+            *filter(None, forecasts.notices),
         ],
     )
 
@@ -320,15 +331,6 @@ def _block_writer(backbone: Backbone, profile: Profile) -> BlockWriter:
     return writer
 
 
-def _behind(made: list[AnyExperts] | Offloaded, count: int) -> Sequence[LayerExperts]:
-    """Take away the experts of a multi-token-prediction layer, which come behind the model's."""
-    if isinstance(made, Offloaded):
-        return made.take_behind(count)
-    behind = made[count:]
-    del made[count:]
-    return behind
-
-
 def _mtp(
     network: PreTrainedModel | None,
     layers: Sequence[LayerExperts],
@@ -388,13 +390,6 @@ def _images(
         return processor
     text = partial(conversation, tokenizer)
     return enable_images(backbone, towers, processor, text, profile.model.image_pixels)
-
-
-def image_notices(codec: TextCodec, profile: Profile) -> list[str]:
-    """Why images are refused although the profile asks for them."""
-    if not profile.model.images or not isinstance(codec.images, str):
-        return []
-    return [f"prompts with images are refused: {codec.images}"]
 
 
 def _alter(
@@ -492,80 +487,3 @@ def _check_backend(backend: Backend, layers: Sequence[LayerExperts]) -> None:
         backend.check([held_experts(layer) for layer in layers])
     except BackendError as error:
         raise ProfileError(f"kernels.backend: {error}") from error
-
-
-def eviction_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
-    """That another eviction policy runs than the profile asks for."""
-    wanted = profile.offload.policy
-    if offloaded is None or offloaded.cache.policy.name == wanted:
-        return []
-    return [
-        f"offload.policy: {wanted} needs the compiled kernels, which did not build here; the cache "
-        f"evicts by {offloaded.cache.policy.name} (moe doctor says what is missing)"
-    ]
-
-
-def prefix_notices(backbone: Backbone, profile: Profile, ranks: int) -> list[str]:
-    """Why ``memory.prefix_dir`` changes nothing; empty if it does, or is not asked for."""
-    if profile.memory.prefix_dir is None:
-        return []
-    if ranks > 1:
-        why = "several ranks share the model"
-    elif not backbone.can_cut or profile.memory.prefix_tokens == 0:
-        why = "there is no prefix cache"
-    elif not backbone.block_tokens:
-        why = "keys and values are not in blocks (keys_and_values in the status says why)"
-    elif backbone.counts_blocks:
-        why = "keys and values on a GPU are not saved"
-    elif backbone.recurrent:
-        why = "the model has recurrent states, which are not saved"
-    elif backbone.keeps_hidden:
-        why = "drafts read hidden states, which are not saved (speculation.mode)"
-    else:
-        return []
-    return [f"memory.prefix_dir changes nothing: {why}"]
-
-
-def low_bit_notices(offloaded: Offloaded | None, profile: Profile) -> list[str]:
-    """Why ``offload.late: prefix`` changes nothing; empty if it does, or is not asked for."""
-    bits = profile.offload.late_bits
-    if profile.offload.late != "prefix" or (offloaded is not None and offloaded.cache.prefixed):
-        return []
-    if offloaded is None:
-        return ["offload.late: prefix changes nothing: all experts are in memory"]
-    return [
-        f"offload.late: prefix changes nothing: no expert has more than {bits} bits "
-        "(offload.late_bits)"
-    ]
-
-
-def load_notices(packing: Packing, fused: Fused, codec: TextCodec, report: LoadReport) -> list[str]:
-    """What fell back or was ignored, and why: one sentence each."""
-    made = []
-    if packing is _BLOCKS.packing:
-        made.append(f"each prompt runs in a pass of its own: {packing.reason}")
-    elif not packing.enabled:
-        made.append(
-            "each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
-            f"others that begin alike: {packing.reason}"
-        )
-    if packing.whole:
-        made.append(
-            f"prompts are neither cut nor kept for others that begin alike: {packing.whole}"
-        )
-    if packing.slow:
-        made.append(f"recurrent layers run transformers' own functions: {packing.slow}")
-    if packing.enabled and not fused.enabled and fused is not FUSED_OFF:
-        made.append(f"decode steps run through transformers' own layers: {fused.reason}")
-    if codec.tokenizer is None:
-        made.append(f"prompts can only be token ids: {codec.no_tokenizer_reason}")
-    for names, what in (
-        (report.ignored, "in the checkpoint are not used by this architecture"),
-        (
-            report.computed,
-            "are not in the checkpoint and were filled by the architecture's own rule",
-        ),
-    ):
-        if names:
-            made.append(f"{len(names)} tensors {what} (the first: {names[0]})")
-    return made

@@ -60,7 +60,7 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def cpu_maker(root: Path = ROOT) -> str:
-    """As in ``GenuineIntel``; empty where the system does not say."""
+    """Name of the CPU's maker, like ``GenuineIntel``; empty where the system does not say."""
     for line in (_read(root / "proc/cpuinfo") or "").splitlines():
         if line.startswith("vendor_id"):
             return line.partition(":")[2].strip()
@@ -80,7 +80,7 @@ def memory_nodes(root: Path = ROOT) -> list[frozenset[int]]:
 
 
 def _cpus(text: str) -> Iterator[int]:
-    """Of a list as in ``0-3,8``."""
+    """The CPUs of a list like ``0-3,8``."""
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)

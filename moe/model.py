@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from experts.placement import Placement
-from kernels.cpu.kv import BLOCK
 from moe.completion import Completion, StreamEvent, collect, stream_events
 from moe.engine.blocks import BlockRunner
 from moe.engine.borrowing import kv_borrowing
@@ -31,7 +30,8 @@ from moe.engine.prefix_cache import PrefixCache, RereadCost
 from moe.engine.prefix_store import PrefixStore
 from moe.errors import RankLostError, RequestError
 from moe.expert_map import cache_counters, expert_activity, expert_choices, expert_layout
-from moe.loader import LoadedModel, load_model
+from moe.loaded import LoadedModel
+from moe.loader import load_model
 from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.loading.progress import Report
 from moe.model_lock import ModelLock, plain_torch
@@ -47,8 +47,7 @@ from moe.sampling.params import SamplingParams
 from moe.settings import MemorySettings, Profile
 from moe.settings.profile import LoadedProfile, load_profile
 from moe.speculate import Speculator
-from moe.text.tokenizer import Prompt, TextCodec
-from routing import LOADED_FOR
+from moe.text.tokenizer import Prompt
 
 Session = Coordinator | WorkerLoop | None
 """The ranks of a launch, if this process is one of them."""
@@ -143,8 +142,9 @@ class MoE:
         return self._loaded.memory_plan
 
     def expert_choices(self, token_ids: Sequence[int]) -> list[list[list[int]]]:
-        """Of each MoE layer and token of a text, the experts that the token goes to; reads the
-        text. Call it between steps.
+        """Read a text, and return for each MoE layer and token the experts that the token goes to.
+
+        Call it between steps.
 
         Raises:
             RequestError: several ranks share the model.
@@ -405,15 +405,17 @@ class MoE:
         ``speculation``: how many drafts were accepted; null without drafts.
         ``parallel``: what every rank has sent; null on one rank. The rest is of this rank.
         """
-        return _stats(self._loaded, self._session)
+        session = self._session
+        parallel = session.statistics() if isinstance(session, Coordinator) else None
+        return self._loaded.stats() | {"parallel": parallel}
 
     def expert_layout(self) -> dict[str, Any]:
         """Bits of each expert and the ranks that hold it, by layer; see `moe.expert_map`."""
         return expert_layout(self.experts.layers, self._loaded.offloaded, self._placements)
 
     def expert_activity(self) -> dict[str, Any]:
-        """Of each layer the tokens that each expert got, and where it is (see `moe.expert_map`);
-        and counters: of the cache, of drafts by their source, of ranks. Null where there is none.
+        """Tokens that each expert of each layer got, and where it is (see `moe.expert_map`);
+        counters of the cache, of drafts by their source, and of ranks, null where there are none.
         """
         offloaded, speculator = self._loaded.offloaded, self._loaded.speculation.speculator
         placements, ranks = self._placements, None
@@ -428,13 +430,15 @@ class MoE:
 
     @property
     def _placements(self) -> Sequence[Placement]:
-        """Of each MoE layer on ranks; empty on one rank."""
+        """The placement of each MoE layer on ranks; empty on one rank."""
         if not isinstance(self._session, Coordinator) or len(self._session.links.ranks) < 2:
             return ()
         return self._session.worker.placements
 
     def reset_stats(self) -> None:
-        _reset_stats(self._loaded, self._session)
+        self._loaded.reset_stats()
+        if isinstance(self._session, Coordinator):
+            self._session.reset_statistics()
 
     def close(self) -> None:
         """Close the files of experts on disk, and save the hot set (``offload.hot_set``).
@@ -452,89 +456,9 @@ class MoE:
 
     def status(self) -> dict[str, Any]:
         """What runs how, what is off and why; ready for JSON."""
-        sampling = {"sampling": self.defaults.origins}
-        return _status(self._loaded, self._session) | sampling
-
-
-def _stats(loaded: LoadedModel, session: Session) -> dict[str, Any]:
-    """See `MoE.stats`."""
-    experts = loaded.experts
-    bytes_by, layers = experts.expert_bytes_read_by, experts.statistics.snapshot()
-    offloaded, speculator = loaded.offloaded, loaded.speculation.speculator
-    return {
-        "weight_bytes": loaded.weight_bytes,
-        "expert_bytes": experts.expert_bytes,
-        "expert_bytes_read": sum(bytes_by.values()),
-        "expert_bytes_read_by": bytes_by,
-        "expert_loads_by": {
-            reader: sum(layer["expert_loads_by"][reader] for layer in layers)
-            for reader in LOADED_FOR
-        },
-        "layers": layers,
-        "offload": None if offloaded is None else offloaded.statistics(),
-        "speculation": None if speculator is None else speculator.figures(),
-        "parallel": session.statistics() if isinstance(session, Coordinator) else None,
-    }
-
-
-def _reset_stats(loaded: LoadedModel, session: Session) -> None:
-    """Count from here on."""
-    loaded.experts.statistics.reset()
-    if loaded.offloaded is not None:
-        loaded.offloaded.reset_statistics()
-    if isinstance(session, Coordinator):
-        session.reset_statistics()
-    if loaded.speculation.speculator is not None:
-        loaded.speculation.speculator.report.reset()
-
-
-def _status(loaded: LoadedModel, session: Session) -> dict[str, Any]:
-    """See `MoE.status`."""
-    offloaded, speculation = loaded.offloaded, loaded.speculation
-    return {
-        "architecture": type(loaded.backbone.model).__name__,
-        "device": str(loaded.backbone.device),
-        "packing": {"enabled": loaded.packing.enabled, "why": loaded.packing.reason},
-        "blocks": None
-        if loaded.blocks is None
-        else {
-            "canvas_length": loaded.blocks.canvas_length,
-            "schedule": loaded.blocks.schedule,
-            "policies": loaded.blocks.no_policies or "any",
-        },
-        "fused": {"enabled": loaded.fused.enabled, "why": loaded.fused.reason},
-        "speculation": {
-            "enabled": speculation.speculator is not None,
-            "why": speculation.reason,
-        },
-        "keys_and_values": {
-            "bits": loaded.kv.bits,
-            "block_tokens": BLOCK if loaded.kv.in_blocks else None,
-            "bytes_per_token": loaded.memory_plan.kv_bytes_per_token,
-            "bytes_in_windows": dict(loaded.memory_plan.kv_windows),
-            "policy": None if loaded.kv.policy is None else str(loaded.kv.policy),
-            "why": loaded.kv.why,
-        },
-        "expert_kernel": {"name": loaded.backend.name, "reason": loaded.backend.reason},
-        "offload": None if offloaded is None else offloaded.status(),
-        "parallel": session.status() if isinstance(session, Coordinator) else None,
-        "images": _image_status(loaded.codec),
-        "tools": loaded.codec.tools.as_dict(),
-        "reasoning": loaded.codec.reasoning.as_dict(),
-        "response_template": _template_status(loaded.codec),
-        "notices": list(loaded.notices),
-    }
-
-
-def _template_status(codec: TextCodec) -> dict[str, Any]:
-    why = codec.response_template
-    used = not isinstance(why, str)
-    return {"enabled": used, "why": "the tokenizer carries one" if used else why}
-
-
-def _image_status(codec: TextCodec) -> dict[str, Any]:
-    why = codec.images if isinstance(codec.images, str) else "equal to transformers' own forward"
-    return {"enabled": not isinstance(codec.images, str), "why": why}
+        session = self._session
+        parallel = session.status() if isinstance(session, Coordinator) else None
+        return self._loaded.status() | {"parallel": parallel, "sampling": self.defaults.origins}
 
 
 def _pool(profile: Profile, kv_tokens: int) -> int:

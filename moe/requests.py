@@ -10,7 +10,7 @@ from typing import Any
 
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import ContextError, RequestError
-from moe.loader import LoadedModel
+from moe.loaded import LoadedModel
 from moe.sampling.params import SamplingParams
 from moe.sampling.sampler import Sampler
 from moe.sequence import RunningSequence, check_priority

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from experts.layer_file import WHOLE
 from experts.manifest import Manifest, MoELayerRecord
 from experts.safetensors_io import DTYPES
-from experts.store import WHOLE
 from kernels import ExpertWeights
 from offload.arena import Arena, grain_bytes, plane_arena, whole_arena
 from offload.cache import LEAST_SLOTS
@@ -139,7 +139,7 @@ def _grains_of(manifest: Manifest, bits: int, prefix_bits: int | None) -> dict[i
 
 
 def _bias_bytes(record: MoELayerRecord) -> int:
-    """Of one expert's biases, in float32."""
+    """Bytes of one expert's biases, in float32."""
     return 4 * sum(width or 0 for width in _bias_widths(record))
 
 

@@ -94,11 +94,11 @@ class OffloadedExperts:
         self._layer_call: LayerCall | None = None
 
     def serve_prefixes(self, whole_share: float) -> None:
-        """From now on, let `prefix_experts` be there by a prefix of their bits."""
+        """Let the cache hold `prefix_experts` by a prefix of their bits from now on."""
         self._whole_share = whole_share
 
     def serve_only(self, experts: Sequence[int] | None) -> None:
-        """From now on, be asked for no other experts than these; None: for any."""
+        """Promise that later calls ask for these experts only; None: for any."""
         if self._on_gpu is not None:
             self._on_gpu.serve_only(experts)
 
@@ -135,28 +135,27 @@ class OffloadedExperts:
         Raises:
             OffloadError: an expert cannot be read; the cache goes on.
         """
-        copies, ids_TK, total_TH = self._copies, expert_ids_TK, add_to_TH
-        if self._on_gpu is not None and self._whole_share is None:
-            looks_on = prefetcher is not None and prefetcher.awake
-            if not looks_on and (slots_TK := self._on_gpu.look_up(expert_ids_TK)) is not None:
-                if self._reads_ahead and ids_TK.numel() > self.num_experts:  # a prompt
-                    read_ahead(self.cache, self.layer, self.num_experts)
-                return forward(hidden_TH, slots_TK, weights_TK, self.slots, add_to_TH)
+        slots_TK = self._slots_on_gpu(expert_ids_TK, prefetcher)
+        if slots_TK is not None:
+            return forward(hidden_TH, slots_TK, weights_TK, self.slots, add_to_TH)
+        # 1. Which experts does the call need, and which of them does the CPU compute?
+        ids_TK, copies, share = expert_ids_TK, self._copies, None
         if copies is not None:
             ids_TK = ids_TK.cpu()  # waits for the GPU, so stalls until here can be counted
             copies.count_stalls(self.cache.statistics)
-        asked = sorted(set(chain.from_iterable(ids_TK.tolist())) - {UNUSED})
-        wanted, share = asked, None
+        wanted = asked = sorted(set(chain.from_iterable(ids_TK.tolist())) - {UNUSED})
         on_cpu: Sequence[int] = ()
-        prefixes: Sequence[int] = ()
+        total_TH = add_to_TH
         if self.cpu is not None:
             share = self.cpu.share(self.cache, asked, hidden_TH, ids_TK, weights_TK)
         if share is not None:
             wanted, on_cpu, ids_TK = share.others, share.experts, share.others_TK
             if total_TH is None:
                 total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
+        prefixes: Sequence[int] = ()
         if self._whole_share is not None:
             prefixes = prefix_experts(ids_TK, weights_TK, self._whole_share)
+        # 2. Pin them, begin to read those that are missing, and run each when it is there.
         with self.cache.acquire(self.layer, wanted, on_cpu, prefixes) as pinned:
             if copies is not None:
                 copies.launch()
@@ -166,13 +165,25 @@ class OffloadedExperts:
             compiled = forward is experts_forward and add_to_TH is None
             call = self._compiled(hidden_TH) if compiled else None
             out_TH = self._run(pinned, hidden_TH, ids_TK, weights_TK, forward, total_TH, call)
+        assert out_TH is not None
+        # 3. Read on for the next layer; then add what the CPU computes meanwhile.
         if self._reads_ahead and self._whole_share is None:  # it would bring whole ones
             read_ahead(self.cache, self.layer, len(asked))
-        assert out_TH is not None
         if share is not None:
             assert copies is not None
             out_TH += copies.streams.to_gpu(share.compute())
         return out_TH.to(hidden_TH.dtype) if add_to_TH is None else add_to_TH
+
+    def _slots_on_gpu(self, ids_TK: Tensor, prefetcher: Prefetcher | None) -> Tensor | None:
+        """The slots of a call whose experts are all on the GPU, found there; None: look at its ids,
+        as an expert may be missing, or a prefetcher wants to see them."""
+        looks_on = prefetcher is not None and prefetcher.awake
+        if self._on_gpu is None or self._whole_share is not None or looks_on:
+            return None
+        slots_TK = self._on_gpu.look_up(ids_TK)
+        if slots_TK is not None and self._reads_ahead and ids_TK.numel() > self.num_experts:
+            read_ahead(self.cache, self.layer, self.num_experts)  # the call is a prompt's
+        return slots_TK
 
     def run_stopped(
         self,

@@ -75,11 +75,11 @@ class Offloaded:
 
     @property
     def cache(self) -> ExpertCache:
-        """Of the memory that kernels read."""
+        """The cache in the memory that kernels read."""
         return self.tiers[0].cache
 
     def read_seconds(self, layer: int) -> list[float]:
-        """For each expert of a layer, at the reader's speed when it was chosen."""
+        """Seconds to read each expert of a layer, at the reader's speed when it was chosen."""
         speed = max(self.reader.bytes_per_second, SLOWEST)
         return [size / speed for size in self.cache.bytes_of(layer)]
 
@@ -115,7 +115,7 @@ class Offloaded:
         return places_LE[: len(self.layers)]
 
     def serve_prefixes(self, whole_share: float) -> None:
-        """From now on, read missing experts with little weight by a prefix only.
+        """Read missing experts with little weight by a prefix only from now on.
 
         Args:
             whole_share: see `offload.layer.prefix_experts`.
@@ -124,7 +124,7 @@ class Offloaded:
             layer.serve_prefixes(whole_share)
 
     def prefetch_with(self, predictor: Predictor) -> Prefetcher:
-        """From now on, read experts that the predictor names ahead, where that pays."""
+        """Read experts ahead from now on that the predictor names, where that pays."""
         cache, from_disk = self.cache, len(self.tiers) == 1
 
         def read_seconds() -> float:

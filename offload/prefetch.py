@@ -97,11 +97,8 @@ class Odds:
         # Of each expert its rate at its last request, and the number of that call of its layer.
         self._rates = [[(_RATE, 0)] * count for count in experts]
         self._visits = [0] * len(experts)
-        self._weights = [
-            0.0,
-            1.0,
-            0.0,
-        ]  # of 1, the forecast and the rate: at first, the forecast alone
+        # Of 1, the forecast and the rate: at first, the forecast alone.
+        self._weights = [0.0, 1.0, 0.0]
         self._open: list[dict[int, tuple[float, float]]] = [{} for _ in experts]
 
     def forget(self) -> None:
@@ -122,11 +119,8 @@ class Odds:
             error = _LEARNING_RATE * ((expert in asked) - self._believed(features))
             for at, feature in enumerate((1.0, *features)):
                 steps[at] += error * feature
-        bounds = (
-            (-2.0, 2.0),
-            (0.25, 2.0),
-            (0.0, 2.0),
-        )  # else a long error would take long to unlearn
+        # Without bounds, a long error would take long to unlearn.
+        bounds = ((-2.0, 2.0), (0.25, 2.0), (0.0, 2.0))
         self._weights = [
             min(max(weight + step, low), high)
             for weight, step, (low, high) in zip(self._weights, steps, bounds, strict=True)

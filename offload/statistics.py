@@ -70,11 +70,11 @@ class CacheStatistics:
         return sum(layer.stall_seconds for layer in self.layers)
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON: the totals, the hit ratio, and the counters of each layer."""
+        """The totals, the hit ratio, and the counters of each layer, for JSON."""
         total, layers = self.total, [asdict(layer) for layer in self.layers]
         return {**asdict(total), "hit_ratio": total.hit_ratio, "layers": layers}
 
     def reset(self) -> None:
         """Set all counters to zero."""
         for layer in self.layers:
-            layer.__init__()  # type: ignore[misc]
+            vars(layer).update(vars(LayerStatistics()))

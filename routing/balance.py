@@ -42,7 +42,7 @@ def choose_counts(tokens_E: Ints, copies_ER: Ints) -> Ints:
 def share(
     ranks_of: Iterable[Sequence[int]], tokens_of: Sequence[int], loads: list[int], reads: list[int]
 ) -> list[dict[int, int]]:
-    """For each expert with several copies, the tokens that each of its ranks takes in this step.
+    """Divide the tokens of each expert with several copies among its ranks, for this step.
 
     The heaviest rank is as light as whole tokens allow, and few experts are computed on more than
     one rank, because each further rank reads the weights once more. Where that leaves a choice, all

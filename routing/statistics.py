@@ -123,12 +123,12 @@ class RoutingStatistics:
 
     @property
     def steps(self) -> list[int]:
-        """Of each layer."""
+        """Steps of each layer."""
         return self._steps.tolist()
 
     @property
     def tokens(self) -> list[int]:
-        """Of each layer, all phases together."""
+        """Tokens of each layer, all phases together."""
         return np.sum(list(self._tokens_by.values()), axis=0).tolist()
 
     def tokens_by(self, layer: int) -> dict[Phase, int]:

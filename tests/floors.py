@@ -39,6 +39,8 @@ FLOORS = {
     "requests": "prompts and parameters -> sequences",
     "parallel": "ranks: launch, membership, coordinator, workers, watchdog",
     "loader": "name and profile -> loaded model",
+    "notices": "what fell back while loading, in words",
+    "loaded": "what loading leaves: `LoadedModel`, its counters and status",
     "completion": "what a caller gets back",
     "engine": "the step loop: scheduler, prefill batches, prefix cache",
     "speculate": "drafts, their verification, the goodput controller",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3MoeConfig
 
 from examples.models.random_models import bench_dir, tokenizer
+from experts.layer_file import layer_record, write_layer
 from experts.linear import QuantizedLinear
 from experts.manifest import (
     TRUNK_NAME,
@@ -33,7 +34,6 @@ from experts.manifest import (
     write_manifest,
 )
 from experts.safetensors_io import Entry, FileRecord, write_file
-from experts.store import layer_record, write_layer
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.reference import AnyExperts

@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from experts.compress.statistics import LayerInputs, moments, output
+from experts.grid import quantize_exactly
 from experts.weights import (
     ExpertShape,
     beside_weights,
     from_expert_blobs,
     is_interleaved,
-    quantize_exactly,
     split_parts,
 )
 from kernels import ExpertWeights, QuantizedExperts, planes
@@ -253,7 +253,7 @@ class Moments:
 
     @classmethod
     def of(cls, moment_XKK: Tensor) -> Moments:
-        """Of ``(X, K, K)`` second moments; zero for no inputs at all."""
+        """Factorise ``(X, K, K)`` second moments, which are zero where there were no inputs."""
         order = moment_XKK.diagonal(dim1=-2, dim2=-1).argsort(-1, descending=True)
         rows = order[:, :, None].expand_as(moment_XKK)
         ordered = moment_XKK.float().gather(1, rows).gather(2, rows.transpose(1, 2))

@@ -29,9 +29,9 @@ from torch.nn.functional import pad
 from experts.dispatch import rows as wire
 from experts.dispatch.assignment import Assignment
 from experts.dispatch.base import Combined, CombineMode, Dispatched, Failures, RankDispatcher
-from experts.dispatch.exchange import Exchange
+from experts.dispatch.exchange import Bytes, Exchange
 from experts.dispatch.native import NativeDispatch, NativeDispatched
-from experts.dispatch.routing_exchange import Bytes, InlineRows, exchange_routing
+from experts.dispatch.routing_exchange import InlineRows, exchange_routing
 from experts.placement import Placement
 from kernels import weighted_sum
 from routing import Routing

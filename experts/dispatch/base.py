@@ -289,7 +289,7 @@ class DispatchStatistics:
         return taken
 
     def reset(self) -> None:
-        self.__init__(self.experts_L)  # type: ignore[misc]
+        vars(self).update(vars(DispatchStatistics(self.experts_L)))
 
     def as_dict(self) -> dict[str, float]:
         """The counters, for JSON."""

@@ -24,10 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kernels.cpu import choose_kernel
+
+Bytes = NDArray[np.uint8]
 
 
 class ExchangeError(RuntimeError):
@@ -211,10 +215,9 @@ def prefer_local_sockets(exchange: Exchange, timeout_s: float) -> Exchange:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(exchange.size)
-            paths = _all_gather(exchange, path.encode())
-            addresses = [bytes(own).rstrip(b"\0").decode() for own in paths]
+            addresses = [own.rstrip(b"\0").decode() for own in _texts_of(exchange, path.encode())]
             peers = _connect(addresses, exchange.rank, listener)
-            agreed = all(map(any, _all_gather(exchange, b"\1" if peers is not None else b"")))
+            agreed = all(map(any, _texts_of(exchange, b"\1" if peers is not None else b"")))
     if peers is None or not agreed:
         for stream in (peers or {}).values():
             stream.close()
@@ -344,16 +347,32 @@ class _PeerStream:
         return True
 
 
-def _all_gather(exchange: Exchange, text: bytes) -> list[list[int]]:
-    """A few bytes of each rank."""
-    others = [int(rank != exchange.rank) for rank in range(exchange.size)]
+def all_gather(exchange: Exchange, sent: Tensor, sizes_R: Sequence[int]) -> list[Bytes]:
+    """The message of each rank; collective.
+
+    Args:
+        sent: this rank's message, repeated for each other rank.
+        sizes_R: bytes of each rank's message.
+    """
+    rank, from_R = exchange.rank, list(sizes_R)
+    to_R = [from_R[rank]] * exchange.size
+    to_R[rank] = from_R[rank] = 0
+    received = torch.empty(sum(from_R), dtype=torch.uint8)
+    leaving = sent if exchange.size > 1 else sent[:0]
+    exchange.all_to_all(leaving, received, to_R, from_R)()
+    gathered, start, messages = received.numpy(), 0, []
+    for size in from_R:
+        messages.append(gathered[start : start + size])
+        start += size
+    messages[rank] = sent.numpy()[: sizes_R[rank]]
+    return messages
+
+
+def _texts_of(exchange: Exchange, text: bytes) -> list[bytes]:
+    """A few bytes of each rank, filled up with zeros."""
     own = torch.tensor(list(text.ljust(_PATH, b"\0")), dtype=torch.uint8)
-    received = torch.empty(exchange.size - 1, _PATH, dtype=torch.uint8)
-    sent = own.expand(exchange.size - 1, -1).contiguous()
-    exchange.all_to_all(sent, received, others, others)()
-    gathered: list[list[int]] = received.tolist()
-    gathered.insert(exchange.rank, own.tolist())
-    return gathered
+    messages = all_gather(exchange, own.repeat(max(exchange.size - 1, 1)), [_PATH] * exchange.size)
+    return [message.tobytes() for message in messages]
 
 
 def _connect(

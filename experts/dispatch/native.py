@@ -22,8 +22,8 @@ from experts.dispatch.base import (
     DispatchStatistics,
     Failures,
 )
-from experts.dispatch.exchange import Exchange
-from experts.dispatch.routing_exchange import ID_BYTES, Bytes, InlineRows, RankHeaders
+from experts.dispatch.exchange import Bytes, Exchange
+from experts.dispatch.routing_exchange import ID_BYTES, InlineRows, RankHeaders
 from experts.dispatch.rows import combined, widest, write_failures
 from experts.placement import Placement
 from kernels.cpu import choose_kernel

@@ -386,7 +386,7 @@ def _first(flags: Tensor, count: int) -> Tensor:
 
 
 def _wide(rows: Tensor) -> Tensor:
-    """In the dtype of the sum."""
+    """The rows in the dtype of the sum."""
     return rows if rows.dtype == torch.float64 else rows.float()
 
 

@@ -19,13 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from experts.dispatch.assignment import Ids
-from experts.dispatch.exchange import Exchange, ExchangeError
-
-Bytes = NDArray[np.uint8]
+from experts.dispatch.exchange import Bytes, Exchange, ExchangeError, all_gather
 
 INLINE_IDS = 512
 """Ids in the first message: of 64 tokens with 8 experts."""
@@ -126,13 +123,13 @@ def exchange_routing(
     header = _HEADER.pack(*place, *ids_TK.shape, _DTYPES.index(dtype), width, inline)
     if messages_R is None:
         message = _message(header, ids_TK, rows_TW, space_R[rank], max(exchange.size - 1, 1))
-        messages_R = _all_gather(exchange, message, [ID_BYTES.stop + space for space in space_R])
+        messages_R = all_gather(exchange, message, [ID_BYTES.stop + space for space in space_R])
     headers = _compare(rank, messages_R)
     ids_R, sent = [one[ID_BYTES] for one in messages_R], ID_BYTES.stop
     if headers.most_ids > INLINE_IDS:
         own = ids_TK.to(torch.int16).view(-1).view(torch.uint8)
         sizes = [2 * one.tokens * one.slots for one in headers.ranks]
-        ids_R = _all_gather(exchange, own.repeat(max(exchange.size - 1, 1)), sizes)
+        ids_R = all_gather(exchange, own.repeat(max(exchange.size - 1, 1)), sizes)
         sent += len(own)
     tables, rows, row_bytes = [], [], headers.inline_width
     for ids, one, (tokens, slots, *_) in zip(ids_R, messages_R, headers.ranks, strict=True):
@@ -158,7 +155,7 @@ def exchange_headers(
     header = _HEADER.pack(*place, *shape, _DTYPES.index(dtype), 0, 0)
     own = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     message = own.repeat(max(exchange.size - 1, 1))
-    return _compare(exchange.rank, _all_gather(exchange, message, [len(header)] * exchange.size))
+    return _compare(exchange.rank, all_gather(exchange, message, [len(header)] * exchange.size))
 
 
 def _compare(rank: int, messages_R: Sequence[Bytes]) -> RankHeaders:
@@ -201,27 +198,6 @@ def _parse(raw: bytes) -> RankHeaders:
         dtype=_DTYPES[codes[0]] if codes else None,
         inline_width=widths.pop() if all_inline else 0,
     )
-
-
-def _all_gather(exchange: Exchange, sent: Tensor, sizes_R: Sequence[int]) -> list[Bytes]:
-    """The message of each rank.
-
-    Args:
-        sent: this rank's message, repeated for each other rank.
-        sizes_R: bytes of each rank's message.
-    """
-    rank, from_R = exchange.rank, list(sizes_R)
-    to_R = [from_R[rank]] * exchange.size
-    to_R[rank] = from_R[rank] = 0
-    received = torch.empty(sum(from_R), dtype=torch.uint8)
-    leaving = sent if exchange.size > 1 else sent[:0]
-    exchange.all_to_all(leaving, received, to_R, from_R)()
-    gathered, start, messages = received.numpy(), 0, []
-    for size in from_R:
-        messages.append(gathered[start : start + size])
-        start += size
-    messages[rank] = sent.numpy()[: sizes_R[rank]]
-    return messages
 
 
 def _out_of_step(rank: int, places: Sequence[tuple[int, ...]]) -> ExchangeError:

@@ -4,7 +4,8 @@ A placement decides which rank is asked for an expert; no result depends on it.
 
 - `Placement`: experts of one layer in the slots of ranks, some of them as several copies.
 - `first_placement`: the one to start with; `linear` and `eplb` are alternatives to our packing.
-- `pack`, `repack`: the search for even loads; `repack` counts what a move costs (`packing`).
+- `pack`, `repack`: placements for even loads (`packing`), by a search (`search`) that knows how
+  even a placement is (`evenness`); `repack` counts what a move costs.
 - `Rebalancer`: forecasts loads and has layers repacked between steps (`rebalance`), in another
   process (`background`).
 - `without_ranks`: the placement after ranks were lost.

@@ -46,7 +46,7 @@ class Placement:
 
     @classmethod
     def from_held(cls, held_ER: NDArray[np.bool_]) -> Placement:
-        """From ``(E, R)``: whether a rank holds an expert."""
+        """The placement of ``(E, R)`` flags: whether a rank holds an expert."""
         return cls(tuple(np.nonzero(held_ER.T)[1].tolist()), *held_ER.shape)
 
     @cached_property

@@ -312,6 +312,6 @@ def bad_id(experts: int) -> IndexError:
 
 
 def address(array: NDArray[Any]) -> int:
-    """Of the array's first element; `array.ctypes.data` takes three times as long."""
+    """Address of the array's first element; `array.ctypes.data` takes three times as long."""
     found: int = array.__array_interface__["data"][0]
     return found

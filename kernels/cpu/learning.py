@@ -100,7 +100,7 @@ class NativeLearner:
         self._places = ctypes.addressof(self._record), address(self._values)
 
     def learn(self, news: Sequence[tuple[int, Sequence[int], Sequence[int]]], layer: int) -> Floats:
-        """From calls, and then say what all units are worth where a layer has just been.
+        """Learn from calls, then return what all units are worth behind a call of ``layer``.
 
         Args:
             news: of each call its number, how many calls before it each head is to foretell it, and

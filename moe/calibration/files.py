@@ -259,7 +259,7 @@ def _load_tensors(
                 "or copy all of its folder"
             )
         with safe_open(path, "pt") as file:
-            names = [name for name in file.keys() if name.startswith(prefixes)]  # noqa: SIM118
+            names = [name for name in file.keys() if name.startswith(prefixes)]  # noqa: SIM118 - it has no iterator
             return {name: file.get_tensor(name) for name in names}
     except (OSError, SafetensorError) as error:
         raise CalibrationError(

@@ -64,7 +64,7 @@ class Trace:
         return torch.cat([contexts(ids, width) for ids in self.token_ids.split(self.lengths)])
 
     def sequences(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """For each sequence its token ids ``(n,)``, and expert ids ``(n, K)`` for each layer."""
+        """Yield each sequence: its token ids ``(n,)``, and expert ids ``(n, K)`` for each layer."""
         layers = [ids.split(self.lengths) for ids in self.expert_ids]
         for index, tokens in enumerate(self.token_ids.split(self.lengths)):
             yield tokens, [layer[index] for layer in layers]
@@ -84,7 +84,7 @@ class Trace:
         try:
             with safe_open(path, "pt") as file:
                 about = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it has no iterator
         except (OSError, SafetensorError) as error:
             raise CalibrationError(f"{path} cannot be read as a trace: {error}") from error
         if about.get("moe_trace") != VERSION:

@@ -228,8 +228,8 @@ def _step(engine: Engine) -> int:
 
 
 def _measured(profile: LoadedProfile) -> LoadedProfile:
-    """The same profile, which reads repeated prompts again, with ``speculation.mode: auto`` unless
-    it sets the mode itself."""
+    """The profile of a measurement: it reads repeated prompts again, and drafts by mode ``auto``
+    unless the user sets the mode."""
     settings: dict[str, Any] = {"memory.prefix_tokens": 0}
     if (
         profile.origins["speculation.mode"] == "default"

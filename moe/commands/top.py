@@ -308,7 +308,7 @@ def _binned(heat: Sequence[float], places: Sequence[str], width: int) -> list[tu
 
 @lru_cache
 def _colour(place: str, strength: int) -> tuple[int, int, int]:
-    """Of an expert at a place, by its load from 0 to 20."""
+    """The colour of an expert at a place, by its load from 0 to 20."""
     least = 0.08 if place in ("disk", "rank") else 0.25
     share = least + (1 - least) * strength / 20
     red, green, blue = (

@@ -127,7 +127,7 @@ class CompiledChain:
 
 
 class _Made:
-    """Memory of drafts of so many sequences and tokens, used again while their number stays."""
+    """Memory for drafts of ``count`` sequences, used again while their number stays."""
 
     def __init__(self, count: int, most: int) -> None:
         self.given = np.zeros((2, count), np.int64)  # the last row of each, and its depth
@@ -158,7 +158,7 @@ class _Made:
         self.chain.num_choices = self._counts.ctypes.data
 
     def proposals(self, told: Sequence[int]) -> list[list[Proposal | None]]:
-        """Of the tokens of each draft what they were drawn from; None: they are the likeliest."""
+        """What the tokens of each draft were drawn from; None: they are the likeliest."""
         return [
             [self._proposal(row, place) for place in range(count)] for row, count in enumerate(told)
         ]

@@ -142,7 +142,7 @@ class CompiledStep(ABC):
         return self._end(work, step)
 
     def _experts_array(self, inside: Sequence[CompiledExperts]) -> Array[native.ExpertsRecord]:
-        """Of each part, for C++: which MoE layer it is, and what runs its experts there."""
+        """For C++: which MoE layer each part of the step is, and what runs its experts there."""
         experts = (native.ExpertsRecord * len(self._moe))()
         for record, layer, index in zip(experts, self._moe, self._moe_layers, strict=False):
             record.index = -1 if layer is None else index
@@ -379,7 +379,8 @@ class TokenEmbedding:
 
 
 class CachePlaces:
-    """Of each row its token and position, and its caches' block size and ``(layers, 2)`` tables.
+    """Where a step's rows stand: each one's token and position, the block size of its caches, and
+    their ``(layers, 2)`` tables.
 
     Attributes:
         rows: B.

@@ -129,7 +129,7 @@ def parts_written(unit: Unit) -> list[tuple[int, Tensor | None]]:
 
 
 def parts_read(unit: Unit) -> list[tuple[int, Tensor | None]]:
-    """The same of what it reads."""
+    """Buffers that a unit reads, and which part; None: perhaps all of it."""
     buffers = reads_of(unit)
     if isinstance(unit, ExpertsOf) or (isinstance(unit, Instruction) and unit.code in _FIXED):
         return [(buffer, None) for buffer in buffers]

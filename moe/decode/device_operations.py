@@ -238,7 +238,7 @@ class DeviceOperations:
         )
 
     def _dtype_of(self, projection: Projection) -> torch.dtype:
-        """Of the rows that a projection reads."""
+        """The dtype of the rows that a projection reads."""
         weight = projection.weight
         return weight.dtype if isinstance(weight, Tensor) else self.memory.dtype
 

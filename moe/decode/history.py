@@ -77,14 +77,15 @@ class Histories:
             self._kept.append(tensor)
 
     def has(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of them is such a tensor."""
+        """Whether one of them is of a whole history."""
         return any(_place(tensor) in self._lineages for tensor in tensors)
 
     def lineage(self, tensor: Tensor) -> Lineage:
         return self._lineages.get(_place(tensor), Lineage())
 
     def joined(self, name: str, tensors: Sequence[Tensor], met: Iterable[Tensor]) -> Lineage:
-        """Of what an operation makes of these tensors, where it meets others of the token."""
+        """The lineage of an operation's result, from these tensors and others of the token that it
+        meets."""
         caches = dict[LayerKey, None]()
         so_far: list[Met] = []
         chosen, scores = list[Tensor](), None

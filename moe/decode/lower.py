@@ -766,7 +766,7 @@ class Lowering:
         self.units.append(Recurrent(recurrence, tuple(made), before, after, out))
 
     def _side_by_side(self, x: Operand) -> Value:
-        """The same, with the numbers of the last dimension side by side."""
+        """The operand with the numbers of its last dimension side by side, copied if need be."""
         if isinstance(x, Value) and 1 in (x.meta.stride(-1), x.meta.shape[-1]):
             return x
         return self.dense(x)

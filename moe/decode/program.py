@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import addressof
 from dataclasses import replace
 from itertools import accumulate
@@ -113,7 +113,7 @@ class Program:
 
     @property
     def latents(self) -> dict[nn.Module, Tensor]:
-        """Of each module that expands latents, its weight ``(heads, rows, R)``."""
+        """The weight ``(heads, rows, R)`` of each module that expands latents."""
         found = [
             unit.attends.latents for (unit, *_) in self._stages if isinstance(unit, AttentionOf)
         ]
@@ -204,72 +204,38 @@ class Program:
     # Records
 
     def _write(self) -> native.ProgramRecord:
-        instructions: list[Any] = []
-        products: list[Any] = []
-        attention: list[Any] = []
-        recurrent: list[Any] = []
-        indexers: list[Any] = []
-        choosing: list[IndexerOf] = []
-        selections: list[Any] = []
-        stages: list[Any] = []
-        segments, work = [0], 0
+        record_of: dict[type, Callable[[Any], Any]] = {
+            Instruction: self._instruction,
+            Product: self._product,
+            AttentionOf: self._attention,
+            Recurrent: self._recurrent,
+            IndexerOf: self._indexer,
+            Selection: self._selection,
+        }
+        records: dict[Kind, list[Any]] = {kind: [] for kind, _ in _STAGES.values()}
+        stages, segments, work = list[Any](), [0], 0
         for stage in self._stages:
-            first = stage[0]
-            if isinstance(first, ExpertsOf):
+            own = type(stage[0])
+            if own is ExpertsOf:
                 segments.append(len(stages))
-            elif isinstance(first, Instruction):
-                begin = len(instructions)
-                instructions += [
-                    self._instruction(unit) for unit in stage if isinstance(unit, Instruction)
-                ]
-                ordered = any(self._touches_states(unit) for unit in stage)
-                stages.append(native.StageRecord(begin, len(instructions), Kind.ROWS, ordered))
-            elif isinstance(first, Product):
-                begin = len(products)
-                own = [unit for unit in stage if isinstance(unit, Product)]
-                products += map(self._product, own)
-                work += sum(unit.projection.rows * unit.rows.meta.shape[-1] for unit in own)
-                stages.append(native.StageRecord(begin, len(products), Kind.PRODUCTS, 0))
-            elif isinstance(first, Recurrent):
-                recurrent.append(self._recurrent(first))
-                count = len(recurrent)
-                stages.append(native.StageRecord(count - 1, count, Kind.RECURRENCE, 0))
-            elif isinstance(first, IndexerOf):
-                choosing.append(first)
-                indexers.append(self._indexer(first))
-                count = len(indexers)
-                stages.append(native.StageRecord(count - 1, count, Kind.INDEXER, 0))
-            elif isinstance(first, Selection):
-                selections.append(self._selection(first))
-                count = len(selections)
-                work += first.rows.meta.shape[0] * first.matrices[0].numel()
-                stages.append(native.StageRecord(count - 1, count, Kind.SELECTION, 0))
-            else:
-                assert isinstance(first, AttentionOf)
-                attention.append(self._attention(first))
-                count = len(attention)
-                stages.append(native.StageRecord(count - 1, count, Kind.ATTENTION, 0))
+                continue
+            kind, _ = _STAGES[own]
+            begin = len(records[kind])
+            records[kind] += map(record_of[own], stage)
+            ordered = kind == Kind.ROWS and any(map(self._touches_states, stage))
+            stages.append(native.StageRecord(begin, len(records[kind]), kind, ordered))
+            work += sum(map(_multiplications, stage))
         ends = integers([*segments, len(stages)])
-        arrays = [
-            native.array(kind, records)
-            for kind, records in (
-                (native.InstructionRecord, instructions),
-                (native.ProjectedRecord, products),
-                (native.AttendedRecord, attention),
-                (native.RecurredRecord, recurrent),
-                (native.IndexedRecord, indexers),
-                (native.SelectedRecord, selections),
-                (native.StageRecord, stages),
-            )
-        ]
-        self._kept += [*arrays, ends]
+        arrays = {kind: native.array(record, records[kind]) for kind, record in _STAGES.values()}
+        indexers = [unit for (unit, *_) in self._stages if isinstance(unit, IndexerOf)]
         self.rotations = [
             (unit.indexer.rotation.table, record.indexer.rotation)
-            for unit, record in zip(choosing, arrays[4], strict=True)
+            for unit, record in zip(indexers, arrays[Kind.INDEXER], strict=True)
             if unit.indexer.rotation is not None
         ]
-        addresses = [addressof(each) for each in (*arrays, ends)]
-        return native.ProgramRecord(*addresses, len(self.experts), self._row_bytes, work)
+        kept = [*arrays.values(), native.array(native.StageRecord, stages), ends]
+        self._kept += kept
+        return native.ProgramRecord(*map(addressof, kept), len(self.experts), self._row_bytes, work)
 
     def _touches_states(self, unit: Unit) -> bool:
         return any(buffer in self._offsets for buffer in (*reads_of(unit), *writes_of(unit)))
@@ -438,10 +404,30 @@ def _latest(follower: Unit, stage: int, rows_stages: Sequence[int]) -> int:
     return max(index for index in rows_stages if index < stage)
 
 
+_STAGES: dict[type, tuple[Kind, type[Any]]] = {
+    Instruction: (Kind.ROWS, native.InstructionRecord),
+    Product: (Kind.PRODUCTS, native.ProjectedRecord),
+    AttentionOf: (Kind.ATTENTION, native.AttendedRecord),
+    Recurrent: (Kind.RECURRENCE, native.RecurredRecord),
+    IndexerOf: (Kind.INDEXER, native.IndexedRecord),
+    Selection: (Kind.SELECTION, native.SelectedRecord),
+}
+"""Units of a stage -> its kind, and what C++ reads of each; in the order of a `ProgramRecord`."""
+
+
+def _multiplications(unit: Unit) -> int:
+    """For a row, to choose the number of threads by."""
+    if isinstance(unit, Product):
+        return unit.projection.rows * unit.rows.meta.shape[-1]
+    if isinstance(unit, Selection):
+        return unit.rows.meta.shape[0] * unit.matrices[0].numel()
+    return 0
+
+
 def _first_stages(
     units: Sequence[Unit], waits_for: list[int], followers: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[type]]:
-    """Of each unit the earliest stage, and of each stage its kind."""
+    """The earliest stage of each unit, and the kind of each stage."""
     ready: dict[type | None, list[int]] = {
         kind: [] for kind in (Instruction, Product, ExpertsOf, None)
     }
@@ -481,7 +467,7 @@ def _first_stages(
 
 
 def _dependences(units: Sequence[Unit]) -> tuple[list[int], list[list[int]]]:
-    """Of each unit how many it waits for, and those that wait for it. Units that write different
+    """How many others each unit waits for, and which ones wait for it. Units that write different
     parts of a buffer do not wait for each other."""
     before: list[set[int]] = [set() for _ in units]
     writers: dict[int, list[tuple[int, Tensor | None]]] = defaultdict(list)

@@ -56,7 +56,7 @@ TRIES = 2
 
 @torch.inference_mode()
 def prove(backbone: Backbone, description: Description, step: StepFunction) -> str:
-    """How well the step agrees with transformers' forward, for people.
+    """Compare a described step with transformers' forward; returns how well they agree, for people.
 
     Raises:
         NotDescribed: it disagrees; the message says where.
@@ -77,7 +77,7 @@ def prove_traced(
     latent: Mapping[nn.Module, Tensor],
     every: int = 1,
 ) -> str:
-    """The same of a traced step.
+    """Compare a traced step with transformers' forward; see `prove`.
 
     Args:
         every: tokens after which it does something that other tokens do not; a sequence comes there
@@ -169,7 +169,8 @@ def _whole_expansions(backbone: Backbone, whole: Mapping[nn.Module, Tensor]) -> 
 def read_both_ways(
     backbone: Backbone, step: StepFunction, seed: int, lengths: Sequence[int] = PROMPT_LENGTHS
 ) -> tuple[ComparedRun, ComparedRun, list[list[int]]]:
-    """The same tokens read both ways, and the tokens of each sequence."""
+    """Read tokens by transformers' forward and by the step; returns both, and the tokens of each
+    sequence."""
     generator = torch.Generator().manual_seed(seed)
     vocabulary = backbone.model.get_input_embeddings().num_embeddings
 
@@ -194,8 +195,8 @@ def read_both_ways(
 
 @torch.inference_mode()
 def prove_policy(backbone: Backbone, pool: BlockPool) -> str:
-    """How well decode steps under a policy on keys and values agree with transformers' forward over
-    the keys that it leaves, for people.
+    """Compare decode steps under a policy on keys and values with transformers' forward over the
+    keys that it leaves; returns how well they agree, for people.
 
     Args:
         pool: as the model will have it. The same kind of policy is tried with fewer tokens, and

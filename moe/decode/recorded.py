@@ -89,7 +89,7 @@ def recorded_step(
 
 @torch.inference_mode()
 def _prove_recorded(shadow: Shadow, description: Description, step: StepFunction) -> str:
-    """How near the step on the GPU comes to the float32 copy, for people.
+    """Compare the step on the GPU with the float32 copy; returns how near it comes, for people.
 
     Args:
         description: proven on the copy.

@@ -228,7 +228,8 @@ class Recorder(TorchDispatchMode):
         return outputs
 
     def _follow(self, name: str, tensors: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """What an operation makes of a whole history, and of tensors of the token that it meets."""
+        """Note what an operation makes of a whole history, and of the token's tensors that it
+        meets."""
         met = [x for x in tensors if self.varies(x) and not self.histories.has((x,))]
         lineage = self.histories.joined(name, tensors, met)
         if name == "topk":

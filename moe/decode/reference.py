@@ -79,7 +79,7 @@ class StepOperations(Protocol):
         """Attention, with its projections; keys and values are stored."""
 
     def attend_latent(self, a: LatentAttention, rows: Normed) -> Tensor:
-        """The same of latent attention."""
+        """Latent attention, with its projections; latents are stored."""
 
     def feed(self, feed: FeedForward, rows: Normed) -> Tensor:
         """A dense feed-forward or a shared expert."""

@@ -68,7 +68,7 @@ class DecodeStep(Protocol):
     keeps_hidden: bool
 
     def takes(self, work: Sequence[Work]) -> bool:
-        """Whether the step can read it; else transformers' forward does."""
+        """Whether the step can read this work; else transformers' forward does."""
 
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """Call ``routed`` at every MoE layer."""
@@ -131,7 +131,7 @@ class InsideExperts:
 
 
 class CachedExperts(InsideExperts):
-    """The same of experts in a cache: the step stops where one is missing."""
+    """Experts in a cache, run inside the step, which stops where one is missing."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class RankGroup(NamedTuple):
     counts: InsideExperts
 
     def passed(self, step: CompiledPass, layers: int) -> None:
-        """All ranks have run this many MoE layers, from the first on."""
+        """Take note that all ranks have run this many MoE layers, from the first on."""
         for layer, served in enumerate(self.native.finish_step(layers)):
             self.lockstep_pass.reach(layer)
             own = self.layers[layer]
@@ -250,7 +250,7 @@ class DecodeForward:
 
     @property
     def step(self) -> DecodeStep:
-        """What it reads by."""
+        """The step that it reads by."""
         return self._step
 
     @property

@@ -200,7 +200,7 @@ class _TracedCache(PackedCache):
         return self._copies
 
     def _made_layer(self, own: OwnLayer, index: int) -> Any:
-        """At a token that ends a window, so that all tensors in it are of fixed shapes."""
+        """The layer at a token that ends a window, so that all tensors in it have fixed shapes."""
         with self._recorder.pause():
             layer = super()._made_layer(own, index)
         for member in own.entries:
@@ -494,7 +494,7 @@ def _projection(recorder: Recorder, projection: Projection) -> Callable[..., Any
 
 
 def _table(recorder: Recorder, module: nn.Module) -> Callable[..., Any]:
-    """Of the positions of all tokens, where the last are the token's own."""
+    """A function in place of a table of all tokens' positions, the last of which is the token's."""
 
     def forward(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
@@ -534,7 +534,7 @@ def _matrices_of(module: nn.Module) -> Tensor | None:
 
 
 def _selected_projection(recorder: Recorder, matrices: Tensor) -> Callable[..., Any]:
-    """Of rows sorted by matrix, and how many each matrix gets."""
+    """A function in place of a product of rows sorted by matrix, with each matrix's row count."""
 
     def forward(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         sizes = [x for x in args if isinstance(x, ReadList) and len(x) == len(matrices)]

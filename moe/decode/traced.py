@@ -47,7 +47,7 @@ class TracedStep(CompiledStep):
         super().__init__(kernel, [unit.layer for unit in program.experts], program.top_k, inside)
 
     def takes(self, work: Sequence[Work]) -> bool:
-        """Not sequences that lack a state: of entries, some begin with the first of them."""
+        """Whether all sequences have all states: a state may begin with its first entry only."""
         return all(self._has_states(item.cache) for item in work)
 
     def _has_states(self, cache: SequenceCache) -> bool:
@@ -154,7 +154,7 @@ class RowStates:
         return StatesRecord(*addresses, len(starts) - 1, memory.data_ptr())
 
     def after_each(self, sizes: Sequence[int]) -> Iterator[Mapping[int, States]]:
-        """Of each sequence, the states by how many of its rows are read; none without recurrent
+        """Yield each sequence's states by how many of its rows are read; none without recurrent
         layers."""
         for start, size in zip(self._starts, sizes, strict=False):
             yield dict(enumerate(self._rows[start : start + size], 1))

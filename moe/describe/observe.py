@@ -39,7 +39,7 @@ class ObservedCall:
 
     @classmethod
     def of(cls, inputs: Any, kwargs: Any, outputs: Any) -> ObservedCall:
-        """From a forward hook's arguments."""
+        """The call that a forward hook is told of."""
         flat = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         return cls(
             tuple(_copy(value) for value in inputs),
@@ -97,14 +97,14 @@ class Observation:
         return calls[0] if len(calls) == 1 else None
 
     def turn(self, at: int, turns: int) -> Observation:
-        """One of several turns of looped layers: of modules with so many calls, one call."""
+        """One turn of looped layers: modules that were called ``turns`` times keep one call."""
         calls = {
             module: [own[at]] if len(own) == turns else own for module, own in self.calls.items()
         }
         return replace(self, calls=calls)
 
     def only(self, module: nn.Module) -> ObservedCall:
-        """The same as `call`; raises `NotDescribed` if there is none."""
+        """The module's only call; raises `NotDescribed` if it has none, or several."""
         call = self.call(module)
         if call is None:
             raise NotDescribed(f"{type(module).__name__} is not called once a pass")

@@ -61,7 +61,7 @@ def find_own_layers(model: PreTrainedModel, own: OwnCache) -> Mapping[int, OwnLa
 
 
 def _kind(layer: OwnLayer) -> object:
-    """The same of layers that keep the same."""
+    """A value that is equal for layers that keep the same things."""
     numbers = {name: x for name, x in vars(layer.empty).items() if isinstance(x, int)}
     return type(layer.empty), tuple(numbers.items())
 

@@ -47,7 +47,7 @@ def random_prompts(backbone: Backbone, lengths: Sequence[int]) -> list[list[int]
 
 
 def stand_in(_layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
-    """In place of experts: rows that cost little and hardly depend on which experts are chosen."""
+    """Run no experts: rows that cost little, and hardly depend on which experts are chosen."""
     pairs = [(call.hidden_states, call.routing.weights) for call in calls]
     return [(rows * (0.25 + w.sum(1, keepdim=True))).to(rows.dtype) for rows, w in pairs]
 

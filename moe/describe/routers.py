@@ -242,8 +242,8 @@ def _agrees(selector: Selector, rows: Tensor, made: Routing) -> bool:
 
 
 def _agrees_roughly(ours: Routing, made: Routing, ranking: Tensor, eps: float) -> bool:
-    """The same of a router that rounds to half precision: the experts that only it chooses are
-    hardly worse than those that we choose, and weights are about equal in most rows."""
+    """Whether a rule agrees with a router that rounds to half precision: the experts that only the
+    router chooses are hardly worse than ours, and weights are about equal in most rows."""
     if ours.expert_ids.shape != made.expert_ids.shape or bool((made.expert_ids == UNUSED).any()):
         return False
     near = _ROUNDINGS * eps * ranking.where(ranking.isfinite(), 0.0).abs().amax(-1, keepdim=True)

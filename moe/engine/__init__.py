@@ -2,6 +2,7 @@
 
 - `Engine` (engine): submits, steps and cancels; start reading here.
 - `Scheduler` (scheduler): admission, priority and preemption; plans a `ScheduledStep`.
+- `KVAccount` (kv_account): the memory that sequences take, in tokens.
 - `SequenceGroup`, `PromptChunk`, `PrefillBatch` (prefill_batch): what a step reads.
 - `PrefillPlanner` (prefill_mode): which mode reads prompts, and where a layered batch sleeps.
 - `ModelRunner` (runner): the forward pass of a step and its new tokens; `run_overlapped` (overlap)

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from moe.calibration.predictors import PromptEstimator
 from moe.engine.borrowing import KVBorrowing
 from moe.engine.expert_aware_order import ExpertAwareOrder
+from moe.engine.kv_account import KVAccount
 from moe.engine.prefill_batch import PrefillBatch, ScheduledStep, SequenceGroup
 from moe.engine.prefill_mode import LayerWork, PrefillPlanner
 from moe.engine.prefix_cache import PrefixCache
@@ -111,10 +112,13 @@ class Engine:
             choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
             prefixes=prefixes,
             expert_order=ExpertAwareOrder(expect, patience) if expect else None,
-            block_tokens=backbone.block_tokens,
-            whole_blocks=backbone.counts_blocks,
-            windows=backbone.windows,
-            policy=backbone.kv_policy,
+            account=KVAccount(
+                profile.prefill.longest_part if backbone.can_cut else None,
+                block_tokens=backbone.block_tokens,
+                whole_blocks=backbone.counts_blocks,
+                windows=backbone.windows,
+                policy=backbone.kv_policy,
+            ),
         )
 
     @property

@@ -59,7 +59,7 @@ class SequenceGroup:
         snapshots: positions of the prompt, in order, where its recurrent states are kept.
         prompt_logprobs: log probabilities of the prompt's tokens so far; None: not asked for.
         looked_up: the prefix cache has been asked for the prompt.
-        counted: that counts in its statistics.
+        counted: the prefix cache has counted that in its statistics.
         keeps_all: until it has been read, the prompt keeps what is behind windows, for the prefix
             cache.
     """
@@ -100,17 +100,17 @@ class SequenceGroup:
 
     @property
     def num_held(self) -> int:
-        """Tokens of memory that hold what has been read, without what counts for others."""
+        """Tokens of memory of the part read so far, without blocks that count for others."""
         return self.num_read - (0 if self.cache is None else self.cache.shared_tokens)
 
     @property
     def num_dropped(self) -> int:
-        """Tokens of memory that what has been read has given up behind windows."""
+        """Tokens of memory that the part read so far has given up behind windows."""
         return self.cache.dropped_tokens if isinstance(self.cache, KVCache) else 0
 
     @cached_property
     def hashes(self) -> list[bytes]:
-        """Of each whole block of the prompt, see `block_hashes`."""
+        """The hash of each whole block of the prompt; see `block_hashes`."""
         first = self.sequences[0]
         return block_hashes(first.salt, first.prompt_keys or [])
 

@@ -9,13 +9,9 @@ entries are read again later.
 
 A prompt whose beginning is being read from disk waits, and others overtake it.
 
-Tokens of memory are tokens in all layers. Where layers have windows, a sequence that gives up what
-is behind them counts for less (`Windows`). A prompt that the prefix cache has room for keeps all
-until it has been read; a longer one does not, so that memory admits the context that it holds.
-
-Memory that several sequences share counts once. A prompt of which most is being read by a batch
-already waits for that batch, and then goes on from the prefix cache: requests that arrive together
-with a common prompt read it once.
+`KVAccount` counts the memory of sequences, in tokens. A prompt of which most is being read by a
+batch already waits for that batch, and then goes on from the prefix cache: requests that arrive
+together with a common prompt read it once.
 """
 
 from __future__ import annotations
@@ -26,6 +22,7 @@ from collections.abc import Callable, Collection, Sequence
 from operator import attrgetter
 
 from moe.engine.expert_aware_order import ExpertAwareOrder
+from moe.engine.kv_account import KVAccount
 from moe.engine.prefill_batch import (
     PrefillBatch,
     PrefillBatchBuilder,
@@ -34,9 +31,6 @@ from moe.engine.prefill_batch import (
 )
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.engine.prefix_cache import PrefixCache
-from moe.network.kv_blocks import Windows
-from moe.network.kv_cache import KVCache
-from moe.network.kv_policy import KVPolicy
 from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
 
@@ -57,16 +51,13 @@ class Scheduler:
             number of running sequences; None unless ``prefill.mode`` is ``auto``.
         prefixes: prompts that were read before; None to read every prompt from its start.
         expert_order: reorders the queue by shared experts; None to keep its order.
-        block_tokens: of the blocks that samples of one prompt share; 0: each has a copy.
-        whole_blocks: memory has only so many blocks, so sequences count by blocks, not by tokens.
-        windows: layers of which sequences keep no more than the last tokens; None: there are none.
-        policy: which keys and values sequences keep behind their prompts; None: all.
+        account: counts the memory of sequences; None: each token of each counts.
 
     Attributes:
         waiting: groups whose prompt is not being read, in queue order.
         running: sequences that decode, in queue order.
         prefilling: the batch of prompts that is being read.
-        policy: as given.
+        account: as given.
     """
 
     def __init__(
@@ -80,10 +71,7 @@ class Scheduler:
         choose_mode: Callable[[int, int], PrefillMode] | None = None,
         prefixes: PrefixCache | None = None,
         expert_order: ExpertAwareOrder | None = None,
-        block_tokens: int = 0,
-        whole_blocks: bool = False,
-        windows: Windows | None = None,
-        policy: KVPolicy | None = None,
+        account: KVAccount | None = None,
     ) -> None:
         self.prefill = prefill
         self.engine = engine
@@ -93,9 +81,7 @@ class Scheduler:
         self._choose_mode = choose_mode
         self.prefixes = prefixes
         self._expert_order = expert_order
-        self._block_tokens = block_tokens
-        self._unit = block_tokens if whole_blocks else 1  # tokens that memory is given out by
-        self._windows, self.policy = windows or Windows(), policy
+        self.account = account or KVAccount()
         self.waiting: list[SequenceGroup] = []
         self.running: list[RunningSequence] = []
         self.prefilling: PrefillBatch | None = None
@@ -108,13 +94,9 @@ class Scheduler:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group. Raises `RequestError` if it could never run."""
-        count = len(group.sequences)
-        longest = max(len(s.prompt_token_ids) + s.max_new_tokens for s in group.sequences)
-        group.keeps_all = self._keeps_all(group)
-        most = self.kv_tokens - (self._unit - 1) * (count - 1)
-        longest = self._most(group, longest)
-        needed = max(self._kept(group, longest), self._read_tokens(group) + count)
-        group.check_fits(needed, most, self.engine.max_batch_size)
+        group.keeps_all = self.account.keeps_all(group, self.prefixes)
+        room = self.kv_tokens - (self.account.unit - 1) * (len(group.sequences) - 1)
+        group.check_fits(self.account.most(group), room, self.engine.max_batch_size)
         self._num_arrived += 1
         for sequence in group.sequences:
             step = self._num_steps + sequence.priority * self.engine.priority_steps
@@ -134,7 +116,7 @@ class Scheduler:
             if self.prefilling is None and not self.running and self._has_read():
                 self.prefilling = self._next_batch()
         spare = self.kv_tokens - self.num_used_tokens() - len(self.running)
-        if spare < (self._unit - 1) * len(self.running):  # drafts may need a block of each
+        if spare < (self.account.unit - 1) * len(self.running):  # drafts may need a block of each
             spare = 0
         return ScheduledStep(list(self.running), self.prefilling, max(0, spare))
 
@@ -167,66 +149,12 @@ class Scheduler:
 
     def num_used_tokens(self) -> float:
         """Tokens of memory held by running sequences, prompts being read and cached prefixes."""
-        running = sum(map(self._held, self.running))
-        half_read = sum(self._whole(group.num_held) for group in self.waiting)
-        prefill = sum(
-            self._to_come(chunk.group) + chunk.group.num_held
-            for chunk in (self.prefilling.chunks if self.prefilling is not None else ())
-        )
+        account, batch = self.account, self.prefilling
+        running = sum(map(account.running, self.running))
+        half_read = sum(map(account.half_read, self.waiting))
+        being_read = [chunk.group for chunk in batch.chunks] if batch is not None else []
+        prefill = sum(account.to_come(group) + group.num_held for group in being_read)
         return running + half_read + prefill + (self.prefixes.num_tokens if self.prefixes else 0)
-
-    def _whole(self, tokens: int) -> int:
-        """Tokens that memory gives out for a sequence of so many."""
-        return -(-tokens // self._unit) * self._unit
-
-    def _held(self, sequence: RunningSequence) -> int:
-        """Tokens of memory of a running sequence, without what counts for others. Of its own tokens
-        that it has yet to read again, those that it will keep count."""
-        tokens, cache = len(sequence.prompt_token_ids) + len(sequence.token_ids) - 1, sequence.cache
-        if cache is None:
-            return self._whole(tokens)
-        unread = tokens - cache.length
-        kept = self._windows.held_tokens(tokens) - self._windows.held_tokens(cache.length)
-        if unread > 0 and self.policy is not None and isinstance(cache, KVCache):
-            most = self.policy.most_held(len(sequence.prompt_token_ids), tokens)
-            kept = min(kept, max(most - cache.length + cache.dropped_tokens, 0))
-        return self._whole(tokens - max(unread - kept, 0)) - cache.shared_tokens
-
-    def _to_come(self, group: SequenceGroup) -> int:
-        """Tokens of memory that the sequences of a group take until their prompt has been read,
-        beside those that they have."""
-        ends = (self._unit - 1) * len(group.sequences)  # a part of a block for each
-        dropped = 0 if group.keeps_all else group.num_dropped
-        return max(self._read_tokens(group) + ends - group.num_read + dropped, 0)
-
-    def _read_tokens(self, group: SequenceGroup) -> int:
-        """Tokens of memory that the sequences of a group hold at most until their prompt has been
-        read."""
-        most = self._most(group, group.num_tokens)
-        if not group.keeps_all:
-            most = self._kept(group, most)
-        return group.num_kv(self._block_tokens) - (group.num_tokens - most)
-
-    def _most(self, group: SequenceGroup, length: int) -> int:
-        """The same of tokens that a policy leaves, in layers without windows."""
-        if self.policy is None:
-            return length
-        return self.policy.most_held(len(group.token_ids), length)
-
-    def _kept(self, group: SequenceGroup, length: int) -> int:
-        """Tokens of memory that a sequence of a group holds at most while it grows to ``length``,
-        if it gives up what is behind windows."""
-        reading, part = len(group.token_ids), self.prefill.longest_part
-        is_cut = self.can_cut and (group.rows is None or not group.rows.whole)
-        if is_cut and part is not None:
-            reading = min(reading, part)
-        return self._windows.held_tokens(length, reading)
-
-    def _keeps_all(self, group: SequenceGroup) -> bool:
-        """Whether the prefix cache has room for a prompt with what is behind windows."""
-        if self.prefixes is None or group.sequences[0].prompt_keys is None:
-            return not self._windows.of_layer
-        return not self._windows.of_layer or group.num_tokens <= self.prefixes.max_tokens
 
     def is_awaited(self, group: SequenceGroup) -> bool:
         """Whether a waiting prompt begins with most of this one."""
@@ -270,14 +198,14 @@ class Scheduler:
     def _must_wait(
         group: SequenceGroup, prefixes: PrefixCache, taken: Sequence[SequenceGroup]
     ) -> bool:
-        """Whether most of a prompt is being read from disk, or by a batch that takes these."""
+        """Whether most of a prompt is being read from disk, or will be by these groups' batch."""
         asks = not group.num_read and group.prompt_logprobs is None
         if asks and not group.look_up(prefixes):
             return True
         return any(map(group.is_expected_from, taken))
 
     def _has_read(self) -> bool:
-        """With nothing else to do, wait a moment for what is read from disk; whether it came."""
+        """Wait a moment for prefixes that are being read from disk; returns whether one came."""
         return self.prefixes is not None and self.prefixes.wait_for_read(_WAIT_S)
 
     def _mode(self) -> PrefillMode:
@@ -295,11 +223,11 @@ class Scheduler:
         size = len(self.running) + sum(len(group.sequences) for group in groups)
         if size > self.engine.max_batch_size:
             return False
-        needed = size + sum(map(self._to_come, groups))
+        needed = size + sum(map(self.account.to_come, groups))
         while self.num_used_tokens() + needed > self.kv_tokens:
             if not self._free_read(others):
                 # Alone it fits (`submit`), whatever the ends of its blocks take.
-                return self._unit > 1 and not self.running and len(groups) == 1
+                return self.account.unit > 1 and not self.running and len(groups) == 1
         return True
 
     def _free_read(self, groups: Sequence[SequenceGroup]) -> bool:
@@ -326,7 +254,7 @@ class Scheduler:
             self.running.pop()
             last.release()
             again = SequenceGroup([last])
-            again.keeps_all = self._keeps_all(again)
+            again.keeps_all = self.account.keeps_all(again, self.prefixes)
             insort(self.waiting, again, key=_queue_key)
         else:
             return False

@@ -200,7 +200,7 @@ class Checkpoint:
         )
 
     def fingerprint(self) -> list[list[object]]:
-        """Of each file, what changes when the weights do. Ready for JSON."""
+        """For each file, what changes when its weights do; ready for JSON."""
         return [self._bytes.identity(file) for file in self._open.values()]
 
     def verify_unchanged(self) -> None:
@@ -249,9 +249,9 @@ def weight_files(path: Path, problems: list[str]) -> tuple[list[str], dict[str, 
     """The safetensors files to open, and the index's ``tensor -> file`` where there is one.
 
     ``model.safetensors`` (and ``mtp.safetensors``, if it is beside it), else what the index names,
-    else every ``*.safetensors``: the order
-    of `PreTrainedModel.from_pretrained`, but for the last. Names in the index are as little trusted
-    as the weights: they are only opened through `experts.safetensors_io`.
+    else every ``*.safetensors``: the order of `PreTrainedModel.from_pretrained`, but for the last.
+    Names in the index are as little trusted as the weights: they are only opened through
+    `experts.safetensors_io`.
     """
     try:
         present = sorted(entry.name for entry in path.iterdir())

@@ -293,7 +293,7 @@ def _check_experts(config: PreTrainedConfig, file: Path) -> None:
 
 
 def _check_layers(config: PreTrainedConfig, file: Path) -> None:
-    """That there are weights of so many layers, before as many modules are made."""
+    """Check that there are weights of so many layers, before as many modules are made."""
     stated = getattr(config.get_text_config(), "num_hidden_layers", None)
     if not isinstance(stated, int) or stated <= MANY_LAYERS:
         return

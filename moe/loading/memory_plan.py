@@ -109,8 +109,8 @@ class MemoryPlan:
         )
 
     def longest_sequence(self, kv_tokens: int, prompt: int | None = None) -> int:
-        """The most tokens of one sequence, from its prompt on, in the memory of so many tokens in
-        all layers.
+        """The most tokens that one sequence may have, prompt included, where memory has room for so
+        many tokens in all layers.
 
         Args:
             prompt: its tokens; None: as long as the sequence.
@@ -132,8 +132,8 @@ class MemoryPlan:
         return bisect_right(range(most + 1), room, lo=kv_tokens, key=most_bytes) - 1
 
     def in_buffers(self, per_token: int) -> MemoryPlan:
-        """The same for keys and values in buffers, which keep all tokens in all layers: their
-        memory holds other many."""
+        """The same plan with keys and values in buffers, which keep all tokens in all layers: their
+        memory then has room for another number of tokens."""
         tokens, prefixes = (
             max(number * self.kv_bytes_per_token // per_token, 1 if number else 0)
             for number in (self.kv_tokens, self.prefix_tokens)
@@ -157,7 +157,7 @@ class MemoryPlan:
 
     @property
     def request_bytes(self) -> int:
-        """Of the reserve, for bodies and answers of the server's requests."""
+        """Bytes of the reserve that are for bodies and answers of the server's requests."""
         reserve = sum(line.bytes for line in self.lines if line.name == RESERVE)
         return max(reserve // 2, _LEAST_FOR_REQUESTS)
 
@@ -167,7 +167,7 @@ class MemoryPlan:
 
     @property
     def host_needed_bytes(self) -> int:
-        """Of main memory, beside a GPU."""
+        """Bytes of main memory that experts take beside a GPU."""
         return sum(tier.bytes for tier in self.tiers if tier.name == HOST)
 
     @property

@@ -374,7 +374,7 @@ def _places(
 
 
 def table_layout(module: nn.Module, own: PlaneFormat) -> PlaneLayout:
-    """Of the table of a linear layer or of an embedding."""
+    """Layout of the table of a linear layer or of an embedding."""
     if isinstance(module, nn.Linear):
         return PlaneLayout(module.out_features, module.in_features, *own)
     assert isinstance(module, nn.Embedding)

@@ -66,7 +66,7 @@ class WeightConversion:
 
 @dataclass
 class StackedConversion(WeightConversion):
-    """What fills a parameter of `StackedExperts` that no slice of a checkpoint's tensors is: it has
+    """Fills a parameter of `StackedExperts` that is no slice of a checkpoint's tensors, as it has
     several origins, or a swapped or converted one.
 
     Attributes:

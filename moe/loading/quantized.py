@@ -117,7 +117,7 @@ def scheme_of(config: PreTrainedConfig) -> Coding | None:
 def decoding_notices(
     config: PreTrainedConfig, expert_bits: int | None, kept: str = ""
 ) -> list[str]:
-    """That weights were quantised already, and what became of them.
+    """Say that weights were quantised already, and what became of them.
 
     Args:
         kept: what stays as it is (`WeightPlan.kept`).

@@ -215,7 +215,7 @@ def plane_format(group: int, bits: int, scales: Scales) -> PlaneFormat | None:
 
 
 def float8_format(weight: TensorInfo, block_columns: int | None) -> PlaneFormat | None:
-    """Of a matrix of E4M3 numbers.
+    """The format of planes for a matrix of E4M3 numbers.
 
     Args:
         block_columns: that share a scale; None: a row does.
@@ -510,7 +510,15 @@ def compressed_tensors(config: dict[str, Any]) -> Scheme:
             f"format {config.get('format')}, only pack-quantized, nvfp4-pack-quantized and float8 "
             "can be read"
         )
-    zeros = () if weights[0].get("symmetric", True) else ("zero_point",)
+    return _packed_integers(bits, () if weights[0].get("symmetric", True) else ("zero_point",))
+
+
+def _packed_integers(bits: int, zeros: tuple[str, ...]) -> Scheme:
+    """Words of codes along a row, and a scale for each group of it.
+
+    Args:
+        zeros: the role of zero points; empty: codes lie around ``2 ** (bits - 1)``.
+    """
 
     def shape(parts: Infos) -> tuple[int, ...]:
         packed, scale, *zero = need(parts, "packed", "scale", *zeros, dimensions=2)

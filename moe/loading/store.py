@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from experts.layer_file import WHOLE
 from experts.linear import QuantizedLinear
 from experts.manifest import MTP_MODULE, TRUNK_NAME, Manifest, MoELayerRecord, StoreError
 from experts.safetensors_io import DTYPES, TensorInfo
-from experts.store import WHOLE, Store
+from experts.store import Store
 from experts.weights import is_interleaved
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts

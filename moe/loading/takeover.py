@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from experts.layer_file import WHOLE
 from experts.linear import QuantizedLinear
-from experts.store import WHOLE
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.planes import PREFIX_BITS, PlaneLayout, PrefixBits
@@ -237,7 +237,7 @@ def planes_of(network: nn.Module) -> dict[str, int]:
 
 
 def prefixes_of(network: nn.Module) -> dict[str, PrefixBits]:
-    """The same for those that we have quantised ourselves."""
+    """Bits of the linear layers that we have quantised ourselves, by name: these have prefixes."""
     found: dict[str, PrefixBits] = {}
     for name, module in network.named_modules():
         if isinstance(module, QuantizedLinear) and module.layout.scales == "symmetric":

@@ -201,7 +201,7 @@ class Backbone:
 
     @property
     def counts_blocks(self) -> bool:
-        """There are only so many such blocks: sequences take whole ones from a pool."""
+        """Whether memory has only so many blocks, so that sequences take whole ones from a pool."""
         return (
             self.block_tokens > 0 and self.blocks is not None and self.blocks.memory.counts_blocks
         )

@@ -102,7 +102,7 @@ class MoELayers:
             self.selectors = selectors
 
     def set_visits(self, visits: Sequence[int]) -> None:
-        """What `moe.describe.probe.find_visits` has seen."""
+        """Take over the visits of a pass that `moe.describe.probe.find_visits` has seen."""
         self.visits = visits
 
     def set_contrast(self, weaken: Callable[[int, ExpertCall], ExpertCall] | None) -> None:

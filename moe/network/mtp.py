@@ -76,7 +76,7 @@ class MtpInput(nn.Module):
 
     @property
     def hidden_TH(self) -> Tensor | None:
-        """Of `reading`."""
+        """The hidden states that `reading` was given."""
         return self._hidden_TH
 
     @contextmanager

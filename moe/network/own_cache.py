@@ -110,7 +110,7 @@ class _Pass(Protocol):
 
 
 class LayerStates:
-    """In place of a list of tensors by layer: the recurrent states of a `PackedCache`'s pass."""
+    """The recurrent states of a `PackedCache`'s pass, in place of a list of tensors by layer."""
 
     def __init__(self, cache: _Pass, name: str) -> None:
         self._cache, self._name = proxy(cache), name  # no cycle: a pass is freed when it is done
@@ -180,7 +180,7 @@ class OwnLayer:
         return layer
 
     def rows_key(self, member: CacheMember) -> LayerKey:
-        """By which a sequence keeps entries."""
+        """The key by which a sequence keeps entries."""
         return str(member), self.index
 
     def state_key(self, member: CacheMember) -> StateKey:
@@ -242,7 +242,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 class OwnLayers:
-    """In place of a cache's layers: those of the running sequence."""
+    """The layers of the running sequence's cache, in place of a list of them."""
 
     def __init__(self, cache: _Pass, own: OwnCache) -> None:
         self._cache, self._own = proxy(cache), own

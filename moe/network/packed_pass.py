@@ -64,7 +64,7 @@ class KeyRule(Protocol):
     """Which keys a query may see (`moe.network.attention.MaskRule`)."""
 
     def evaluate(self, queries: int, keys: int, device: torch.device) -> Tensor:
-        """For the last queries of a sequence and all of its keys; broadcasts to both."""
+        """The rule for the last queries of a sequence and all of its keys; broadcasts to both."""
 
 
 def layer_of(

@@ -118,7 +118,7 @@ def _forward(
 
 
 def _calls(cache: PackedCache, together: bool) -> Iterator[tuple[list[int], int, int]]:
-    """Of each call of a module: the sequences, the first token of each, and how many tokens."""
+    """Yield each call of a module: the sequences, the first token of each, and how many tokens."""
     if not cache.decoding:
         for index, size in enumerate(cache.sizes):
             edges = [0, *(at for at in cache.snapshots[index] if at < size), size]
@@ -139,7 +139,8 @@ class _Rows:
     device: torch.device
 
     def of(self, value: Any) -> Any:
-        """The same with these rows of each ``(1, T, ...)`` tensor, as a sequence or as a batch."""
+        """An argument for these rows only: ``(1, T, ...)`` tensors are cut, as a sequence or a
+        batch."""
         total = sum(self.cache.sizes)
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
             chosen = value if len(self.rows) == total else value[:, self.rows]
@@ -178,8 +179,8 @@ def _joined(outputs: Sequence[Any]) -> Any:
 
 
 def _level(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The same with equal last dimensions: a short history has fewer keys for an indexer to choose,
-    and the first is said again."""
+    """Give outputs equal last dimensions, by repeating the first entry: where a history is short,
+    an indexer has chosen fewer keys."""
     most = max(output.shape[-1] for output in outputs)
     return [
         torch.cat([each, each[..., :1].expand(*each.shape[:-1], most - each.shape[-1])], -1)

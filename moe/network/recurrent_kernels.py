@@ -109,14 +109,15 @@ def use_kernels(modules: Iterable[nn.Module]) -> dict[str, str]:
 
 
 def _device(module: nn.Module) -> torch.device:
-    """Where its weights are; the CPU for those without memory, which only measure passes."""
+    """Where a module's weights are; the CPU if they have no memory, as where passes are
+    measured."""
     device = next((weight.device for weight in module.parameters()), _CPU)
     return _CPU if device.type == "meta" else device
 
 
 def _public_name(function: Any) -> str | None:
-    """What transformers' decorator says that a function is called by others; None if we do not
-    know such a one, or there is no decorator."""
+    """The name by which others call a function, as transformers' decorator says; None if it is none
+    that we know, or there is no decorator."""
     function = inspect.unwrap(function, stop=_is_seam) if inspect.isfunction(function) else None
     if function is None or not _is_seam(function):
         return None
@@ -131,7 +132,7 @@ def _is_seam(function: Any) -> bool:
 def _prove(
     own: Callable[..., Any], ours: Sequence[Function], device: torch.device
 ) -> tuple[list[Function], str]:
-    """Those that equal ``own`` on their examples; and why there is none."""
+    """The functions that equal ``own`` on their examples; and why there is none."""
     proven, why = list[Function](), ""
     for function in ours:
         gap = 0.0

@@ -242,7 +242,7 @@ def _each_as_often(value: Tensor, count: int) -> bool:
 
 @dataclass
 class RouterLink:
-    """What a block's router has said, until its experts are called in the same forward."""
+    """Keeps what a block's router has said until its experts are called in the same forward."""
 
     routing: tuple[Tensor, Tensor] | None = None
     rows: Tensor | None = None

@@ -251,7 +251,7 @@ class WorkerLinks:
         self._watchdog.start()
 
     def accept_losses(self) -> None:
-        """From now on the others go on without a lost rank."""
+        """Let the others go on without a lost rank from now on."""
         self._accepts_losses = True
 
     def on_loss(self, tell: Callable[[RankLostError], object]) -> None:

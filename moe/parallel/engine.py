@@ -136,7 +136,7 @@ class ParallelEngine:
         self._schedulers = {}
         for rank in coordinator.links.ranks:
             engine = self._new_engine(coordinator.kv_tokens[rank])
-            orders = OrderQueue(engine.scheduler.policy, in_blocks=self._in_blocks)
+            orders = OrderQueue(engine.scheduler.account.policy, in_blocks=self._in_blocks)
             self._schedulers[rank] = RankScheduler(orders, engine)
         weakref.finalize(self, coordinator.ended_engines.append, self._id).atexit = False
 
@@ -163,7 +163,8 @@ class ParallelEngine:
                     raise
 
     def _begin_again(self) -> list[Event]:
-        """In a new group, submit again what has not ended; events of groups that no longer fit."""
+        """Submit again in a new group what has not ended; returns events of groups that no longer
+        fit."""
         groups = [
             group for scheduler in self._schedulers.values() for group in scheduler.unfinished()
         ]

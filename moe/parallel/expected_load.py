@@ -133,7 +133,7 @@ class ExpectedLoad:
 def expected_load_of(
     path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
 ) -> ExpectedLoad | None:
-    """From the calibration beside the model; None if there is none."""
+    """Read the token table of the calibration beside the model; None if there is none."""
     table = load_token_table(path, config, num_experts)
     return None if table is None else ExpectedLoad(table, len(num_experts))
 

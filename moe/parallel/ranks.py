@@ -16,7 +16,7 @@ import torch
 from moe.engine.blocks import BlockRunner
 from moe.engine.borrowing import kv_borrowing
 from moe.engine.runner import ModelRunner
-from moe.loader import LoadedModel
+from moe.loaded import LoadedModel
 from moe.loading.hub import resolve_model
 from moe.loading.memory_plan import GIB
 from moe.machine import memory_available, memory_nodes, stay_on

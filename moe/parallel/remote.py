@@ -131,7 +131,7 @@ class RemoteCache(KVCache):
 
     @property
     def state_tokens(self) -> int:
-        """As the rank says."""
+        """Tokens of memory of a recurrent state, as the rank says."""
         return self._orders.state_tokens
 
     @property

@@ -143,7 +143,7 @@ def connect(address: str, port: int, secret: bytes, who: Message, timeout_s: flo
 
 
 def _equal(proof: str, given: object) -> bool:
-    """In a time that does not say how much of it is right."""
+    """Compare in a time that does not say how much of it is right."""
     return hmac.compare_digest(proof.encode(), str(given).encode(errors="replace"))
 
 

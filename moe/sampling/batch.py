@@ -64,7 +64,7 @@ class Proposal(NamedTuple):
 
     @property
     def chance(self) -> float:
-        """Of the token."""
+        """Probability of the token."""
         return float(self.chances_C[self.ids_C == self.token_id].item())
 
 
@@ -218,7 +218,8 @@ class _Batch:
         return [made[row] for row in range(len(made))]
 
     def _draw(self, rows: Sequence[int], size: int) -> list[Drawn | None]:
-        """The same for some rows; None where top-p needs more than the ``size`` largest scores."""
+        """The outcome of some rows; None where top-p needs more than the ``size`` largest
+        scores."""
         every = len(rows) == len(self._rows)
         at = None if every else to_device(np.array(rows), self._logits_BV.device)
         logits_BV, peak_B1 = _of(self._logits_BV, at), _of(self._peak_B1, at)
@@ -439,7 +440,7 @@ def _outcome(
 
 
 def _usable(peak: float) -> LogitsError | None:
-    """What `check_peak` raises."""
+    """The error that `check_peak` raises for this peak, if it does."""
     try:
         check_peak(peak)
     except LogitsError as error:

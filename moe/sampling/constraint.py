@@ -130,7 +130,7 @@ class Constraint:
             self._begun = time.monotonic()
 
     def wait_until(self, until: float) -> None:
-        """From now on masks are late after this time of `time.monotonic`."""
+        """Set when masks are late: after this time of `time.monotonic`."""
         self._until = until
 
     def allowed_bits(self) -> np.ndarray:

@@ -75,7 +75,7 @@ def largest(scores_BV: Tensor, count: int) -> Tensor:
 
 
 def sorted_keys(scores_BV: Tensor, count: int) -> Tensor:
-    """The same on any device."""
+    """`largest` on any device."""
     # Keys that differ, so that their order is the same on each device: the bits of the score, whose
     # order as whole numbers is that of the scores, above those of the id.
     bits = (scores_BV + 0.0).view(torch.int32)  # -0.0 and 0.0 are a tie

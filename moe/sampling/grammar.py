@@ -78,7 +78,7 @@ _TOO_SLOW = (
 
 
 def _fault(kind: str, source: str) -> str:
-    """The same, in this process, which may be killed by its limits."""
+    """`fault` in this process, which its limits may kill."""
     try:
         grammar = grammar_of(kind, source)
     except ValueError as error:
@@ -108,7 +108,7 @@ def _is_quick(matcher: LLMatcher) -> bool:
 
 
 def limited_fault(kind: str, source: str) -> str:
-    """The same, by a thread of this process, which has its limits from now on."""
+    """`fault` in a thread of this process, whose limits hold from now on."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -144,15 +144,16 @@ class Sampler:
         return token_id, Proposal(token_id, ids_C, weights_C / weights_C.sum())
 
     def row(self) -> Row:
-        """What decides the next token beside its logits; the same until that is accepted.
+        """What decides the next token beside its logits; it stays the same until the token is
+        accepted.
 
         Raises `StructureError`, `MaskLateError`, and `LogitsError` if nothing may follow.
         """
         return next(self.rows(()))
 
     def rows(self, guesses: Guesses) -> Iterator[Row]:
-        """The same of the next token and of each one behind a drafted token, should all drafted
-        tokens before it be right. It ends where the structure does not let the drafted one follow.
+        """Yield the `row` of the next token, then that of each token behind a drafted one, as if
+        all drafted tokens before it were right. Ends where the structure forbids a drafted token.
         """
         edits, constraint = self._edits, self._constraint
         for place in range(len(guesses) + 1):

@@ -13,8 +13,9 @@ A request passes through these, in this order:
 - `routes.py` and `app.py` hold the routes: the first those that read prompts, the second those
   that describe the server;
 - `generation.answer` builds the sequence groups, and returns the answer whole or as a stream;
-- `engine_queue.EngineQueue` bounds what waits; its `GenerationJob` carries tokens from the engine
-  thread to the event loop;
+- `engine_queue.EngineQueue` bounds what waits;
+- `engine_thread.EngineThread` steps the engine; a `GenerationJob` carries tokens from there to the
+  event loop;
 - an `answers.Answer` turns tokens into the JSON of its dialect;
 - `connections.py` stops the work when the client goes away or does not read.
 

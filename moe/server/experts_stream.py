@@ -123,7 +123,7 @@ class ExpertsFeed:
             self._end(error)
 
     def _end(self, why: Exception | None) -> None:
-        """End the streams. Who comes later begins anew."""
+        """End the streams. A viewer that comes later starts the feed again."""
         self._give(why)
         self._work = self._last = None
 

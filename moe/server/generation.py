@@ -19,7 +19,8 @@ from moe.errors import RequestError
 from moe.model import MoE
 from moe.server.answers import Answer
 from moe.server.connections import EventStream, while_connected
-from moe.server.engine_queue import EngineQueue, GenerationJob
+from moe.server.engine_queue import EngineQueue
+from moe.server.engine_thread import GenerationJob
 from moe.server.errors import APIError
 from moe.server.fields import Json
 from moe.server.image_links import fetch_images

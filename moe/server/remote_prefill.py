@@ -75,9 +75,10 @@ router = APIRouter()
 
 @torch.inference_mode()
 def fingerprint(model: MoE) -> str:
-    """The same for servers whose keys and values may be exchanged: of the configuration and the
-    settings, how rows are stored, the bits of experts, what some experts of each layer make of a
-    fixed row, bit by bit, and numbers from every other weight.
+    """A digest that is equal on servers that may exchange keys and values.
+
+    It covers the configuration, the settings, how rows are stored, the bits of experts, what some
+    experts of each layer make of a fixed row, bit by bit, and numbers from every other weight.
 
     Call it between two steps: it may read experts from disk. Raises `OffloadError`.
     """
@@ -208,22 +209,17 @@ class PrefillClient:
         token_ids: list[int],
         stop: threading.Event,
     ) -> KVCache | None:
-        """None: nobody waits for it any more, or one of the servers has no room.
+        """Ask a server for a prompt's keys and values.
+
+        Returns:
+            None: nobody waits for them any more, or one of the servers has no room.
 
         Args:
             own: the fingerprint of this server's model.
         """
-        first, length = group.sequences[0], len(token_ids)
-        nonce = secrets.token_hex(16)
-        body = json.dumps(
-            {
-                "tokens": token_ids,
-                "salt": first.salt,
-                "priority": first.priority,
-                "model": own,
-                "nonce": nonce,
-            }
-        ).encode()
+        first, nonce = group.sequences[0], secrets.token_hex(16)
+        question = {"tokens": token_ids, "salt": first.salt, "priority": first.priority}
+        body = json.dumps(question | {"model": own, "nonce": nonce}).encode()
         connection = server.connect(self._settings.timeout_s)
         try:
             code = hmac.digest(self._secret, body, "sha256").hex()
@@ -235,24 +231,36 @@ class PrefillClient:
             if response.status != 200:
                 said = response.read(1000).decode(errors="replace")
                 raise _RefusedError(f"it answers {response.status}: {said}")
-            while (mark := response.read(1)) == _ALIVE:
-                if stop.is_set():
-                    return None
-            if not mark:
-                return None
-            cache = model.backbone.new_cache(length)
-            assert isinstance(cache, KVCache)
-            most = 4 * BLOCK * model.memory_plan.kv_bytes_per_token + _SPARE_BYTES
-            for begin in range(0, length, BLOCK):
-                if stop.is_set():
-                    return None
-                content = _read_block(response, most, partial(_code, self._secret, nonce, begin))
-                block = decode_block(content, token_ids[begin : begin + BLOCK])
-                if not cache.append_block(block, model.backbone.device):
-                    raise ValueError("its blocks have another layout")
-            return cache
+            return self._receive(model, response, nonce, token_ids, stop)
         finally:
             connection.close()
+
+    def _receive(
+        self,
+        model: MoE,
+        response: http.client.HTTPResponse,
+        nonce: str,
+        token_ids: list[int],
+        stop: threading.Event,
+    ) -> KVCache | None:
+        """The keys and values in an answer; None: nobody waits for it any more, or the server has
+        no room. Raises `ValueError` if they are not from a server of ours."""
+        while (mark := response.read(1)) == _ALIVE:
+            if stop.is_set():
+                return None
+        if not mark:
+            return None
+        cache = model.backbone.new_cache(len(token_ids))
+        assert isinstance(cache, KVCache)
+        most = 4 * BLOCK * model.memory_plan.kv_bytes_per_token + _SPARE_BYTES
+        for begin in range(0, len(token_ids), BLOCK):
+            if stop.is_set():
+                return None
+            content = _read_block(response, most, partial(_code, self._secret, nonce, begin))
+            block = decode_block(content, token_ids[begin : begin + BLOCK])
+            if not cache.append_block(block, model.backbone.device):
+                raise ValueError("its blocks have another layout")
+        return cache
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -279,7 +287,7 @@ def _read_block(
 
 
 def _code(secret: bytes, nonce: str, begin: int, *parts: bytes | memoryview) -> bytes:
-    """Of a block that begins at this token of the prompt."""
+    """The code of a block that begins at this token of the prompt."""
     made = hmac.new(secret, f"{nonce} {begin} ".encode(), "sha256")
     for part in parts:
         made.update(part)

@@ -69,7 +69,7 @@ class RequestMemory:
         return self.held > self.limit
 
     def largest(self, owners: Callable[[Hashable], bool]) -> Hashable | None:
-        """Of these owners the one that holds most; None if none of them holds anything."""
+        """The one of these owners that holds most; None if none of them holds anything."""
         return max(filter(owners, self._by_owner), key=self._by_owner.__getitem__, default=None)
 
     def counted(self, owner: Hashable, receive: Receive) -> Receive:

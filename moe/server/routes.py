@@ -135,7 +135,7 @@ async def detokenize(
 async def expert_tokens(
     request: Request, body: Annotated[TokenizeRequest, Depends(json_body(TokenizeRequest))]
 ) -> Response:
-    """Of a text, its last tokens, and of each MoE layer and token the experts that it goes to."""
+    """A text's last tokens, and for each MoE layer the experts that each of them goes to."""
     check_model(request.app.state.model_names, body.model)
     queue: EngineQueue = request.app.state.queue
 
@@ -173,9 +173,11 @@ async def _with_model(
     check_model(request.app.state.model_names, name)
     queue: EngineQueue = request.app.state.queue
 
+    def write(model: MoE) -> Response:
+        return JSONAnswer(work(model))
+
     async def answering() -> Response:
         await fetch_images(request, messages)
-        write = lambda model: JSONAnswer(work(model))  # noqa: E731
         return await queue.text(write, caller_of(request), heavy=is_heavy(request))
 
     return await while_connected(request.receive, answering())

@@ -259,26 +259,28 @@ def serve(
             f"moe: anyone who reaches {service.address} can use the model; set --api-key",
             file=sys.stderr,
         )
-
-    def say_ready() -> None:
-        assert service.queue is not None
-        assert service.queue.model is not None
-        for notice in service.queue.model.notices:
-            print(f"moe: {notice}", file=sys.stderr)
-        names = ", ".join(service.model_names)
-        print(f"moe: serving {names} at {service.address}", flush=True)
-
-    async def run() -> int:
-        loop = asyncio.get_running_loop()
-        signals = {signal.SIGTERM, signal.SIGINT}
-        for number in (n for n in signals if signal.getsignal(n) is not signal.SIG_IGN):
-            loop.add_signal_handler(number, _on_signal, service)
-        return await service.run(say_ready)
-
-    code = asyncio.run(run())
+    code = asyncio.run(_run(service))
     if service.is_stuck:  # else the interpreter waits for the thread, or crashes with it
         os._exit(code)
     return code
+
+
+async def _run(service: Service) -> int:
+    """Run a service that SIGTERM and Ctrl-C drain; returns the exit code."""
+    loop = asyncio.get_running_loop()
+    signals = {signal.SIGTERM, signal.SIGINT}
+    for number in (n for n in signals if signal.getsignal(n) is not signal.SIG_IGN):
+        loop.add_signal_handler(number, _on_signal, service)
+    return await service.run(partial(_say_ready, service))
+
+
+def _say_ready(service: Service) -> None:
+    assert service.queue is not None
+    assert service.queue.model is not None
+    for notice in service.queue.model.notices:
+        print(f"moe: {notice}", file=sys.stderr)
+    names = ", ".join(service.model_names)
+    print(f"moe: serving {names} at {service.address}", flush=True)
 
 
 def _secret() -> str:

@@ -65,7 +65,7 @@ class RoutingPolicy(ABC):
     def spec(self) -> str:
         """The specification, as in a profile."""
 
-    def check(self, num_layers: int) -> None:  # noqa: B027
+    def check(self, num_layers: int) -> None:  # noqa: B027 - most suit any model
         """Raise `RoutingError` if the policy does not suit a model of this many MoE layers."""
 
     @abstractmethod

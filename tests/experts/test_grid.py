@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experts.weights import quantize_exactly
+from experts.grid import quantize_exactly
 from kernels import planes
 from kernels.planes import ZERO_CODE
 

@@ -17,7 +17,7 @@ from experts.placement import (
     repack,
     step_costs,
 )
-from experts.placement.packing import share_by_price, share_evenly
+from experts.placement.evenness import share_by_price, share_evenly
 from experts.placement.placement import Floats
 from tests.oracles.sharing_optimum import imbalance
 

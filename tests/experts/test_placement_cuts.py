@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from experts.placement.packing import anneal, heaviest_by_cuts
+from experts.placement.evenness import heaviest_by_cuts
 from experts.placement.placement import Floats, Ints
+from experts.placement.search import anneal
 from tests.oracles.sharing_optimum import optimum
 from tests.routing.balance_cases import steps
 

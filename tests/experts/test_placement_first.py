@@ -17,7 +17,8 @@ from experts.placement import (
     slots_for,
     without_ranks,
 )
-from experts.placement.packing import KINDS, heaviest
+from experts.placement.evenness import heaviest
+from experts.placement.packing import KINDS
 
 
 @given(st.integers(1, 300), st.integers(1, 64), st.floats(0, 1))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from experts.placement import Placement, first_placement, linear, pack, repack
 from experts.placement.background import Background, RepackJob
-from experts.placement.packing import Repacked, fee, heaviest
+from experts.placement.evenness import fee, heaviest
+from experts.placement.packing import Repacked
 from experts.placement.placement import Floats
 from experts.placement.rebalance import LEAST_STEPS, Rebalancer, StepRate, TokenLoads
 

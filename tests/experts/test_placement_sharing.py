@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from experts.placement.packing import share_by_price, share_evenly
+from experts.placement.evenness import share_by_price, share_evenly
 from experts.placement.placement import Ints
 from tests.oracles.sharing_optimum import optimum
 from tests.routing.balance_cases import steps

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from experts.layer_file import WHOLE, layer_record, write_layer
 from experts.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -25,7 +26,7 @@ from experts.manifest import (
     write_manifest,
 )
 from experts.safetensors_io import PAGE, Entry, digest_of, write_bytes, write_file
-from experts.store import WHOLE, Store, layer_record, write_layer
+from experts.store import Store
 from experts.weights import ExpertKey, from_blobs, quantize_experts
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from experts.layer_file import layer_entries
 from experts.manifest import read_manifest, write_manifest
 from experts.safetensors_io import write_file
-from experts.store import layer_entries
 from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from experts.layer_file import layer_file_name, layer_record, write_layer
 from experts.manifest import (
     JOURNAL_NAME,
     MANIFEST_NAME,
@@ -41,7 +42,6 @@ from experts.safetensors_io import (
     write_bytes,
     write_file,
 )
-from experts.store import layer_file_name, layer_record, write_layer
 from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.reference import AnyExperts

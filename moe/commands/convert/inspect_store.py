@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.table import Table
 
+from experts.layer_file import WHOLE, layer_entries
 from experts.manifest import Manifest, StoreError, read_manifest
-from experts.store import WHOLE, layer_entries
 from moe.commands.console import stdout_console
 from moe.errors import CheckpointError, ProfileError
 from moe.extras import install_line

@@ -150,7 +150,7 @@ def run(
 def _run_canvases(
     model: MoE, text: str, tokens: int | None, against: str | None, *, as_json: bool
 ) -> int:
-    """Of a model that writes whole blocks."""
+    """Evaluate a model that writes whole blocks."""
     if against is not None:
         raise RequestError("--against is not possible with models that write whole blocks")
     found = evaluate_canvases(model, text, tokens)

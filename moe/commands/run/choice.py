@@ -129,7 +129,7 @@ class RunChoice:
 
     @property
     def how(self) -> str:
-        """In words."""
+        """The choice in words."""
         bits = "experts as they are" if self.bits is None else f"{self.bits}-bit experts"
         if not self.offload:
             return f"{bits}, all in {self.plan.place}"

@@ -60,7 +60,7 @@ class RunPlan:
 
     @property
     def commands(self) -> list[str]:
-        """The same in single commands."""
+        """The plan as single commands."""
         settings = [f"--set {shlex.quote(f'{k}={_yaml(v)}')}" for k, v in self.settings.items()]
         profile = ["--profile offload"] if self.choice.offload else []
         serving = ["moe serve", shlex.quote(self.served), *profile, *settings]
@@ -216,7 +216,8 @@ def _one(facts: RunFacts, choice: RunChoice) -> int:
 
 
 def _expert_bits(facts: RunFacts, choice: RunChoice) -> float:
-    """Of a weight of an expert, about; scales included where they are as they are."""
+    """About how many bits a weight of an expert takes; where experts are as they are, with their
+    scales."""
     if choice.bits is not None:
         return choice.bits
     at_8 = facts.model.expert_bytes.get(8)

@@ -126,7 +126,12 @@ def store_path(stores: Path, bits: int) -> Path:
 
 
 def _weight_files(files: ModelFiles) -> tuple[list[tuple[int, str]], int, bool]:
-    """Of the files of weights: sizes with what changes with the content, bytes, whether GGUF."""
+    """Look at the files of weights.
+
+    Returns:
+        Of each file its size, and a text that changes with its content; bytes of all of them; and
+        whether they are GGUF.
+    """
     if files.remote is not None:
         sizes = list(files.remote.weights.values())
         return sorted(zip(sizes, files.etags, strict=True)), sum(sizes), files.remote.gguf

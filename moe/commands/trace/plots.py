@@ -117,7 +117,7 @@ def _coverage(figure: Any, findings: Findings) -> None:
     for name, what in (("law", "law: even and independent"), ("distinct_apart", "from anywhere"),
                        ("distinct", "consecutive")):  # fmt: skip
         share = [
-            findings.mean(lambda layer: getattr(layer, name)[i] / layer.num_experts)  # noqa: B023
+            findings.mean(lambda layer: getattr(layer, name)[i] / layer.num_experts)  # noqa: B023 - called at once
             for i in range(len(RUNS))
         ]
         axes.plot(RUNS, share, marker="o", markersize=3, label=what)
@@ -141,7 +141,7 @@ def _consistency(figure: Any, findings: Findings) -> None:
 
 def _position(figure: Any, findings: Findings) -> None:
     axes = figure.subplots()
-    share = [findings.mean(lambda layer: layer.overflow[i]) for i in range(PARTS)]  # noqa: B023
+    share = [findings.mean(lambda layer: layer.overflow[i]) for i in range(PARTS)]  # noqa: B023 - called at once
     axes.bar(range(1, PARTS + 1), share, zorder=2)
     axes.set(xlabel="tenth of a sequence", ylabel="share of visits")
     axes.set_xticks(range(1, PARTS + 1))

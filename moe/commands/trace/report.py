@@ -117,7 +117,7 @@ def _company(findings: Findings) -> ReportTable:
 def _coverage(findings: Findings) -> ReportTable:
     def means(name: str) -> list[float]:
         return [
-            findings.mean(lambda own: getattr(own, name)[i] / own.num_experts)  # noqa: B023
+            findings.mean(lambda own: getattr(own, name)[i] / own.num_experts)  # noqa: B023 - called at once
             for i in range(len(RUNS))
         ]
 
@@ -157,7 +157,7 @@ def _consistency(findings: Findings) -> ReportTable:
 
 
 def _position(findings: Findings) -> ReportTable:
-    share = [findings.mean(lambda own: own.overflow[i]) for i in range(PARTS)]  # noqa: B023
+    share = [findings.mean(lambda own: own.overflow[i]) for i in range(PARTS)]  # noqa: B023 - called at once
     return ReportTable(
         "position",
         "Drop towards the end, %",

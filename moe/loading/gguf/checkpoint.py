@@ -94,8 +94,8 @@ def _split(name: str) -> tuple[str, str, str, str]:
 
 
 def _expert_target(stem: str, leaf: str, path: str, module: Any) -> TensorTarget | None:
-    """Of one of the tensors of a layer's experts: of all of them, or of one as in old files.
-    Legend: gate and up one behind the other, or in turns."""
+    """The target of a tensor with weights of all experts of a layer or, in old files, of one of
+    them. Gate and up lie one behind the other, or in turns."""
     kind, _, number = stem.removeprefix("ffn_").removesuffix("_exps").partition(".")
     single = number.isdecimal() and len(number) < 6 and int(number) < module.num_experts
     if not (stem.endswith("_exps") or single) or kind not in (*_HALVES, "gate_up", "down"):

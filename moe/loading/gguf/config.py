@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from experts.safetensors_io import HeaderError
@@ -175,37 +175,41 @@ def gguf_config(
     config |= known.derived(config, stems)
     _check_sizes(known, config, tensors)
     keys.check(known, config)
-    kinds, own_kinds, wide = (
-        sorted({kind_name(t.kind) for n, t in tensors.items() if wanted(n, t)})
-        for wanted in (
-            lambda *_: True,
-            lambda name, _: name.endswith("_exps.weight"),
-            lambda _, tensor: len(tensor.shape) > 1,
-        )
-    )
     own = {key: value for key, value in config.items() if not key.startswith("_")}
-    both = {
+    tokens = _special_tokens(metadata, tensors)
+    if known.text:
+        stated = {part: value for part, value in tokens.items() if value is not None}
+        own = {"text_config": own | stated | {"model_type": known.text}}
+    return own | tokens | {"model_type": known.model_type} | _stored_types(tensors)
+
+
+def _special_tokens(
+    metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
+) -> dict[str, Any]:
+    """What transformers reads of tokens, of a whole model and of its text part."""
+    return {
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": next(iter(_ids(metadata, "bos")), None),
         "pad_token_id": next(iter(_ids(metadata, "padding")), None),
         "eos_token_id": _ids(metadata, "eos", "eot", "eom") or None,
     }
-    if known.text:
-        stated = {part: value for part, value in both.items() if value is not None}
-        own = {"text_config": own | stated | {"model_type": known.text}}
-    return (
-        own
-        | both
-        | {
-            "model_type": known.model_type,
-            "dtype": FLOATS.get(wide[0], "bfloat16") if len(wide) == 1 else "bfloat16",
-            "quantization_config": {
-                "quant_method": "gguf",
-                "types": kinds,
-                "expert_types": own_kinds,
-            },
-        }
-    )
+
+
+def _stored_types(tensors: Mapping[str, GgufTensor]) -> dict[str, Any]:
+    """The dtype of a model whose matrices have one; and ggml's types, as loading needs them."""
+
+    def kinds(wanted: Callable[[str, GgufTensor], bool]) -> list[str]:
+        return sorted({kind_name(t.kind) for name, t in tensors.items() if wanted(name, t)})
+
+    wide = kinds(lambda _, tensor: len(tensor.shape) > 1)
+    return {
+        "dtype": FLOATS.get(wide[0], "bfloat16") if len(wide) == 1 else "bfloat16",
+        "quantization_config": {
+            "quant_method": "gguf",
+            "types": kinds(lambda *_: True),
+            "expert_types": kinds(lambda name, _: name.endswith("_exps.weight")),
+        },
+    }
 
 
 def _layers(keys: GgufKeys, tensors: Mapping[str, GgufTensor]) -> list[frozenset[str]]:
@@ -325,7 +329,7 @@ def _experts(
 def _check_sizes(
     known: Architecture, config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
 ) -> None:
-    """That keys do not contradict the shapes of what is made by them."""
+    """Check that keys do not contradict the shapes of what is made by them."""
     names = KEYS | dict(known.keys)
     hidden, heads = config[names["embedding_length"]], config[names["attention.head_count_kv"]]
     heads = heads[0] if isinstance(heads, list) else heads

@@ -129,7 +129,7 @@ def grouped_qkv(config: Any, rows: int) -> Iterator[Part]:
 
 
 def grouped_gates(config: Any, rows: int) -> Iterator[Part]:
-    """Beside `grouped_qkv`."""
+    """The gates that a network has behind the parts of `grouped_qkv`."""
     heads, key, value = _linear_widths(config)
     if rows != heads * value:
         raise ValueError(f"the configuration says {heads * value} rows")
@@ -147,7 +147,8 @@ def _tiled(config: Any, width: int) -> Tensor:
 
 
 def _tiled_rows(config: Any, rows: int) -> Tensor:
-    """Of values alone, or of values behind queries and keys, or of one number a head."""
+    """The order of rows of values alone, of values behind queries and keys, or of one number a
+    head."""
     heads, key, _ = _linear_widths(config)
     values = config.linear_num_value_heads
     before = 0 if rows == values else rows - values * config.linear_value_head_dim

@@ -256,7 +256,7 @@ class ToolBody(RequestBody):
 
     @property
     def _schemas(self) -> dict[str, dict[str, Any]]:
-        """Of the tools that may be called."""
+        """The schemas of the tools that may be called."""
         if self.offered_tools is None:
             return {}
         return {tool.function.name: tool.function.parameters or {} for tool in self.tools}

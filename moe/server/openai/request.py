@@ -86,7 +86,7 @@ class ChatEnding(RequestBody):
 
     @property
     def ending(self) -> Mapping[str, bool]:
-        """For `TextCodec.encode`."""
+        """The ending as `TextCodec.encode` takes it."""
         continues, opens = self.continue_final_message, self.add_generation_prompt
         return {
             "add_generation_prompt": not continues if opens is None else opens,
