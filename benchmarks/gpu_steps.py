@@ -366,7 +366,8 @@ def transformers(scale: Scale) -> dict[str, Any]:
 
 def offload(scale: Scale) -> dict[str, Any]:
     """A quarter of the experts on the device, the others in host memory: a plain cache that copies
-    on a miss, ours, and the CPU computing what is missing."""
+    on a miss, ours, and the CPU computing what is missing, on whole activations and on 8 bits of
+    them."""
     found: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         store = _store(scale, Path(folder), 4)
@@ -376,12 +377,13 @@ def offload(scale: Scale) -> dict[str, Any]:
             "copy on miss": {"policy": "lru", "predictor": "off", "late": "wait"},
             "ours": {"late": "wait"},
             "hybrid": {"late": "host"},
+            "hybrid, 8-bit rows": {"late": "host_int8"},
         }
         for name, how in ways.items():
-            if scale.device.type != "cuda" and how["late"] == "host":
+            if scale.device.type != "cuda" and how["late"] != "wait":
                 continue  # a CPU beside a CPU is refused
             settings = scale.settings(memory=memory, offload=how)
-            model = MoE.from_pretrained(store, settings | {"lossless": how["late"] == "wait"})
+            model = MoE.from_pretrained(store, settings | {"lossless": how["late"] != "host_int8"})
             _step_seconds(scale, _decoding(model, 1, scale.steps))  # what is asked for is learned
             each = _step_seconds(scale, _decoding(model, 1, scale.steps))
             found[name] = {
