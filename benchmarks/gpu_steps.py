@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -394,6 +395,33 @@ def offload(scale: Scale) -> dict[str, Any]:
     return found
 
 
+def drafts(scale: Scale) -> dict[str, Any]:
+    """Greedy answers without drafts and with elastic ones, with all experts on the device and with
+    a quarter of them. The weights are random, so few drafts are right: look at what they take."""
+    found: dict[str, Any] = {}
+    params = SamplingParams(max_new_tokens=2 * scale.steps, temperature=0.0, ignore_eos=True)
+    with TemporaryDirectory() as folder:
+        store = _store(scale, Path(folder), 4)
+        size = sum(file.stat().st_size for file in store.glob("*.safetensors"))
+        few = {"device_gib": 0.45 * size / GIB + (4 if scale.device.type == "cuda" else 0.02)}
+        for where, room in {"all": {}, "a quarter": {"memory": few}}.items():
+            for mode in ("off", "elastic"):
+                drafted = {"mode": mode, "bits": 2, "max_depth": 3}
+                model = MoE.from_pretrained(store, scale.settings(speculation=drafted, **room))
+                answer = partial(model.generate, [5, 6, 7], params)
+                answer()  # records
+                model.reset_stats()
+                each = seconds_of(answer, scale)
+                told = model.stats().get("speculation") or {}
+                found[f"{where}, {mode}"] = {
+                    "tokens_per_second": params.max_new_tokens / each,
+                    "tokens_per_verification": told.get("tokens_per_verification"),
+                    "draft_seconds": told.get("draft_seconds"), "seconds": each,
+                }  # fmt: skip
+                del model, answer
+    return found
+
+
 def sampler(scale: Scale) -> dict[str, Any]:
     """What drawing costs beside taking the likeliest, a step."""
     found: dict[str, Any] = {}
@@ -438,6 +466,7 @@ _STEPS: dict[str, Callable[[Scale], dict[str, Any]]] = {
     "model_8": model_of(8),
     "transformers": transformers,
     "offload": offload,
+    "drafts": drafts,
     "sampler": sampler,
     "long_context": long_context,
 }

@@ -60,10 +60,8 @@ def kept_rows(seconds: float) -> list[dict[str, Any]]:
             ids = torch.arange(size.experts).repeat_interleave(rows)[:, None]
             given = torch.randn(len(ids), size.hidden), ids, torch.ones(ids.shape)
 
-            def call(kind: QuantizedExperts, given: Any = given) -> Callable[[int], Tensor]:
-                return lambda _: experts_forward(*given, kind)
-
-            medians = take_turns({name: call(kind) for name, kind in kinds.items()}, seconds)
+            calls = {name: partial(_experts, given, kind) for name, kind in kinds.items()}
+            medians = take_turns(calls, seconds)
             each = {name: 1e6 * median / size.experts for name, median in medians.items()}
             found.append({"bits": bits, "rows": rows, "us": each})
     return found
@@ -93,6 +91,10 @@ def errors() -> dict[str, float]:
 
 def _multiply(x: Tensor, matrices: list[PlaneMatrix], call: int) -> Tensor:
     return linear_forward(x, matrices[call % len(matrices)])
+
+
+def _experts(given: tuple[Tensor, Tensor, Tensor], experts: QuantizedExperts, _: int) -> Tensor:
+    return experts_forward(*given, experts)
 
 
 def _bytes(matrix: PlaneMatrix) -> int:

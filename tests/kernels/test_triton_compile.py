@@ -186,7 +186,8 @@ def show(architecture, kernel, options, dtype, **constants):
     POINTERS.update(dict.fromkeys(MATRICES, types[dtype]))
     built = build(architecture, kernel, options, **constants)
     multiplied = next((word for word in ("wgmma", "mma") if word in built.asm["ptx"]), "-")
-    sizes = [constants.get(name, 0) for name in ("D", "R", "V", "ROWS", "KEYS")]
+    names = "D", "R", "V", "ROWS", "KEYS", "SPLITS", "SEGMENT"
+    sizes = [constants.get(name, 0) for name in names]
     print(architecture, kernel.__name__, str(dtype)[6:], *sizes, *resources(built),
           spilled_in_loop(built), built.metadata.shared, multiplied)
 
@@ -293,8 +294,8 @@ _MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 11, _FILES[3]: 16}
 _MOST_LOADS = {_SYMMETRIC[3]: 0.36, _Q4_K: 0.46, "8/centred/32/2": 0.35, _FILES[3]: 0.5}
 """From shared memory, of words and of matrices, for a code; else 0.3. Scales of 16 and 32 columns
 take most of them."""
-_STACK_OF_PROMPTS = 104
-"""Bytes of a thread, of attention."""
+_STACK_OF_TWO_SUMS = 104
+"""Bytes of a thread, of prompts of several segments of keys."""
 _MOST_REGISTERS = 168  # a thread: twelve warps fit a multiprocessor
 
 
@@ -344,14 +345,15 @@ def check_attention(architectures: str) -> None:
 
     Prompts of several segments keep a second sum of rows: they may spill outside of the loop."""
     lines = lines_of(_ATTENTION, architectures)
-    heads = ["sm", "kernel", "dtype", "D", "R", "V", "rows", "keys", "registers", "stack", "local",
-             "in loop", "shared", "products"]  # fmt: skip
+    heads = ["sm", "kernel", "dtype", "D", "R", "V", "rows", "keys", "splits", "segment",
+             "registers", "stack", "local", "in loop", "shared", "products"]  # fmt: skip
     for words in (heads, *lines):
         print(*(f"{word:>15}" for word in words))
     assert len(lines) == 24 * len(architectures.split())
     for words in lines:
         row = dict(zip(heads, words, strict=True))
-        assert int(row["stack"]) <= _STACK_OF_PROMPTS * (int(row["rows"]) >= 16), row
+        two_sums = row["splits"] == "1" and row["segment"] != "0"
+        assert int(row["stack"]) <= _STACK_OF_TWO_SUMS * two_sums, row
         assert (row["local"], row["in loop"]) == ("0", "0"), row
         assert int(row["shared"]) <= _LEAST_SHARED, row
         if row["kernel"] == "attend_kernel" and row["dtype"] == "bfloat16":
