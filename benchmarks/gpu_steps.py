@@ -399,7 +399,8 @@ def drafts(scale: Scale) -> dict[str, Any]:
     """Greedy answers without drafts and with elastic ones, with all experts on the device and with
     a quarter of them. The weights are random, so few drafts are right: look at what they take."""
     found: dict[str, Any] = {}
-    params = SamplingParams(max_new_tokens=2 * scale.steps, temperature=0.0, ignore_eos=True)
+    count = 2 * scale.steps
+    params = SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
     with TemporaryDirectory() as folder:
         store = _store(scale, Path(folder), 4)
         size = sum(file.stat().st_size for file in store.glob("*.safetensors"))
@@ -414,7 +415,7 @@ def drafts(scale: Scale) -> dict[str, Any]:
                 each = seconds_of(answer, scale)
                 told = model.stats().get("speculation") or {}
                 found[f"{where}, {mode}"] = {
-                    "tokens_per_second": params.max_new_tokens / each,
+                    "tokens_per_second": count / each,
                     "tokens_per_verification": told.get("tokens_per_verification"),
                     "draft_seconds": told.get("draft_seconds"), "seconds": each,
                 }  # fmt: skip

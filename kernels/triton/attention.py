@@ -132,7 +132,7 @@ def attend(
         sinks: (Q,) float32 scores that take a share and give nothing.
         second: (T, Q, R) queries for the second keys.
         most_queries: of a span. With 1, span i has query i, and keys are split between programs.
-        most_keys: of a sequence; for spans of several queries.
+        most_keys: of a sequence; spans of several queries need it.
         dtype: of the output; None: float32.
     """
     (tokens, heads, size), kv_heads = query.shape, rows.keys.shape[-3]

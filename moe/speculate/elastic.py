@@ -68,7 +68,9 @@ class ElasticDrafts(PassDrafts):
         assert backbone.packed
         self.layers = layers
         self._backbone, self._prefetch_early = backbone, prefetch_early
-        self._recorded = step if isinstance(step, RecordsExperts) else None
+        self._recorded: RecordsExperts | None = None
+        if isinstance(step, RecordsExperts):
+            self._recorded = step
         self._stays = backbone.device.type != "cpu" or self._recorded is not None
 
     @property
@@ -130,7 +132,7 @@ class ElasticDrafts(PassDrafts):
         if self._recorded is not None and self._backbone.decode_forward is not None:
             try:
                 made, routings = self._recorded.inside_by(work, mode.name, self.layers.reduced)
-            except NotDescribed:
+            except NotDescribed:  # no memory for it, most likely; from now on layer by layer
                 self._recorded = None
             else:
                 self.layers.chose(routings)
