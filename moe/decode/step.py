@@ -83,7 +83,7 @@ class DecodeStep(Protocol):
 
 
 @runtime_checkable
-class RecordsExperts(Protocol):
+class RecordsExperts(DecodeStep, Protocol):
     """A step that is recorded, and so can take other experts inside (`moe.decode.cuda_graph`)."""
 
     def inside_by(
