@@ -5,10 +5,10 @@
 
 Part 1: the machine, tests marked `gpu`, logical ranks on one device, a layer of experts. Part 2: a
 random model of Qwen3-30B-A3B's shape at 16, 8 and 4 bits, and transformers'. Part 3: experts in
-host memory, the sampler, a long context. Each step (`benchmarks.gpu_steps`) runs in a process of
-its own with a limit of time, so one that fails or hangs costs no other. Results are saved after
-each step, and steps that are done are not run again: the same command resumes a run that was cut
-off. The results are `DATE-gpu.json` and a page, `DATE-gpu.md`.
+host memory, drafts, the sampler, a long context. Each step (`benchmarks.gpu_steps`) runs in a
+process of its own with a limit of time, so one that fails or hangs costs no other. Results are
+saved after each step, and steps that are done are not run again: the same command resumes a run
+that was cut off. The results are `DATE-gpu.json` and a page, `DATE-gpu.md`.
 
 The first line says what the machine lacks; then the exit code is 3, and nothing has run. What to
 bring along is listed in `benchmarks/gpu_wheels.txt`.
@@ -45,7 +45,7 @@ STEPS: dict[int, dict[str, float]] = {
         "ranks": 90, "experts": 150,
     },
     2: {"model_16": 240, "model_4": 150, "model_8": 150, "transformers": 120},
-    3: {"offload": 300, "sampler": 120, "long_context": 150},
+    3: {"offload": 300, "drafts": 180, "sampler": 120, "long_context": 150},
 }  # fmt: skip
 """Of each part, the steps in their order, and the seconds that each may take."""
 

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -366,7 +367,8 @@ def transformers(scale: Scale) -> dict[str, Any]:
 
 def offload(scale: Scale) -> dict[str, Any]:
     """A quarter of the experts on the device, the others in host memory: a plain cache that copies
-    on a miss, ours, and the CPU computing what is missing."""
+    on a miss, ours, and the CPU computing what is missing, on whole activations and on 8 bits of
+    them."""
     found: dict[str, Any] = {}
     with TemporaryDirectory() as folder:
         store = _store(scale, Path(folder), 4)
@@ -376,12 +378,13 @@ def offload(scale: Scale) -> dict[str, Any]:
             "copy on miss": {"policy": "lru", "predictor": "off", "late": "wait"},
             "ours": {"late": "wait"},
             "hybrid": {"late": "host"},
+            "hybrid, 8-bit rows": {"late": "host_int8"},
         }
         for name, how in ways.items():
-            if scale.device.type != "cuda" and how["late"] == "host":
+            if scale.device.type != "cuda" and how["late"] != "wait":
                 continue  # a CPU beside a CPU is refused
             settings = scale.settings(memory=memory, offload=how)
-            model = MoE.from_pretrained(store, settings | {"lossless": how["late"] == "wait"})
+            model = MoE.from_pretrained(store, settings | {"lossless": how["late"] != "host_int8"})
             _step_seconds(scale, _decoding(model, 1, scale.steps))  # what is asked for is learned
             each = _step_seconds(scale, _decoding(model, 1, scale.steps))
             found[name] = {
@@ -389,6 +392,34 @@ def offload(scale: Scale) -> dict[str, Any]:
                 "hit_ratio": model.stats().get("expert_cache", {}).get("hit_ratio"),
             }  # fmt: skip
             del model
+    return found
+
+
+def drafts(scale: Scale) -> dict[str, Any]:
+    """Greedy answers without drafts and with elastic ones, with all experts on the device and with
+    a quarter of them. The weights are random, so few drafts are right: look at what they take."""
+    found: dict[str, Any] = {}
+    count = 2 * scale.steps
+    params = SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
+    with TemporaryDirectory() as folder:
+        store = _store(scale, Path(folder), 4)
+        size = sum(file.stat().st_size for file in store.glob("*.safetensors"))
+        few = {"device_gib": 0.45 * size / GIB + (4 if scale.device.type == "cuda" else 0.02)}
+        for where, room in {"all": {}, "a quarter": {"memory": few}}.items():
+            for mode in ("off", "elastic"):
+                drafted = {"mode": mode, "bits": 2, "max_depth": 3}
+                model = MoE.from_pretrained(store, scale.settings(speculation=drafted, **room))
+                answer = partial(model.generate, [5, 6, 7], params)
+                answer()  # records
+                model.reset_stats()
+                each = seconds_of(answer, scale)
+                told = model.stats().get("speculation") or {}
+                found[f"{where}, {mode}"] = {
+                    "tokens_per_second": count / each,
+                    "tokens_per_verification": told.get("tokens_per_verification"),
+                    "draft_seconds": told.get("draft_seconds"), "seconds": each,
+                }  # fmt: skip
+                del model, answer
     return found
 
 
@@ -436,6 +467,7 @@ _STEPS: dict[str, Callable[[Scale], dict[str, Any]]] = {
     "model_8": model_of(8),
     "transformers": transformers,
     "offload": offload,
+    "drafts": drafts,
     "sampler": sampler,
     "long_context": long_context,
 }

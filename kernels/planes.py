@@ -511,6 +511,8 @@ class QuantizedExperts:
         post_norm: (S, H) -> (S, H), applied to each expert's output row before its routing weight.
         layer_experts: the most experts that a call asks for, where these are slots of several
             layers; None: all of them.
+        row_bits: of activations on CPUs: 8, or 24, which keep what a float has (three products of
+            8 bits). Kernels on other devices keep the dtype.
     """
 
     first: PlaneLayout
@@ -524,6 +526,7 @@ class QuantizedExperts:
     down_bias_EH: Tensor | None = None
     post_norm: Callable[[Tensor], Tensor] | None = None
     layer_experts: int | None = None
+    row_bits: Literal[8, 24] = 8
 
     def __post_init__(self) -> None:
         if self.parts not in (1, 2) or (self.interleaved and self.parts == 1):

@@ -9,7 +9,9 @@ Activations are quantised to 8 bits row by row and group by group: with ``a`` th
 of a group, ``scale = a / 127`` and ``q = rint(x * (127 / a))``; below `TINY` a group is zero.
 A group's dot product, ``q * (code - 136)``, is a sum of integers and therefore exact. The products
 ``(weight scale * activation scale) * dot`` are added in float32 in the order of the groups. The
-activation's output is quantised in the same way for the second projection.
+activation's output is quantised in the same way for the second projection. Experts with
+``row_bits`` of 24 keep their activations; CPU kernels then add three such products, each of what
+the ones before it leave of the activations.
 
 Weights with a file's own scales (kernels/scales.py) are multiplied by activations in groups of 32.
 There the kernels share the numbers, but may add them up in another order.
@@ -253,13 +255,20 @@ def _one_expert(row_RH: Tensor, expert: int, experts: AnyExperts) -> Tensor:
 def _quantized_expert(row_RH: Tensor, expert: int, experts: QuantizedExperts) -> Tensor:
     """(R, H) float32: the expert's output for each row, before routing weights."""
     *first, second = experts.matrices(expert)
-    projected = [_project_planes(row_RH, matrix, None) for matrix in first]
+    project = _project_planes if experts.row_bits == 8 else _project_floats
+    projected = [project(row_RH, matrix, None) for matrix in first]
     own = torch.stack(projected, -1).flatten(1) if experts.interleaved else torch.cat(projected, 1)
     if experts.gate_up_bias_EG is not None:
         own = own + experts.gate_up_bias_EG[expert].float()
     bias = None if experts.down_bias_EH is None else experts.down_bias_EH[expert]
-    output_RH = _project_planes(experts.activation(own), second, bias)
+    output_RH = project(experts.activation(own), second, bias)
     return output_RH if experts.post_norm is None else experts.post_norm(output_RH)
+
+
+def _project_floats(x_TK: Tensor, matrix: PlaneMatrix, bias: Tensor | None) -> Tensor:
+    """(T, N) float32, of activations as they are."""
+    weight_NK = planes.dequantize(matrix.planes, matrix.scales, matrix.layout)
+    return linear(x_TK.float(), weight_NK, None if bias is None else bias.float())
 
 
 def _project_planes(x_TK: Tensor, matrix: PlaneMatrix, bias: Tensor | None) -> Tensor:

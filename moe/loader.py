@@ -365,7 +365,10 @@ def _probe(backbone: Backbone, experts: MoELayers, profile: Profile, mtp: MtpHea
     fused = enable_fused(backbone, experts) if profile.engine.fused == "auto" else FUSED_OFF
     if isinstance(mtp, MtpHead) and fused.enabled and not fused.keeps_hidden:
         mtp = "the model's decode steps do not hand on their hidden states"
-    speculation = enable_speculation(profile.speculation, backbone, experts, experts.forward, mtp)
+    step = None if fused.forward is None else fused.forward.step
+    speculation = enable_speculation(
+        profile.speculation, backbone, experts, experts.forward, mtp, step
+    )
     return _Found(packing, mended, fused, speculation)
 
 

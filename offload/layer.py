@@ -15,9 +15,9 @@ as they arrive   `run_arriving`: one compiled call,    float32 rows on a CPU, co
 in rounds        one kernel call for each of           anything else: a GPU, a Python kernel, other
                  `PinnedExperts.rounds`, in ascending  readers, more experts than slots, prefixes
                  order
-shared with      rounds on the GPU for some experts,   a GPU, ``offload.late: host``, missing
-the CPU          `CpuShare.compute` for the others     experts that are computed sooner in host
-                                                       memory than copied
+shared with      rounds on the GPU for some experts,   a GPU, ``offload.late: host`` (or
+the CPU          `CpuShare.compute` for the others     ``host_int8``), missing experts that the
+                                                       CPU computes sooner than they are copied
 ===============  ====================================  =============================================
 
 `OffloadedExperts.forward` gives some experts to the CPU, or none; `OffloadedExperts._run` chooses
@@ -54,6 +54,8 @@ from routing.routing import UNUSED
 
 NEARLY_ALL = 0.9
 """Share of its experts that a layer call wants if the next layer is to be read ahead."""
+COPIED_WITH_IDS = 256 << 10
+"""Bytes of a call's rows that are copied to the CPU together with the ids: a trip costs as much."""
 SLOTS_SHARE = 8
 """One of this many slots may be filled ahead."""
 
@@ -140,14 +142,17 @@ class OffloadedExperts:
             return forward(hidden_TH, slots_TK, weights_TK, self.slots, add_to_TH)
         # 1. Which experts does the call need, and which of them does the CPU compute?
         ids_TK, copies, share = expert_ids_TK, self._copies, None
+        near: Sequence[Tensor] = ()
         if copies is not None:
-            ids_TK = ids_TK.cpu()  # waits for the GPU, so stalls until here can be counted
+            # Waits for the GPU, so stalls until here can be counted.
+            ids_TK, *near = copies.streams.read([ids_TK, *self._for_cpu(weights_TK, hidden_TH)])
             copies.count_stalls(self.cache.statistics)
         wanted = asked = sorted(set(chain.from_iterable(ids_TK.tolist())) - {UNUSED})
         on_cpu: Sequence[int] = ()
         total_TH = add_to_TH
         if self.cpu is not None:
-            share = self.cpu.share(self.cache, asked, hidden_TH, ids_TK, weights_TK)
+            weights, hidden = near or (weights_TK, hidden_TH)
+            share = self.cpu.share(self.cache, asked, hidden, ids_TK, weights)
         if share is not None:
             wanted, on_cpu, ids_TK = share.others, share.experts, share.others_TK
             if total_TH is None:
@@ -184,6 +189,12 @@ class OffloadedExperts:
         if slots_TK is not None and self._reads_ahead and ids_TK.numel() > self.num_experts:
             read_ahead(self.cache, self.layer, self.num_experts)  # the call is a prompt's
         return slots_TK
+
+    def _for_cpu(self, weights_TK: Tensor, hidden_TH: Tensor) -> Sequence[Tensor]:
+        """What the CPU needs of a call for its share, if that is small; a prompt's rows are copied
+        only where there is a share."""
+        small = self.cpu is not None and hidden_TH.nbytes <= COPIED_WITH_IDS
+        return (weights_TK, hidden_TH) if small else ()
 
     def run_stopped(
         self,

@@ -90,7 +90,8 @@ class Offloaded:
         return min(last.misses / asked, 1.0) if asked else 0.0
 
     def status(self) -> dict[str, Any]:
-        """How experts are served, for JSON; ``late``: the `CpuCosts`, if the CPU takes a share."""
+        """How experts are served, for JSON; ``late``: `CpuExperts.status`, if the CPU takes a
+        share."""
         cpu = self.layers[0].cpu
         return {
             "policy": self.cache.policy.name,
@@ -99,7 +100,7 @@ class Offloaded:
             "experts": sum(layer.num_experts for layer in self.layers),
             "slots": self.cache.slots,
             "tiers": {tier.name: tier.cache.slots for tier in self.tiers},
-            "late": None if cpu is None else asdict(cpu.costs),
+            "late": None if cpu is None else cpu.status(),
         }
 
     def places(self) -> NDArray[np.uint8]:

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from experts.safetensors_io import pread_exactly
 from experts.store import Store, StoreError
 from experts.weights import ExpertKey
-from kernels import ExpertWeights
+from kernels import ExpertWeights, QuantizedExperts
 from kernels.reference import AnyExperts
 from offload.arena import Arena
 from offload.cache import ExpertCache
@@ -48,7 +48,7 @@ def open_offloaded(
     reader: str,
     keep_hot_set: bool,
     reads_ahead: bool = False,
-    use_cpu: bool = False,
+    cpu_row_bits: Literal[8, 24] | None = None,
     prefix_bits: int | None = None,
     drafts: bool = True,
     advance: Callable[[int], object] = lambda _: None,
@@ -64,7 +64,8 @@ def open_offloaded(
         reader: see `offload.readers.choose_reader`.
         keep_hot_set: begin with the experts that the last run found most valuable, and save them.
         reads_ahead: see `offload.layer.read_ahead`.
-        use_cpu: let the CPU compute experts that a GPU lacks, if that is faster than copying them.
+        cpu_row_bits: let the CPU compute experts that a GPU lacks, if that is faster than copying
+            them, on activations of so many bits (`QuantizedExperts.row_bits`); None: never.
         prefix_bits: of the prefixes that may be read, see `Offloaded.serve_prefixes`; None for
             whole experts only.
         drafts: see `Store.open`.
@@ -91,7 +92,7 @@ def open_offloaded(
             tiers[0].cache.warm(hot_set)
             load_seconds = tiers[0].cache.expert_bytes / max(chosen.bytes_per_second, SLOWEST)
         else:
-            layers, tiers, load_seconds = opening.over_host(room, streams, closing, use_cpu=use_cpu)
+            layers, tiers, load_seconds = opening.over_host(room, streams, closing, cpu_row_bits)
             device, host = tiers
             _fill(device, host, opening.sizes, hot_set, advance)
         kept = [[record.bits_of(e, bits) for e in range(record.experts)] for record in records]
@@ -129,7 +130,11 @@ class _Opening:
         return layers, [Tier(MEMORY, cache)]
 
     def over_host(
-        self, room: Capacity, streams: Streams, closing: ExitStack, *, use_cpu: bool
+        self,
+        room: Capacity,
+        streams: Streams,
+        closing: ExitStack,
+        cpu_row_bits: Literal[8, 24] | None,
     ) -> tuple[list[OffloadedExperts], list[Tier], float]:
         """A device over host memory over the disk.
 
@@ -149,8 +154,12 @@ class _Opening:
         closing.callback(copies.close)
         cache = ExpertCache(self.sizes, room.slots, arena, copies, self._policy)
         seconds = copies.copy_seconds()
-        costs = measure_costs(near, seconds) if use_cpu else None
-        views = (_views(memory.experts, self._like) for memory in (arena, near))
+        near_slots, costs = near.experts, None
+        if isinstance(near_slots, QuantizedExperts) and cpu_row_bits is not None:
+            near_slots = replace(near_slots, row_bits=cpu_row_bits)
+        views = _views(arena.experts, self._like), _views(near_slots, self._like)
+        if cpu_row_bits is not None:
+            costs = measure_costs(near, views[1][0], seconds)
         layers = []
         for layer, (count, view, host_view) in enumerate(zip(self._counts, *views, strict=True)):
             own = None

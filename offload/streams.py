@@ -68,6 +68,15 @@ class Streams(Protocol):
         not wait."""
         ...
 
+    def read(self, small: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of the GPU in main memory, as kernels launched so far leave them; the host waits,
+        once for all.
+
+        Args:
+            small: those with the widest elements first.
+        """
+        ...
+
     def pin(self, memory: Tensor) -> bool:
         """Lock pages of main memory, so that copies from there do not block the host; False if the
         system refuses."""
@@ -122,6 +131,9 @@ class CudaStreams:
         event = self.record_event()
         return lambda: copy if event.query() else None
 
+    def read(self, small: Sequence[Tensor]) -> list[Tensor]:
+        return unpacked(packed(small).cpu(), small)
+
     def pin(self, memory: Tensor) -> bool:
         # torch's own pinned memory comes in powers of two, which may be twice of what is planned.
         runtime = torch.cuda.cudart()
@@ -137,6 +149,18 @@ class CudaStreams:
     @property
     def _computing(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self._device)
+
+
+def packed(tensors: Sequence[Tensor]) -> Tensor:
+    """Their bytes one after the other, uint8: a single one's without a copy."""
+    parts = [tensor.contiguous().flatten().view(torch.uint8) for tensor in tensors]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def unpacked(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of `packed`; views. An element's size is a multiple of those behind it."""
+    parts = data.split([tensor.nbytes for tensor in like])
+    return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, like, strict=True)]
 
 
 def open_streams(device: torch.device) -> Streams | None:

@@ -114,7 +114,7 @@ class QuantizedLayerRecord(Record, struct="QuantizedLayer"):
         *pointers("blobs", "planes", "first_bias", "second_bias"),
         *sizes("experts", "hidden", "width"),
         *((name, PlaneFormatRecord) for name in ("first", "second")),
-        *numbers("parts", "interleaved"),
+        *numbers("parts", "interleaved", "digits"),
         ("post", PostNormRecord),
     )
 
@@ -540,6 +540,7 @@ def _plan_quantized(experts: QuantizedExperts) -> LayerPlan:
         PlaneFormatRecord.of(experts.second.format),
         experts.parts,
         experts.interleaved,
+        experts.row_bits // 8,
     )
     width, parts = experts.intermediate_size, experts.parts
     known = recognise(experts.activation, width, parts, experts.interleaved)

@@ -59,7 +59,7 @@ static void multiply_panel(const PlaneMatrix& w, const PlaneMatrix& next, const 
                            uint8_t* memory, bool streamed = false) {
   blocks = w.blocks() < blocks ? w.blocks() : blocks;
   const long columns = w.rows < blocks * BLOCK_ROWS ? w.rows : blocks * BLOCK_ROWS;
-  const Panel panel(w, next, blocks, rows, memory);
+  const Panel panel(w, next, blocks, rows, memory, x.digits);
   alignas(64) float sums[Panel::MOST_TILE_ROWS][MAX_PANEL_BLOCKS * BLOCK_ROWS];
   panel.each_tile([&](const Tile& tile) {
     panel.multiply(x, tile, sums[0], MAX_PANEL_BLOCKS * BLOCK_ROWS);

@@ -24,13 +24,15 @@ class Panel {
   static constexpr int MOST_TILE_ROWS = amx::ROWS > TILE_ROWS ? amx::ROWS : TILE_ROWS;
 
   // `next` is the thread's next panel, or `w` again if unknown. `memory` has unpacked_bytes(blocks)
-  // where `unpacks(rows)`; null: the panel is not unpacked.
-  Panel(const PlaneMatrix& w, const PlaneMatrix& next, long blocks, long rows, uint8_t* memory)
-      : w_(w), next_(next), blocks_(blocks), rows_(rows), codes_(unpacks(rows) ? memory : nullptr) {
+  // where `unpacks(rows * digits)`; null: the panel is not unpacked.
+  Panel(const PlaneMatrix& w, const PlaneMatrix& next, long blocks, long rows, uint8_t* memory,
+        long digits)
+      : w_(w), next_(next), blocks_(blocks), rows_(rows), digits_(digits),
+        codes_(unpacks(rows * digits) ? memory : nullptr) {
     if (codes_ && !w.format.symmetric())
       file_codes::unpack(w, next, blocks, codes_);
     else if (codes_)
-      with_source(fetches_late(w, rows) ? w : next,
+      with_source(fetches_late(w, rows * digits) ? w : next,
                   [&](auto source) { ::unpack(source, blocks, codes_); });
   }
 
@@ -48,27 +50,38 @@ class Panel {
     }
   }
 
-  // out[i * stride + n] = x[i] . row n of the panel, for the rows of a tile.
+  // out[i * stride + n] = x[i] . row n of the panel, for the rows of a tile; `out` has room for
+  // MOST_TILE_ROWS rows.
   void multiply(const QuantizedRows& x, const Tile& tile, float* out, long stride) const {
-    const QuantizedRows own = x.from(tile.begin);
+    multiply_digits(x.from(tile.begin), tile, out, stride);
+    if (digits_ == 1) return;
+    for (long i = 0; i < tile.rows; ++i)
+      for (long n = 0; n < blocks_ * BLOCK_ROWS; n += LANES) {
+        const float* from = out + i * digits_ * stride + n;
+        vf sum = load<vf>(from + (digits_ - 1) * stride);  // the smallest first
+        for (long d = digits_ - 2; d >= 0; --d) sum += load<vf>(from + d * stride);
+        store(out + i * stride + n, sum);
+      }
+  }
+
+ private:
+  void multiply_digits(const QuantizedRows& own, const Tile& tile, float* out, long stride) const {
+    const long rows = tile.rows * digits_;
     if (!w_.format.symmetric())
-      return file_codes::multiply(w_, next_, codes_, blocks_, tile.rows, own, out, stride);
-    const auto run = [&](auto source) {
-      multiply_blocks(tile.rows, own, source, blocks_, out, stride);
-    };
+      return file_codes::multiply(w_, next_, codes_, blocks_, rows, own, out, stride);
+    const auto run = [&](auto source) { multiply_blocks(rows, own, source, blocks_, out, stride); };
     if (!codes_) return with_source(next_, run);
     const Unpacked codes{codes_, w_.scales, w_.chunks(), w_.groups(), ahead(tile.index),
                          ZERO_CODE - BELOW};
-    if (amx::ready) return amx::multiply_blocks(tile.rows, own, codes, blocks_, out, stride);
+    if (amx::ready) return amx::multiply_blocks(rows, own, codes, blocks_, out, stride);
     if (!PAIRS || w_.planes == ALL_PLANES) return run(codes);
     run(UnpackedCodes<true>{codes_, w_.scales, w_.chunks(), w_.groups(), ahead(tile.index),
                     ZERO_CODE - (0x40 >> w_.planes)});
   }
 
- private:
   long tiles() const {
     const bool by_amx = codes_ && amx::ready && w_.format.symmetric();
-    const long most = by_amx ? amx::ROWS : TILE_ROWS;
+    const long most = (by_amx ? amx::ROWS : TILE_ROWS) / digits_;
     return (rows_ + most - 1) / most;
   }
 
@@ -104,6 +117,6 @@ class Panel {
   }
 
   const PlaneMatrix w_, next_;
-  const long blocks_, rows_;
+  const long blocks_, rows_, digits_;
   uint8_t* const codes_;
 };

@@ -18,13 +18,17 @@ struct QuantizedRows {
   };
   int8_t* memory;
   long stride, groups, group_size;  // stride: bytes between rows
+  long digits = 1;                  // rows that add up to one; see quantize_digits
 
   int8_t* codes(long group) const { return memory + group * group_size; }
   int8_t* scale_at(long group) const {
     return memory + groups * group_size + group * long(sizeof(Scale));
   }
   Scale scale(long group, long row) const { return load<Scale>(scale_at(group) + row * stride); }
-  QuantizedRows from(long row) const { return {memory + row * stride, stride, groups, group_size}; }
+  QuantizedRows from(long row) const { return digit(row * digits); }
+  QuantizedRows digit(long d) const {
+    return {memory + d * stride, stride, groups, group_size, digits};
+  }
 };
 
 // Keeps an array in memory, where the registers are for something else.

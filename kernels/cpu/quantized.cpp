@@ -10,7 +10,7 @@
 LAYOUT(PlaneFormat, group_size, bits, scales)
 LAYOUT(PlaneMatrix, plane, scales, rows, columns, format, planes)
 LAYOUT(QuantizedLayer, blobs, planes, first_bias, second_bias, experts, hidden, width, first, second,
-       parts, interleaved, post)
+       parts, interleaved, digits, post)
 LAYOUT(Activation, curve, slope, limit, offset, late)
 
 namespace {
@@ -65,11 +65,12 @@ int32_t moe_quantized_first(const QuantizedLayer* layer, const Routing* routing,
                             int32_t threads) {
   const long A = routing->rows;
   threads = layer_team(*layer, A, threads);
-  const size_t x_bytes = aligned(rows_bytes(A, layer->hidden, layer->first.row_group()));
+  const size_t x_bytes = aligned(layer_rows_bytes(*layer, A, layer->hidden, layer->first));
   const size_t unpack_bytes = aligned(layer_unpack_bytes(*layer, A));
   char* memory = scratch.reserve(x_bytes + threads * unpack_bytes);
   if (!memory) return 0;
-  const QuantizedRows x = place_rows(memory, layer->hidden, layer->first.row_group());
+  const QuantizedRows x =
+      place_rows(memory, layer->hidden, layer->first.row_group(), layer->digits);
   Turns quantising{stages::EXPERT_INPUT}, first{stages::EXPERT_FIRST};
   with_rows(hidden, dtype, [&](auto* from) {
 #pragma omp parallel num_threads(threads)
@@ -89,11 +90,12 @@ int32_t moe_quantized_second(const QuantizedLayer* layer, const Routing* routing
                              const float* inner, float* out, int32_t threads) {
   const long A = routing->rows;
   threads = layer_team(*layer, A, threads);
-  const size_t x_bytes = aligned(rows_bytes(A, layer->width, layer->second.row_group()));
+  const size_t x_bytes = aligned(layer_rows_bytes(*layer, A, layer->width, layer->second));
   const size_t unpack_bytes = aligned(layer_unpack_bytes(*layer, A));
   char* memory = scratch.reserve(x_bytes + threads * unpack_bytes);
   if (!memory) return 0;
-  const QuantizedRows x = place_rows(memory, layer->width, layer->second.row_group());
+  const QuantizedRows x =
+      place_rows(memory, layer->width, layer->second.row_group(), layer->digits);
   Turns quantising{stages::EXPERT_INPUT}, second{stages::EXPERT_SECOND};
 #pragma omp parallel num_threads(threads)
   {
@@ -115,8 +117,8 @@ int32_t moe_quantized_forward(const QuantizedLayer* layer, const Activation* act
                               float* so_far, int32_t threads) {
   const long H = layer->hidden, S = tokens * slots;
   const size_t routing_bytes = routing_numbers(S, layer->experts) * sizeof(int32_t);
-  const size_t x_bytes = rows_bytes(S, H, layer->first.row_group());
-  const size_t inner_bytes = rows_bytes(S, layer->width, layer->second.row_group());
+  const size_t x_bytes = layer_rows_bytes(*layer, S, H, layer->first);
+  const size_t inner_bytes = layer_rows_bytes(*layer, S, layer->width, layer->second);
   const size_t out_bytes = S * H * sizeof(float);
   const size_t unpack_bytes = aligned(layer_unpack_bytes(*layer, S));
   Pieces pieces{scratch.reserve(aligned(routing_bytes) + aligned(x_bytes) + aligned(inner_bytes) +
@@ -125,9 +127,10 @@ int32_t moe_quantized_forward(const QuantizedLayer* layer, const Activation* act
   Routing routing;
   auto* numbers = reinterpret_cast<int32_t*>(pieces.take(routing_bytes));
   if (!route(ids, S, layer->experts, numbers, routing)) return -1;
-  const QuantizedRows x = place_rows(pieces.take(x_bytes), H, layer->first.row_group());
+  const long digits = layer->digits;
+  const QuantizedRows x = place_rows(pieces.take(x_bytes), H, layer->first.row_group(), digits);
   const QuantizedRows inner =
-      place_rows(pieces.take(inner_bytes), layer->width, layer->second.row_group());
+      place_rows(pieces.take(inner_bytes), layer->width, layer->second.row_group(), digits);
   auto* rows = reinterpret_cast<float*>(pieces.take(out_bytes));
   auto* unpack = reinterpret_cast<uint8_t*>(pieces.next);
   threads = layer_team(*layer, routing.rows, threads);

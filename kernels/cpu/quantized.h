@@ -15,6 +15,7 @@ extern "C" struct QuantizedLayer {
   PlaneFormat first, second;
   int32_t parts;        // 2: gate and up; 1: no gate
   int32_t interleaved;  // biases of gate and up in turn, not one after the other
+  int32_t digits;       // of activations, 8 bits each; see quantize_digits
   PostNorm post;        // of `moe_quantized_forward`
 
   // Part 0 (gate) or 1 (up) of an expert's first projection, or `parts` for the second.
@@ -56,11 +57,18 @@ extern "C" struct QuantizedLayer {
 
 // Bytes that each thread needs to unpack panels of an expert with `rows` rows.
 static inline long layer_unpack_bytes(const QuantizedLayer& layer, long rows) {
+  rows *= layer.digits;
   if (!unpacks(rows)) return 0;
   const long first = layer.parts * Panel::unpacked_bytes(layer.matrix(0, 0),
                                                          layer.second.row_group() / BLOCK_ROWS);
   const long second = linear_unpack_bytes(layer.matrix(0, layer.parts), rows);
   return first > second ? first : second;
+}
+
+// Bytes of `rows` activation rows of a matrix with so many columns.
+static inline size_t layer_rows_bytes(const QuantizedLayer& layer, long rows, long columns,
+                                      const PlaneFormat& format) {
+  return rows_bytes(rows * layer.digits, columns, format.row_group());
 }
 
 // Sorted rows (A, H) of int8 from tokens x (T, H).
@@ -100,11 +108,11 @@ void first_projection(const QuantizedLayer& layer, const Routing& routing, const
     const long count = gate.blocks() < blocks ? gate.blocks() : blocks;
     if (count < blocks) memset(sums, 0, sizeof sums);
     // Reads one part after the other, or both at the beginning of a task.
-    const bool in_turn = layer.parts == 2 && !fetches_late(gate, rows);
+    const bool in_turn = layer.parts == 2 && !fetches_late(gate, rows * layer.digits);
     const auto after = [&](int part) { return weights(next < tasks ? next : task, part); };
-    const Panel a(gate, in_turn ? up : after(0), count, rows, memory);
+    const Panel a(gate, in_turn ? up : after(0), count, rows, memory, layer.digits);
     const Panel b(up, after(in_turn ? 0 : layer.parts - 1), layer.parts == 2 ? count : 0, rows,
-                  memory + Panel::unpacked_bytes(gate, count));
+                  memory + Panel::unpacked_bytes(gate, count), layer.digits);
     a.each_tile([&](const Tile& tile) {
       a.multiply(x.from(begin), tile, sums[0][0], MAX_GROUP);
       b.multiply(x.from(begin), tile, sums[1][0], MAX_GROUP);
@@ -134,7 +142,7 @@ static inline void project_first(const QuantizedLayer& layer, const Activation& 
       activate_each(activation, layer.parts == 2, g, u);
       UNROLL for (int i = 0; i < TOGETHER; ++i) store(values + begin + i * LANES, g[i]);
     }
-    quantize_group(values, group, inner.from(r), panel);
+    quantize_digits(values, group, inner.from(r), panel);
   });
 }
 

@@ -19,10 +19,11 @@ constexpr size_t rows_bytes(long rows, long columns, long group_size) {
   return rows * row_stride(columns, group_size);
 }
 
-// Rows in `memory` of rows_bytes().
-static inline QuantizedRows place_rows(char* memory, long columns, long group_size) {
+// Rows in `memory` of rows_bytes(), for `digits` times as many.
+static inline QuantizedRows place_rows(char* memory, long columns, long group_size,
+                                       long digits = 1) {
   return {reinterpret_cast<int8_t*>(memory), row_stride(columns, group_size),
-          (columns + group_size - 1) / group_size, group_size};
+          (columns + group_size - 1) / group_size, group_size, digits};
 }
 
 // One group of a row, `size` floats padded with zeros. Where one is not finite, nor is the scale, and
@@ -55,6 +56,21 @@ static inline void quantize_group(const float* from, long size, const QuantizedR
   store(row.scale_at(group), QuantizedRows::Scale{largest / MAX_CODE, sum(total), sum(first)});
 }
 
+// One group of a row in as many digits as it has. Each codes what those before it leave of the values,
+// 1/254 of them at most, so three keep 24 bits of the largest: as many as a float.
+static inline void quantize_digits(float* values, long size, const QuantizedRows& row, long group) {
+  quantize_group(values, size, row, group);
+  for (long d = 1; d < row.digits; ++d) {
+    const QuantizedRows last = row.digit(d - 1);
+    const vf scale = splat(-last.scale(group, 0).scale);
+    for (long c = 0; c < size; c += LANES) {
+      const vf code = __builtin_convertvector(load<vb>(last.codes(group) + c), vf);
+      store(values + c, fused(code, scale, load<vf>(values + c)));
+    }
+    quantize_group(values, size, row.digit(d), group);
+  }
+}
+
 // A whole row of floats or bf16.
 template <class From>
 static void quantize_row(const From* from, long columns, long group_size,
@@ -65,10 +81,10 @@ static void quantize_row(const From* from, long columns, long group_size,
       const long left = columns - group * group_size - c;
       store(part + c, left > 0 ? load_as_fp32(from + group * group_size + c, left) : vf{});
     }
-    quantize_group(part, group_size, row, group);
+    quantize_digits(part, group_size, row, group);
   }
 }
 
 static inline void copy_row(const QuantizedRows& from, const QuantizedRows& to) {
-  memcpy(to.memory, from.memory, from.stride);
+  memcpy(to.memory, from.memory, from.digits * from.stride);
 }

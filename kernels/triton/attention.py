@@ -3,10 +3,13 @@
 One kernel serves them all. A *span* is some successive queries of one sequence; a program takes a
 part of a span's queries, with all query heads of one key/value head, and walks over tiles of keys.
 Tiles begin at multiples of their size, so that a query's bits do not depend on which queries share
-its program: a prompt gets the same bits whole and in chunks. Decode steps have spans of one query
-and split the keys between programs by that query's own position; `join_kernel` joins the splits in
-order, so a row's bits do not depend on other rows. Everything that changes from step to step is
-read from device memory, so that CUDA graphs can replay the launches.
+its program: a prompt gets the same bits whole and in chunks. For the same reason the sums over each
+`SEGMENT` of keys are made by themselves and joined in order. A prompt of few queries behind many
+keys splits them between programs there; one of many queries has programs enough, and each goes on
+from segment to segment. Decode steps have spans of one query and split the keys between programs by
+that query's own position, so a row's bits do not depend on other rows. `join_kernel` joins what
+programs have split, in order. Everything that changes from step to step is read from device memory,
+so that CUDA graphs can replay the launches.
 
 The softmax is computed online, as in FlashAttention (arXiv 2205.14135) and, for split keys,
 Flash-Decoding.
@@ -34,8 +37,11 @@ BLOCK = 64
 """Tokens of a block."""
 DECODE_ROWS = 16
 """Queries times heads of a program of a decode step: what matrix instructions take at least."""
+SEGMENT = 128 if INTERPRETED else 2048
+"""Keys, from a multiple of it on, that prompts sum before they join; a multiple of `BLOCK`."""
 _PROGRAMS = 4 if INTERPRETED else 128  # of a query, where it sees enough keys
 _MOST_SPLITS = 32
+_SPLIT_BYTES = 64 << 20  # of a prompt's sums, at most
 
 
 class KeyRows(NamedTuple):
@@ -113,6 +119,7 @@ def attend(
     sinks: Tensor | None = None,
     second: Tensor | None = None,
     most_queries: int = 1,
+    most_keys: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """(T, Q, V) ``softmax(softcap * tanh(scale * q k / softcap)) v``; products are of the query's
@@ -125,6 +132,7 @@ def attend(
         sinks: (Q,) float32 scores that take a share and give nothing.
         second: (T, Q, R) queries for the second keys.
         most_queries: of a span. With 1, span i has query i, and keys are split between programs.
+        most_keys: of a sequence; spans of several queries need it.
         dtype: of the output; None: float32.
     """
     (tokens, heads, size), kv_heads = query.shape, rows.keys.shape[-3]
@@ -141,31 +149,38 @@ def attend(
     widest = max(queries[0].shape[-1], value_size)
     tile = (decode_tile if splitting else prompt_tile)(widest, query.dtype)
     parts = triton.cdiv(most_queries * group, tile.rows)
-    splits = max(1, min(_MOST_SPLITS, _PROGRAMS // (kv_heads * parts))) if splitting else 1
+    programs, segments = kv_heads * parts, triton.cdiv(most_keys, SEGMENT)
+    if splitting:
+        splits, segment = max(1, min(_MOST_SPLITS, _PROGRAMS // programs)), 0
+    else:
+        wide = 4 * tokens * heads * segments * value_size > _SPLIT_BYTES
+        few = 2 * programs * spans.shape[0] <= _PROGRAMS and not wide
+        splits, segment = segments if few and segments else 1, SEGMENT if segments > 1 else 0
     output = query.new_empty(tokens, heads, value_size, dtype=dtype or torch.float32)
     if splits == 1:
         peaks = totals = sums = output
     else:
         peaks, totals = query.new_empty(2, tokens, heads, splits, dtype=torch.float32).unbind()
         sums = query.new_empty(tokens, heads, splits, value_size, dtype=torch.float32)
-    attend_kernel[spans.shape[0], kv_heads * parts, splits](
+    attend_kernel[spans.shape[0], programs, splits](
         queries[0], queries[-1], keys[0], keys[-1], values,
         rows.tables, spans, firsts, sinks, output, peaks, totals, sums,
         *queries[0].stride()[:2], *queries[-1].stride()[:2],
         *_strides(keys[0]), *_strides(keys[-1]), *_strides(values),
         0 if rows.tables is None else rows.tables.stride(0), kv_heads, scale, softcap or 1.0,
         PAGED=rows.tables is not None, SECOND=both, LATENT=latent, CAPPED=softcap is not None,
-        SUNK=sinks is not None, SPLITS=splits, COMPUTE=compute_type(query.dtype),
+        SUNK=sinks is not None, SPLITS=splits if splitting else min(splits, 2), SEGMENT=segment,
+        COMPUTE=compute_type(query.dtype),
         GROUP=group, D=queries[0].shape[-1], R=queries[-1].shape[-1], V=value_size,
         ROWS=tile.rows, KEYS=tile.keys, WIDTH_D=_width(queries[0].shape[-1]),
         WIDTH_R=_width(queries[-1].shape[-1]), WIDTH_V=_width(value_size),
         **tile.options,
     )  # fmt: skip
     if splits > 1:
-        join_kernel[tokens, heads](
-            peaks, totals, sums, sinks, spans, firsts, output,
-            SUNK=sinks is not None, SPLITS=splits, KEYS=tile.keys, V=value_size,
-            WIDTH_V=_width(value_size), **JOIN_OPTIONS,
+        join_kernel[spans.shape[0], most_queries, heads](
+            peaks, totals, sums, sinks, spans, firsts, output, splits,
+            SUNK=sinks is not None, SPLITS=splits if splitting else 2, SEGMENT=segment,
+            KEYS=tile.keys, V=value_size, WIDTH_V=_width(value_size), **JOIN_OPTIONS,
         )  # fmt: skip
     return output
 
@@ -194,6 +209,19 @@ def split_of(first, end, SPLITS: tl.constexpr, KEYS: tl.constexpr):
 
 
 @triton.jit
+def joined(peak, total, result, more_peak, more_total, more_result, COLUMN: tl.constexpr):
+    """The softmax sums of some keys and of those behind them; `COLUMN`: a peak is one of a row.
+    Products are fused where it says so and nowhere else: all who join give the same bits."""
+    higher = tl.maximum(peak, more_peak)
+    finite = tl.where(higher == float("-inf"), 0.0, higher)  # of rows that see no key so far
+    less, more = tl.exp(peak - finite), tl.exp(more_peak - finite)
+    total = tl.fma(more_total, more, total * less)
+    if COLUMN:
+        less, more = less[:, None], more[:, None]
+    return higher, total, tl.fma(more_result, more + tl.zeros_like(more_result), result * less)
+
+
+@triton.jit
 def attend_kernel(
     query, second, keys, seconds, values, tables, spans, firsts, sinks,
     output, peaks, totals, sums,
@@ -201,7 +229,7 @@ def attend_kernel(
     k_block, k_head, k_token, r_block, r_head, r_token, v_block, v_head, v_token,
     columns, kv_heads, scale, softcap,
     PAGED: tl.constexpr, SECOND: tl.constexpr, LATENT: tl.constexpr, CAPPED: tl.constexpr,
-    SUNK: tl.constexpr, SPLITS: tl.constexpr, COMPUTE: tl.constexpr,
+    SUNK: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     WIDTH_D: tl.constexpr, WIDTH_R: tl.constexpr, WIDTH_V: tl.constexpr,
@@ -226,9 +254,16 @@ def attend_kernel(
     last_row = tl.minimum(count - 1, (flat_from + ROWS - 1) // GROUP)
     end = tl.where(padding, 0, position + last_row + 1)
     seen = tl.minimum(tl.min(first), end)
-    _, size = split_of(seen, end, SPLITS, KEYS)
-    begin = (seen // KEYS + split * size) * KEYS
-    stop = tl.minimum(begin + size * KEYS, end)
+    if SEGMENT == 0:
+        _, size = split_of(seen, end, SPLITS, KEYS)
+        begin = (seen // KEYS + split * size) * KEYS
+        stop = tl.minimum(begin + size * KEYS, end)
+    else:
+        begin = tl.maximum(seen // KEYS * KEYS, split * SEGMENT)
+        stop = tl.minimum((split + 1) * SEGMENT, end)
+    segment, segments = 0, 1
+    if SEGMENT > 0 and SPLITS == 1:
+        segment, segments = seen // SEGMENT, (end + SEGMENT - 1) // SEGMENT
     if SPLITS > 1:  # noqa: SIM102 - one may not join a constant and a value
         if begin >= stop:
             return
@@ -239,51 +274,65 @@ def attend_kernel(
         beside = second + token[:, None] * s_token + head[:, None] * s_head
         r_mask = used[:, None] & (r < R)[None, :]
         q2 = tl.load(beside + r[None, :], mask=r_mask, other=0.0).to(COMPUTE)
-    peak = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    result = tl.zeros((ROWS, WIDTH_V), tl.float32)
-    for start in range(begin, stop, KEYS):
-        at = start + tl.arange(0, KEYS)
-        here = (at < stop)[:, None]
-        if PAGED:  # a tile lies within a block
-            block = tl.load(tables + place.to(tl.int64) * columns + start // 64).to(tl.int64)
-            within = (start % 64 + tl.arange(0, KEYS))[:, None]
-            k_from, v_from = keys + block * k_block, values + block * v_block
-            r_from = seconds + block * r_block
+    all_peak = tl.full((ROWS,), float("-inf"), tl.float32)
+    all_total = tl.zeros((ROWS,), tl.float32)
+    all_result = tl.zeros((ROWS, WIDTH_V), tl.float32)
+    for at_segment in range(segment, segments):
+        if SEGMENT > 0 and SPLITS == 1:
+            begin = tl.maximum(seen // KEYS * KEYS, at_segment * SEGMENT)
+            stop = tl.minimum((at_segment + 1) * SEGMENT, end)
+        peak = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        result = tl.zeros((ROWS, WIDTH_V), tl.float32)
+        for start in range(begin, stop, KEYS):
+            at = start + tl.arange(0, KEYS)
+            here = (at < stop)[:, None]
+            if PAGED:  # a tile lies within a block
+                block = tl.load(tables + place.to(tl.int64) * columns + start // 64).to(tl.int64)
+                within = (start % 64 + tl.arange(0, KEYS))[:, None]
+                k_from, v_from = keys + block * k_block, values + block * v_block
+                r_from = seconds + block * r_block
+            else:
+                from_token = (place + start).to(tl.int64)
+                within = tl.arange(0, KEYS)[:, None]
+                k_from, v_from = keys + from_token * k_token, values + from_token * v_token
+                r_from = seconds + from_token * r_token
+            k_at = k_from + kv_head * k_head + within * k_token + d[None, :]
+            k = tl.load(k_at, mask=here & (d < D)[None, :], other=0.0).to(COMPUTE)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if SECOND:
+                r_at = r_from + kv_head * r_head + within * r_token + r[None, :]
+                k2 = tl.load(r_at, mask=here & (r < R)[None, :], other=0.0).to(COMPUTE)
+                scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
+            if LATENT:
+                values_here = k
+            else:
+                v_at = v_from + kv_head * v_head + within * v_token + v[None, :]
+                values_here = tl.load(v_at, mask=here & (v < V)[None, :], other=0.0).to(COMPUTE)
+            scores *= scale
+            if CAPPED:  # tanh(x) is 1 - 2 / (exp(2 x) + 1)
+                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+            allowed = (at[None, :] >= first[:, None]) & (at[None, :] <= (position + row)[:, None])
+            scores = tl.where(allowed, scores, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1))
+            finite = tl.where(higher == float("-inf"), 0.0, higher)  # of rows that see no key yet
+            shares = tl.exp(scores - finite[:, None])
+            less = tl.exp(peak - finite)
+            total = total * less + tl.sum(shares, 1)
+            result = result * less[:, None]
+            result = tl.dot(shares.to(COMPUTE), values_here, result, input_precision="ieee")
+            peak = higher
+        if SEGMENT > 0 and SPLITS == 1:
+            all_peak, all_total, all_result = joined(
+                all_peak, all_total, all_result, peak, total, result, COLUMN=True
+            )
         else:
-            from_token = (place + start).to(tl.int64)
-            within = tl.arange(0, KEYS)[:, None]
-            k_from, v_from = keys + from_token * k_token, values + from_token * v_token
-            r_from = seconds + from_token * r_token
-        k_at = k_from + kv_head * k_head + within * k_token + d[None, :]
-        k = tl.load(k_at, mask=here & (d < D)[None, :], other=0.0).to(COMPUTE)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-        if SECOND:
-            r_at = r_from + kv_head * r_head + within * r_token + r[None, :]
-            k2 = tl.load(r_at, mask=here & (r < R)[None, :], other=0.0).to(COMPUTE)
-            scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
-        if LATENT:
-            values_here = k
-        else:
-            v_at = v_from + kv_head * v_head + within * v_token + v[None, :]
-            values_here = tl.load(v_at, mask=here & (v < V)[None, :], other=0.0).to(COMPUTE)
-        scores *= scale
-        if CAPPED:  # tanh(x) is 1 - 2 / (exp(2 x) + 1)
-            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-        allowed = (at[None, :] >= first[:, None]) & (at[None, :] <= (position + row)[:, None])
-        scores = tl.where(allowed, scores, float("-inf"))
-        higher = tl.maximum(peak, tl.max(scores, 1))
-        finite = tl.where(higher == float("-inf"), 0.0, higher)  # of rows that see no key so far
-        shares = tl.exp(scores - finite[:, None])
-        less = tl.exp(peak - finite)
-        total = total * less + tl.sum(shares, 1)
-        result = result * less[:, None]
-        result = tl.dot(shares.to(COMPUTE), values_here, result, input_precision="ieee")
-        peak = higher
+            all_peak, all_total, all_result = peak, total, result
+    peak, total, result = all_peak, all_total, all_result
     to = token * (kv_heads * GROUP) + head
     v_mask = used[:, None] & (v < V)[None, :]
     if SPLITS > 1:
-        to = to * SPLITS + split
+        to = to * tl.num_programs(2) + split
         tl.store(peaks + to, peak, mask=used)
         tl.store(totals + to, total, mask=used)
         tl.store(sums + to[:, None] * V + v[None, :], result, mask=v_mask)
@@ -292,7 +341,7 @@ def attend_kernel(
             sink = tl.load(sinks + head, mask=used, other=0.0)
             higher = tl.maximum(peak, sink)
             less = tl.exp(peak - higher)
-            total = total * less + tl.exp(sink - higher)
+            total = tl.fma(total, less, tl.exp(sink - higher))
             result = result * less[:, None]
         result = result / tl.where(total > 0.0, total, 1.0)[:, None]
         made = result.to(output.dtype.element_ty)
@@ -301,33 +350,36 @@ def attend_kernel(
 
 @triton.jit
 def join_kernel(
-    peaks, totals, sums, sinks, spans, firsts, output,
-    SUNK: tl.constexpr, SPLITS: tl.constexpr, KEYS: tl.constexpr,
+    peaks, totals, sums, sinks, spans, firsts, output, splits,
+    SUNK: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, KEYS: tl.constexpr,
     V: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
-    token, head = tl.program_id(0), tl.program_id(1)
-    end = tl.where(tl.load(spans + token * 4 + 2) == 0, 0, tl.load(spans + token * 4 + 3) + 1)
+    span, row, head = spans + tl.program_id(0) * 4, tl.program_id(1), tl.program_id(2)
+    token, count = tl.load(span + 1) + row, tl.load(span + 2)
+    if row >= tl.maximum(count, 1):
+        return
+    end = tl.where(count == 0, 0, tl.load(span + 3) + row + 1)
     first = tl.minimum(tl.load(firsts + token), end)
-    tiles, size = split_of(first, end, SPLITS, KEYS)
-    in_use = (tiles + size - 1) // tl.maximum(size, 1)  # none of padding
-    at = token.to(tl.int64) * tl.num_programs(1) + head
+    if SEGMENT > 0:
+        begin, stop = first // SEGMENT, (end + SEGMENT - 1) // SEGMENT
+    else:
+        tiles, size = split_of(first, end, SPLITS, KEYS)
+        begin, stop = 0, (tiles + size - 1) // tl.maximum(size, 1)  # none of padding
+    at = token.to(tl.int64) * tl.num_programs(2) + head
     v = tl.arange(0, WIDTH_V)
     peak = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     result = tl.zeros((WIDTH_V,), tl.float32)
-    for split in range(0, in_use):  # in order
-        own = tl.load(peaks + at * SPLITS + split)
-        higher = tl.maximum(peak, own)
-        less, more = tl.exp(peak - higher), tl.exp(own - higher)
-        total = total * less + tl.load(totals + at * SPLITS + split) * more
-        part = tl.load(sums + (at * SPLITS + split) * V + v, mask=v < V, other=0.0)
-        result = result * less + part * more
-        peak = higher
+    for split in range(begin, stop):  # in order
+        own = at * splits + split
+        more_peak, more_total = tl.load(peaks + own), tl.load(totals + own)
+        part = tl.load(sums + own * V + v, mask=v < V, other=0.0)
+        peak, total, result = joined(peak, total, result, more_peak, more_total, part, COLUMN=False)
     if SUNK:
         sink = tl.load(sinks + head)
         higher = tl.maximum(peak, sink)
         less = tl.exp(peak - higher)
-        total = total * less + tl.exp(sink - higher)
+        total = tl.fma(total, less, tl.exp(sink - higher))
         result = result * less
     result = result / tl.where(total > 0.0, total, 1.0)
     tl.store(output + at * V + v, result.to(output.dtype.element_ty), mask=v < V)

@@ -246,7 +246,7 @@ class DescribedStep(CompiledStep):
                 a = layer.attention
                 assert isinstance(a, Attention)
                 item.cache.give_shape(a.layer, Shape(a.kv_heads, a.head_dim, a.value_dim))
-        step = self._begin(work, PromptRows(work))
+        step = self._begin(work, PromptSpans(work))
         return self._finish(work, step, routed, step.go(self._stopping))
 
     def chain_model(self, head: native.MatrixRecord) -> native.ModelRecord:
@@ -262,7 +262,7 @@ class DescribedStep(CompiledStep):
             return super()._routing(step)
         return Routing.from_router(*experts.router.forward(step.h_BH), experts.num_experts)
 
-    def _begin(self, work: Sequence[Work], prompts: PromptRows | None = None) -> CompiledPass:
+    def _begin(self, work: Sequence[Work], prompts: PromptSpans | None = None) -> CompiledPass:
         places = CachePlaces(work, self._caches, prompts=prompts is not None)
         self._tables.reserve(places.end)
         rows, hidden = places.rows, self._embedding.width
@@ -325,7 +325,7 @@ def _has_planes(layer: Layer) -> bool:
     return all(isinstance(part.weight, PlaneMatrix) for part in parts)
 
 
-class PromptRows:
+class PromptSpans:
     """Which rows of a step are whose, and whose logits are wanted: the last of each piece of work,
     or all."""
 

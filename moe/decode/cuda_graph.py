@@ -130,20 +130,25 @@ class GraphStep:
     ) -> None:
         self._description, self._memory = description, memory
         self._routed, self._capture = routed, capture
-        self._idle: dict[tuple[int, bool], list[Recording]] = {}
+        self._idle: dict[tuple[int, str], list[Recording]] = {}
 
     def takes(self, work: Sequence[Work]) -> bool:
         return True
 
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """Logits; ``routed`` runs the experts between segments."""
-        return self._run(work, routed)[0]
+        return self._run(work, "", None, routed)[0]
 
     def inside(self, work: Sequence[Work], experts: InsideExperts) -> list[Tensor]:
-        logits, routings = self._run(work, None)
+        logits, routings = self._run(work, "experts", self._routed)
         for layer, routing in enumerate(routings):
             experts.count(layer, routing)
         return logits
+
+    def inside_by(
+        self, work: Sequence[Work], name: str, routed: RoutedExperts
+    ) -> tuple[list[Tensor], list[Routing]]:
+        return self._run(work, name, routed)
 
     def in_lockstep(
         self, work: Sequence[Work], routed: RoutedExperts, group: RankGroup
@@ -153,13 +158,18 @@ class GraphStep:
 
     @torch.inference_mode()
     def _run(
-        self, work: Sequence[Work], routed: RoutedExperts | None
+        self,
+        work: Sequence[Work],
+        name: str,
+        inside: RoutedExperts | None,
+        routed: RoutedExperts | None = None,
     ) -> tuple[list[Tensor], list[Routing]]:
+        """By the recording of a name, with experts inside or, if None, by the host's ``routed``."""
         count = sum(len(item.token_ids) for item in work)
         rows = rows_for(count)
         # A step that sleeps at a layer keeps its recording; another one gets another.
-        idle = self._idle.setdefault((rows, routed is None), [])
-        recording = idle.pop() if idle else self._record(rows, inside=routed is None)
+        idle = self._idle.setdefault((rows, name), [])
+        recording = idle.pop() if idle else self._record(rows, inside)
         try:
             recording.inputs.fill(work)
             logits, routings = recording.play(count, routed)
@@ -167,11 +177,10 @@ class GraphStep:
             idle.append(recording)
         return finish_step(work, logits), routings
 
-    def _record(self, rows: int, inside: bool) -> Recording:
-        routed = self._routed if inside else None
+    def _record(self, rows: int, inside: RoutedExperts | None) -> Recording:
         try:
             inputs = GraphInputs(rows, self._description, self._memory)
-            return Recording(self._start, inputs, routed, self._capture())
+            return Recording(self._start, inputs, inside, self._capture())
         except Exception as error:
             # Memory, a driver's limits, an operation that cannot be recorded: none can be foreseen.
             raise NotDescribed(

@@ -37,7 +37,7 @@ from moe.describe.description import (
 )
 from moe.network.device_blocks import DeviceBlocks, slots_of, tables_of
 from moe.network.kv_blocks import BlockKVCache, Shape
-from moe.network.packed_pass import Work
+from moe.network.packed_pass import Work, put_ahead
 
 _CURVES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 
@@ -99,6 +99,7 @@ class GraphInputs:
             row[:begin] = _first_keys(reach, spans[:begin, 3])
         _send(self._longs, torch.from_numpy(longs))
         _send(self._ints, torch.from_numpy(ints))
+        put_ahead(work, self.tokens)
         if numbers:
             tables = tables_of(numbers)  # padding reads none
             _send(self.tables[:begin, : tables.shape[1]], torch.from_numpy(tables))

@@ -32,7 +32,7 @@ Legend: B rows, each one new token; H hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -81,6 +81,23 @@ class DecodeStep(Protocol):
     ) -> list[Tensor]:
         """Run experts together with other ranks; call ``routed`` from the layer on where a rank
         sends something else than in the last step."""
+
+
+@runtime_checkable
+class RecordsExperts(DecodeStep, Protocol):
+    """A step that is recorded, and so can take other experts inside (`moe.decode.cuda_graph`)."""
+
+    def inside_by(
+        self, work: Sequence[Work], name: str, routed: RoutedExperts
+    ) -> tuple[list[Tensor], list[Routing]]:
+        """Run ``routed`` as part of the step: work of the device alone, with tensors that stay.
+
+        Args:
+            name: of a recording of its own; the same name, the same work.
+
+        Returns:
+            Logits as ever, and the routing that each MoE layer's router chose.
+        """
 
 
 class CompiledExperts(NamedTuple):

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +44,8 @@ from offload.open_store import open_offloaded
 
 READERS = 4
 """Threads that read: this many requests at a time fill the disks that we measured."""
+CPU_ROW_BITS: dict[str, Literal[8, 24]] = {"host": 24, "host_int8": 8}
+"""Of ``offload.late``: bits of the activations that the CPU multiplies."""
 
 
 class StoreSource:
@@ -162,7 +165,7 @@ class StoreSource:
                 reader=self._offload.reader,
                 keep_hot_set=self._offload.hot_set,
                 reads_ahead=self._offload.prefetch,
-                use_cpu=self._offload.late == "host",
+                cpu_row_bits=CPU_ROW_BITS.get(self._offload.late),
                 prefix_bits=self._prefix_bits,
                 drafts=not self.no_mtp,
                 advance=advance,

@@ -31,7 +31,7 @@ from moe.network.kv_cache import KVCache, SequenceCache, TransformersCache
 from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import Lane
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
-from moe.network.packed_pass import PackedCache, Work, keep_hidden_rows
+from moe.network.packed_pass import PackedCache, Work, keep_hidden_rows, put_ahead
 from moe.network.per_sequence import StatefulModules, serve_packed
 from moe.network.prompt_rows import POSITIONS, given
 from moe.network.recurrent_kernels import use_kernels
@@ -312,8 +312,9 @@ class Backbone:
         keep = torch.cat(rows).to(self.device)
         if self._keeps_logits:
             inputs["logits_to_keep"] = keep
-        ids = torch.tensor([[token for item in work for token in item.token_ids]])
-        output = self.model(input_ids=ids.to(self.device), use_cache=True, **inputs)
+        ids = torch.tensor([[token for item in work for token in item.token_ids]]).to(self.device)
+        put_ahead(work, ids[0])
+        output = self.model(input_ids=ids, use_cache=True, **inputs)
         logits = output.logits[0] if self._keeps_logits else output.logits[0, keep]
         return output, list(logits.float().split([len(kept) for kept in rows]))
 

@@ -178,7 +178,7 @@ class DevicePass:
             rows_TQD, found, self._spans_of(most, made is None), firsts,
             scale=size**-0.5 if scale is None else scale, softcap=softcap,
             sinks=None if sinks is None else sinks.detach().float(),
-            most_queries=most, dtype=query.dtype,
+            most_queries=most, most_keys=max(self._ends), dtype=query.dtype,
         )[None]  # fmt: skip
 
     def _first_keys(

@@ -32,6 +32,8 @@ class Work:
         snapshots: after how many of the tokens the sequence keeps its recurrent states, in order.
         rows: what the text model is given in place of the tokens' embeddings
             (`moe.network.prompt_rows`); None: nothing else.
+        ahead: ``(1,)`` int64 on the model's device: the last token, where the host does not know it
+            yet; `token_ids` has any number in its place.
     """
 
     token_ids: Sequence[int]
@@ -39,11 +41,21 @@ class Work:
     all_logits: bool = False
     snapshots: Sequence[int] = ()
     rows: Mapping[str, Any] | None = None
+    ahead: Tensor | None = None
 
     @property
     def alone(self) -> bool:
         """It cannot share a pass: its positions are not the tokens' indices, or it has rows."""
         return self.rows is not None or self.cache.offset != 0
+
+
+def put_ahead(work: Sequence[Work], ids_T: Tensor) -> None:
+    """Put tokens that only the device knows (`Work.ahead`) among those of a pass."""
+    end = 0
+    for item in work:
+        end += len(item.token_ids)
+        if item.ahead is not None:
+            ids_T[end - 1 : end] = item.ahead
 
 
 def keep_hidden_rows(work: Sequence[Work], hidden_TH: Tensor) -> None:

@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 _NOT_LOSSLESS = (
-    ("offload", "late", "host", "wait", "computes some experts of a GPU on rounded activations"),
+    ("offload", "late", "host_int8", "host", "computes some experts on rounded activations"),
     ("offload", "late", "prefix", "wait", "computes experts that come late with fewer bits"),
     ("parallel", "payload", "int8", "plain", "rounds what experts of other ranks read"),
 )

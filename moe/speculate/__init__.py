@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kernels import Forward, QuantizedExperts
+from moe.decode.step import DecodeStep
 from moe.describe.routers import find_selectors
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers, Selector
@@ -65,12 +66,14 @@ def enable_speculation(
     experts: MoELayers,
     forward: Forward,
     mtp: MtpHead | str = "it was loaded without",
+    step: DecodeStep | None = None,
 ) -> Speculation:
     """Build the speculator that the settings ask for, if this model can take drafts back.
 
     Args:
         forward: what runs a layer's experts.
         mtp: the multi-token-prediction layer that the model brings, or why there is none.
+        step: the model's decode step, which may run drafts as well; None: it has none.
     """
     if settings.mode == "off":
         return SPECULATION_OFF
@@ -95,7 +98,7 @@ def enable_speculation(
     passes: dict[Source, PassDrafts] = {}
     if modes:
         layers = _draft_layers(mode, backbone, experts, forward)
-        passes["elastic"] = ElasticDrafts(backbone, layers, experts.prefetch_early)
+        passes["elastic"] = ElasticDrafts(backbone, layers, experts.prefetch_early, step)
     if isinstance(mtp, MtpHead) and settings.mode in ("mtp", "auto"):
         backbone.keep_hidden(for_head=True)
         passes["mtp"] = MtpDrafts(mtp)

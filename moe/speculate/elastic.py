@@ -4,25 +4,34 @@
 of the sequence and then resets the length, so verification overwrites every row. `DraftLayers`
 replaces `MoELayers` in a draft pass. It reads nothing from disk, evicts nothing and sends nothing
 to other ranks, so a draft only costs the bytes of memory that it counts.
-Legend: T rows, H hidden, E experts, K slots a row.
+
+On a GPU the passes of greedy sequences follow each other without the host: each reads the likeliest
+token of the one before it where that is, as a CUDA graph with the draft's experts inside, and the
+host reads all tokens back at the end. There it applies `Stop`, so passes behind the end of a draft
+are in vain. Drafts that are drawn read each token back.
+Legend: T rows, H hidden, E experts, K slots a row; B sequences, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kernels import Forward, QuantizedExperts
 from kernels.reference import AnyExperts
+from moe.decode.step import DecodeStep, RecordsExperts
+from moe.describe.description import NotDescribed
 from moe.network.backbone import Backbone
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.moe_layer import Selector
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
-from moe.speculate.draft import Mode
+from moe.speculate.draft import Draft, Mode, Stop
 from moe.speculate.passes import PassDrafts, PendingDraft
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 from routing import Routing
@@ -45,6 +54,7 @@ class ElasticDrafts(PassDrafts):
         layers: its MoE layers in draft passes.
         prefetch_early: called before each further pass of a draft with a forecast of the experts
             that verification will need, so that they are read while the pass runs.
+        step: the model's decode step; None: it has none.
     """
 
     def __init__(
@@ -52,11 +62,16 @@ class ElasticDrafts(PassDrafts):
         backbone: Backbone,
         layers: DraftLayers,
         prefetch_early: Callable[[Forecast], None] = lambda _: None,
+        step: DecodeStep | None = None,
     ) -> None:
         super().__init__()
         assert backbone.packed
         self.layers = layers
         self._backbone, self._prefetch_early = backbone, prefetch_early
+        self._recorded: RecordsExperts | None = None
+        if isinstance(step, RecordsExperts):
+            self._recorded = step
+        self._stays = backbone.device.type != "cpu" or self._recorded is not None
 
     @property
     def bytes_read(self) -> int:
@@ -64,6 +79,67 @@ class ElasticDrafts(PassDrafts):
 
     def forecast(self) -> Forecast | None:
         return self.layers.forecast()
+
+    def draft(
+        self,
+        mode: Mode,
+        sequences: Sequence[RunningSequence],
+        depths: Sequence[int],
+        stop: Stop,
+    ) -> list[Draft]:
+        if self._stays and all(sequence.sampler.is_argmax for sequence in sequences):
+            return self._chain(mode, sequences, depths, stop)
+        return super().draft(mode, sequences, depths, stop)
+
+    def _chain(
+        self,
+        mode: Mode,
+        sequences: Sequence[RunningSequence],
+        depths: Sequence[int],
+        stop: Stop,
+    ) -> list[Draft]:
+        """As `draft`, with one readback."""
+        self.rows, made = [], list[Tensor]()
+        drafts = self._begin(mode, sequences, depths)
+        members = [[at for at, d in enumerate(depths) if d > place] for place in range(max(depths))]
+        try:
+            # Verification meets the same error and reports it to the sequences it belongs to.
+            with suppress(Exception):
+                for own in members:
+                    self.rows.append(len(own))
+                    made.append(self._ahead([drafts[at] for at in own], mode))
+        finally:
+            for draft in drafts:
+                draft.work.cache.cut(draft.length)
+        found: list[list[tuple[float, float]]] = [[] for _ in drafts]
+        for own, pairs in zip(members, self.layers.read(made), strict=False):
+            for at, pair in zip(own, pairs, strict=True):
+                found[at].append(pair)
+        return [_stopped(mode, pairs, stop) for pairs in found]
+
+    def _ahead(self, drafts: Sequence[PendingDraft], mode: Mode) -> Tensor:
+        """``(B, 2)`` float64 on the device: the likeliest next tokens, which are read in the next
+        pass, and their probabilities."""
+        logits_BV = torch.cat([rows[-1:] for rows in self._logits([d.work for d in drafts], mode)])
+        ids_B = logits_BV.max(-1).indices
+        for draft, token in zip(drafts, ids_B.split(1), strict=True):
+            draft.work.token_ids, draft.work.ahead = [0], token
+        chances_B1 = logits_BV.softmax(-1).gather(1, ids_B[:, None])
+        return torch.cat((ids_B[:, None].double(), chances_B1.double()), 1)
+
+    def _logits(self, work: Sequence[Work], mode: Mode) -> list[Tensor]:
+        self.layers.look(self._backbone.device)
+        if self._recorded is not None and self._backbone.decode_forward is not None:
+            try:
+                made, routings = self._recorded.inside_by(work, mode.name, self.layers.reduced)
+            except NotDescribed:  # no memory for it, most likely; from now on layer by layer
+                self._recorded = None
+            else:
+                self.layers.chose(routings)
+                return made
+        lanes = self._backbone.lanes(work, "decode")
+        run_lanes(lanes, self.layers.run)
+        return [rows for lane in lanes for rows in lane.result()]
 
     def _begin(
         self, mode: Mode, sequences: Sequence[RunningSequence], depths: Sequence[int]
@@ -75,9 +151,21 @@ class ElasticDrafts(PassDrafts):
         share = (len(self.rows) - 1) / (1 + max(draft.depth for draft in drafts))
         if share and (forecast := self.layers.forecast(share)) is not None:
             self._prefetch_early(forecast)
+        self.layers.look(self._backbone.device)
         lanes = self._backbone.lanes([draft.work for draft in drafts], "decode")
         run_lanes(lanes, self.layers.run)
         return [rows for lane in lanes for rows in lane.result()]
+
+
+def _stopped(mode: Mode, pairs: Sequence[tuple[float, float]], stop: Stop) -> Draft:
+    """A draft of tokens and their probabilities, up to where it ends or logits were invalid."""
+    tokens, confidence = list[int](), list[float]()
+    for token, chance in pairs:
+        if chance != chance or (confidence and not stop.goes_on(confidence)):
+            break
+        tokens.append(int(token))
+        confidence.append(chance)
+    return Draft.sure(mode, tokens, confidence)
 
 
 def _pending(sequence: RunningSequence, depth: int) -> PendingDraft:
@@ -108,18 +196,43 @@ class DraftLayers:
         selectors: Sequence[Selector | None],
     ) -> None:
         self.layers = list(layers)
-        self._distinct: dict[int, Tensor] = {}
         self.wanted: list[list[Tensor]] = []
         self._forward, self._selectors = forward, list(selectors)
         self._held = cache(_at_most)
+        # On the device, at addresses that stay: recorded passes know them. By bytes of an expert,
+        # how many were read; by layer, votes, and the slots of a cache.
+        self._distinct: dict[int, Tensor] = {}
+        self._votes: dict[int, Tensor] = {}
+        self._slots: dict[int, Tensor] = {}
+        self._changes: dict[int, int] = {}
+        self._bytes: int | None = 0  # that the host knows of; None: ask
         self.begin(Mode("elastic"))
 
     def begin(self, mode: Mode) -> None:
         """Start a draft, whose passes share their votes."""
         self._mode = mode
         self._skipped = middle(len(self.layers), mode.skipped)
-        self._votes = [torch.zeros(layer.num_experts) for layer in self.layers]
+        for votes_E in self._votes.values():
+            votes_E.zero_()
         self.wanted = [[] for _ in self.layers]
+
+    def look(self, device: torch.device) -> None:
+        """Before each pass, take note of which experts are in memory, without waiting for it."""
+        for layer, experts in enumerate(self.layers):
+            if isinstance(experts, OffloadedExperts):
+                experts.cache.poll()
+                slots, changes = self._slots_of(layer, device), experts.cache.changes(layer)
+                if not slots.is_cpu and self._changes.get(layer) != changes:
+                    slots.copy_(experts.cache.slot_ids(layer).pin_memory(), non_blocking=True)
+                    self._changes[layer] = changes
+
+    def _slots_of(self, layer: int, device: torch.device) -> Tensor:
+        """``(E + 1,)``: see `ExpertCache.slot_ids`; the same tensor each time."""
+        if layer not in self._slots:
+            experts = self.layers[layer]
+            assert isinstance(experts, OffloadedExperts)
+            self._slots[layer] = experts.cache.slot_ids(layer).to(device)  # on a CPU it is live
+        return self._slots[layer]
 
     def run(self, layer: int, calls: Sequence[ExpertCall]) -> list[Tensor | Exception]:
         """Outputs ``(T_i, H)`` of each call; see `moe.network.lanes.ExpertsRunner`."""
@@ -136,7 +249,7 @@ class DraftLayers:
         for layer, (experts, passes) in enumerate(zip(self.layers, self.wanted, strict=True)):
             if not isinstance(experts, OffloadedExperts):
                 return None
-            ids = torch.cat([ids.flatten().cpu() for ids in passes])
+            ids = torch.cat([ids.flatten() for ids in passes]).cpu()
             rows = torch.bincount(ids + 1, minlength=experts.num_experts + 1)[None, 1:]
             slots = experts.cache.slots // len(self.layers)
             chosen = select_top_k(rows, max(1, int(share * slots)))
@@ -146,49 +259,82 @@ class DraftLayers:
 
     def _run(self, layer: int, rows: Tensor, routing: Routing) -> Tensor:
         self.wanted[layer].append(routing.expert_ids)
+        return self.reduced(layer, rows, routing)
+
+    def reduced(self, layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        """``(T, H)``: what the mode leaves of a layer; the same work each time, without waiting for
+        the device."""
         if layer in self._skipped:
             return torch.zeros_like(rows)
-        experts, mode = self.layers[layer], self._mode
+        experts, mode, unused_T1 = self.layers[layer], self._mode, None
         held, size = self._held(held_experts(experts), mode.bits)
         allowed_E = self._allowed(layer, routing)
-        if allowed_E is not None and not bool(_inside(routing, allowed_E).all()):
+        if allowed_E is not None and not _all(_inside(routing, allowed_E)):
             selector, top_k = self._selectors[layer], mode.experts or routing.top_k
             if selector is not None:
-                allowed = allowed_E.to(rows.device)
-                routing = selector.select(selector.scores(rows), allowed, top_k)
+                unused_T1 = (routing.expert_ids == UNUSED).all(1, keepdim=True)  # padding
+                routing = selector.select(selector.scores(rows), allowed_E, top_k)
         routing = restrict(routing, allowed_E, mode.experts)
         ids = routing.expert_ids
+        if unused_T1 is not None:
+            ids = ids.masked_fill(unused_T1, UNUSED)
         if isinstance(experts, OffloadedExperts):
-            ids = experts.cache.slot_ids(layer).to(ids.device).take(ids)
+            ids = self._slots_of(layer, ids.device)[ids]
         self._count(ids, size, held.num_experts)
         return self._forward(rows, ids, routing.weights, held)
 
+    def chose(self, routings: Sequence[Routing]) -> None:
+        """What the model's own routers chose in a recorded pass, of each layer."""
+        for passes, routing in zip(self.wanted, routings, strict=True):
+            passes.append(routing.expert_ids)
+        self._bytes = None
+
     @property
     def bytes_read(self) -> int:
-        """Bytes of experts that all passes so far have read; waits for the device."""
-        return sum(size * int(count) for size, count in self._distinct.items())
+        """Bytes of experts that all passes so far have read; may wait for the device."""
+        if self._bytes is None:
+            self._bytes = sum(size * int(count) for size, count in self._distinct.items())
+        return self._bytes
+
+    def read(self, numbers: Sequence[Tensor]) -> list[list[tuple[float, float]]]:
+        """Read the rows of ``(B, 2)`` float64 numbers back, and with them what the host wants to
+        know of the passes since `begin`: it waits for the device once."""
+        wanted = [ids for passes in self.wanted for ids in passes]
+        parts = [*numbers, *self._distinct.values(), *wanted]
+        if not parts:
+            return []
+        sent = torch.cat([part.flatten().double() for part in parts])
+        ends = np.cumsum([part.numel() for part in parts])
+        told = iter(np.split(sent.to("cpu").numpy(), ends))
+        pairs = [[(row[0], row[1]) for row in next(told).reshape(-1, 2).tolist()] for _ in numbers]
+        self._bytes = sum(size * int(next(told)[0]) for size in self._distinct)
+        for passes in self.wanted:
+            passes[:] = [torch.from_numpy(next(told).astype(np.int64)) for _ in passes]
+        return pairs
 
     def _count(self, ids_TK: Tensor, size: int, num_experts: int) -> None:
         """Count the experts that a pass reads, of so many bytes each, without waiting."""
         visited_E = ids_TK.new_zeros(num_experts + 1)
-        count = visited_E.scatter_(0, ids_TK.flatten() + 1, 1)[1:].sum()
-        known = self._distinct.get(size)
-        self._distinct[size] = count if known is None else known + count
+        if size not in self._distinct:
+            self._distinct[size] = ids_TK.new_zeros(())
+        self._distinct[size] += visited_E.scatter_(0, ids_TK.flatten() + 1, 1)[1:].sum()
+        self._bytes = None
 
     def _allowed(self, layer: int, routing: Routing) -> Tensor | None:
         """``(E,)`` bool: experts that this mode may use; None for all."""
         experts, core = self.layers[layer], self._mode.core
         here_E = None
         if isinstance(experts, OffloadedExperts):
-            here_E = experts.cache.resident(layer)
+            here_E = self._slots_of(layer, routing.expert_ids.device)[:-1] >= 0
         if core == "all":
             return here_E
         if core == "seq":
-            core_E = heaviest(routing, CORE_EXPERTS, experts.num_experts).cpu()
+            core_E = heaviest(routing, CORE_EXPERTS, experts.num_experts)
         else:
-            votes_E = self._votes[layer]
-            votes_E += by_expert(routing, routing.weights, experts.num_experts).sum(0).cpu()
-            core_E = elected(votes_E, here_E, self._mode.share)
+            weights_E = by_expert(routing, routing.weights, experts.num_experts).sum(0)
+            if layer not in self._votes:
+                self._votes[layer] = torch.zeros_like(weights_E)
+            core_E = elected(self._votes[layer].add_(weights_E), here_E, self._mode.share)
         return core_E if here_E is None else core_E & here_E
 
 
@@ -203,9 +349,8 @@ def elected(votes_E: Tensor, here_E: Tensor | None, share: float) -> Tensor:
     if here_E is not None:
         votes_E = votes_E.masked_fill(~here_E, -1.0)
     seats = max(1, round(share * len(votes_E)))
-    elected_E = torch.zeros(len(votes_E), dtype=torch.bool)
-    elected_E[select_top_k(votes_E[None], seats)[0]] = True
-    return elected_E
+    elected_E = torch.zeros(len(votes_E), dtype=torch.bool, device=votes_E.device)
+    return elected_E.scatter_(0, select_top_k(votes_E[None], seats)[0], True)
 
 
 def restrict(routing: Routing, allowed_E: Tensor | None, top_k: int | None) -> Routing:
@@ -224,7 +369,7 @@ def restrict(routing: Routing, allowed_E: Tensor | None, top_k: int | None) -> R
         kept_TK = _inside(routing, allowed_E) & kept_TK
     if top_k is not None and top_k < routing.top_k:
         kept_TK = kept_TK & _first(routing.weights.masked_fill(~kept_TK, -1.0), top_k)
-    return routing if bool(kept_TK.all()) else keep(routing, kept_TK)
+    return routing if _all(kept_TK) else keep(routing, kept_TK)
 
 
 def middle(layers: int, share: float) -> frozenset[int]:
@@ -234,11 +379,14 @@ def middle(layers: int, share: float) -> frozenset[int]:
     return frozenset(range(start, start + count))
 
 
+def _all(mask: Tensor) -> bool:
+    """Whether the host knows, without waiting for a device, that a mask is True everywhere."""
+    return mask.is_cpu and bool(mask.all())
+
+
 def _inside(routing: Routing, allowed_E: Tensor) -> Tensor:
     """``(T, K)`` bool; unused slots count as inside."""
-    return torch.cat([allowed_E, allowed_E.new_ones(1)]).to(routing.expert_ids.device)[
-        routing.expert_ids
-    ]
+    return torch.cat([allowed_E, allowed_E.new_ones(1)])[routing.expert_ids]
 
 
 def _first(weights_TK: Tensor, count: int) -> Tensor:

@@ -114,6 +114,7 @@ class AttentionCase:
             self.query, rows, torch.tensor(spans, dtype=torch.int32, device=device),
             torch.tensor(firsts, dtype=torch.int32, device=device), scale=self.scale,
             softcap=self.softcap, sinks=self.sinks, second=self.second, most_queries=most,
+            most_keys=max(keys.shape[1] for keys, _ in self.rows),
         )  # fmt: skip
 
     def expected(self) -> Tensor:

@@ -7,6 +7,7 @@ another; `Expected.slack` is what such a step can change.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -101,10 +102,15 @@ def quantized(x_TK: Array, group_size: int) -> tuple[Array, Array]:
     return codes.astype(np.float64), np.repeat(scales[..., 0], group_size, 1)[:, :columns]
 
 
-def linear_oracle(x_TK: Array, weights: Weights, bits: int, bias: Tensor | None = None) -> Array:
-    codes, scales = quantized(x_TK, weights.group_size)
-    spread = np.repeat(weights.scales_ND, weights.group_size, 1)[:, : codes.shape[1]]
-    output = (codes * scales) @ (weights.at(bits) * spread).T
+def linear_oracle(
+    x_TK: Array, weights: Weights, bits: int, bias: Tensor | None = None, row_bits: int = 8
+) -> Array:
+    rows = x_TK.astype(np.float64)
+    if row_bits == 8:
+        codes, scales = quantized(x_TK, weights.group_size)
+        rows = codes * scales
+    spread = np.repeat(weights.scales_ND, weights.group_size, 1)[:, : x_TK.shape[1]]
+    output = rows @ (weights.at(bits) * spread).T
     return output if bias is None else output + bias.double().numpy()
 
 
@@ -140,16 +146,18 @@ class LayerCase:
     def _one(self, row: Array, expert: int) -> tuple[Array, float]:
         experts, bits = self.experts, self.experts.bits_of(expert)
         *first, second = self.stored[expert]
-        parts = [linear_oracle(row, part, bits)[0] for part in first]
+        kept = experts.row_bits
+        parts = [linear_oracle(row, part, bits, row_bits=kept)[0] for part in first]
         joined = np.stack(parts, 1).ravel() if experts.interleaved else np.concatenate(parts)
         own = torch.from_numpy(joined)
         if experts.gate_up_bias_EG is not None:
             own += experts.gate_up_bias_EG[expert].double()
         inner = experts.activation(own[None]).numpy()
         bias = None if experts.down_bias_EH is None else experts.down_bias_EH[expert]
-        output = linear_oracle(inner, second, bits, bias)
+        output = linear_oracle(inner, second, bits, bias, kept)
         largest = np.abs(second.scales_ND).max()
         step = 2 * quantized(inner, second.group_size)[1].max() * largest * 136
+        step *= 2.0 ** (8 - kept)
         if experts.post_norm is None:
             return output[0], step
         normed = experts.post_norm(torch.from_numpy(output)).numpy()
@@ -171,6 +179,7 @@ def make_layer(
     unused: float = 0.0,
     one_expert: bool = False,
     seed: int = 0,
+    row_bits: Literal[8, 24] = 8,
 ) -> LayerCase:
     """A layer whose experts hold `bits` in turn."""
     random = torch.Generator().manual_seed(seed)
@@ -190,6 +199,7 @@ def make_layer(
         torch.randn(experts, parts * width, generator=random) if biased else None,
         torch.randn(experts, hidden, generator=random) if biased else None,
         norm_rows if normed else None,
+        row_bits=row_bits,
     )
     ids = torch.zeros(tokens, top_k, dtype=torch.int64)
     if not one_expert:
@@ -222,4 +232,5 @@ def layers(draw: st.DrawFn) -> LayerCase:
         unused=draw(st.sampled_from((0.0, 0.3, 1.0))),
         one_expert=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
+        row_bits=draw(st.sampled_from((8, 24))),
     )

@@ -107,6 +107,13 @@ def test_experts_with_a_format_for_each_projection(
     for t in range(tokens):
         alone = native.experts(hidden[t : t + 1], ids[t : t + 1], weights[:1], experts)
         assert torch.equal(alone[0], together[t])
+    kept = replace(experts, row_bits=24)
+    together = native.experts(hidden, ids, weights, kept)
+    exact = reference.experts_forward(hidden, ids, weights, kept)
+    torch.testing.assert_close(together, exact, rtol=0, atol=1e-5 * scale)
+    for t in range(0, tokens, 13):
+        alone = native.experts(hidden[t : t + 1], ids[t : t + 1], weights[:1], kept)
+        assert torch.equal(alone[0], together[t])
 
 
 @pytest.mark.usefixtures("one_thread")

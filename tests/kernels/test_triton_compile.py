@@ -171,37 +171,54 @@ MATRICES = ("query", "second", "keys", "seconds", "values", "output", "key", "va
 DIVISIBLE = {f"{part}_{step}" for part in "qskrv" for step in ("token", "head", "block")}
 DIVISIBLE |= {"columns", "angle_row", "count"}
 
+def spilled_in_loop(built):
+    # Instructions on local memory in the innermost loop that multiplies: that over keys.
+    found = re.findall(r"/\\*([0-9a-f]{4,})\\*/\\s+(.*?);", usage(built, "-sass"))
+    code = [(int(at, 16), text) for at, text in found]
+    ends = [(at, re.search(r"BRA.* 0x([0-9a-f]+)", text)) for at, text in code]
+    loops = [(int(to[1], 16), at) for at, to in ends if to and int(to[1], 16) < at]
+    inside = [[text for at, text in code if begin <= at <= end] for begin, end in loops]
+    inside = [own for own in inside if any(re.search("HMMA|HGMMA|FFMA", text) for text in own)]
+    return sum(bool(re.search("LDL|STL", text)) for text in min(inside, key=len, default=[]))
+
 def show(architecture, kernel, options, dtype, **constants):
     types = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
     POINTERS.update(dict.fromkeys(MATRICES, types[dtype]))
     built = build(architecture, kernel, options, **constants)
     multiplied = next((word for word in ("wgmma", "mma") if word in built.asm["ptx"]), "-")
-    sizes = [constants.get(name, 0) for name in ("D", "R", "V", "ROWS", "KEYS")]
+    names = "D", "R", "V", "ROWS", "KEYS", "SPLITS", "SEGMENT"
+    sizes = [constants.get(name, 0) for name in names]
     print(architecture, kernel.__name__, str(dtype)[6:], *sizes, *resources(built),
-          built.metadata.shared, multiplied)
+          spilled_in_loop(built), built.metadata.shared, multiplied)
 
 def attend(architecture, dtype, tile, sizes, **flags):
     D, R, V = sizes
-    plain = {"PAGED": True, "SECOND": R != D, "LATENT": False, "CAPPED": True, "SUNK": True}
+    plain = {"PAGED": True, "SECOND": R != D, "LATENT": False, "CAPPED": True, "SUNK": True,
+             "SEGMENT": 0}
     compute = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
     show(architecture, attend_kernel, tile.options, dtype, COMPUTE=compute, GROUP=8, D=D, R=R, V=V,
          ROWS=tile.rows, KEYS=tile.keys, WIDTH_D=own._width(D), WIDTH_R=own._width(R),
          WIDTH_V=own._width(V), **(plain | flags))
 
 half, whole = torch.bfloat16, torch.float32
+LONG = {"SPLITS": 1, "SEGMENT": own.SEGMENT}  # prompts of several segments
 for architecture in map(int, sys.argv[1].split()):
     # Heads of 64, 128, 192 (DeepSeek's prompts), 80 and 256; latents of 512 beside keys of 64.
     for sizes in ((64, 64, 64), (128, 128, 128), (128, 64, 128), (64, 16, 80), (256, 256, 256)):
         widest = max(sizes[0], sizes[2])
-        attend(architecture, half, prompt_tile(widest, half), sizes, SPLITS=1)
+        attend(architecture, half, prompt_tile(widest, half), sizes, **LONG)
         attend(architecture, half, decode_tile(widest, half), sizes, SPLITS=16)
-    attend(architecture, half, prompt_tile(128, half), (128, 64, 128), SPLITS=1, PAGED=False)
+    attend(architecture, half, prompt_tile(128, half), (128, 64, 128), PAGED=False, **LONG)
+    for flags in ({"SPLITS": 1}, {"SPLITS": 2, "SEGMENT": own.SEGMENT}):
+        attend(architecture, half, prompt_tile(128, half), (128, 128, 128), **flags)
     attend(architecture, half, decode_tile(512, half), (512, 64, 512), SPLITS=32, LATENT=True)
     for widest in (128, 256):
-        for tile, splits in ((prompt_tile(widest, whole), 1), (decode_tile(widest, whole), 16)):
-            attend(architecture, whole, tile, (widest,) * 3, SPLITS=splits)
-    show(architecture, join_kernel, JOIN_OPTIONS, half, SUNK=True, SPLITS=16, KEYS=64, V=128,
-         WIDTH_V=128)
+        for tile, flags in ((prompt_tile(widest, whole), LONG),
+                            (decode_tile(widest, whole), {"SPLITS": 16})):
+            attend(architecture, whole, tile, (widest,) * 3, **flags)
+    for segment in (0, own.SEGMENT):
+        show(architecture, join_kernel, JOIN_OPTIONS, half, SUNK=True, SPLITS=16, SEGMENT=segment,
+             KEYS=64, V=128, WIDTH_V=128)
     show(architecture, rows.add_norm_kernel, rows.OPTIONS | {"num_warps": rows._warps(7168)}, half,
          H=7168, ADD=True, POST=2, NORM=1, HAS_POST_BIAS=True, HAS_BIAS=False, WIDTH=8192)
     show(architecture, rows.place_kernel, rows.OPTIONS | {"num_warps": 1}, half, Q=32, N=4, QD=128,
@@ -277,6 +294,8 @@ _MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 11, _FILES[3]: 16}
 _MOST_LOADS = {_SYMMETRIC[3]: 0.36, _Q4_K: 0.46, "8/centred/32/2": 0.35, _FILES[3]: 0.5}
 """From shared memory, of words and of matrices, for a code; else 0.3. Scales of 16 and 32 columns
 take most of them."""
+_STACK_OF_TWO_SUMS = 104
+"""Bytes of a thread, of prompts of several segments of keys."""
 _MOST_REGISTERS = 168  # a thread: twelve warps fit a multiprocessor
 
 
@@ -322,16 +341,20 @@ def test_codes_take_few_instructions() -> None:
 
 
 def check_attention(architectures: str) -> None:
-    """Print the table of kernels: none spills, and products of halves are matrix instructions."""
+    """Print the table of kernels: none spills, and products of halves are matrix instructions.
+
+    Prompts of several segments keep a second sum of rows: they may spill outside of the loop."""
     lines = lines_of(_ATTENTION, architectures)
-    heads = ["sm", "kernel", "dtype", "D", "R", "V", "rows", "keys", "registers", "stack", "local",
-             "shared", "products"]  # fmt: skip
+    heads = ["sm", "kernel", "dtype", "D", "R", "V", "rows", "keys", "splits", "segment",
+             "registers", "stack", "local", "in loop", "shared", "products"]  # fmt: skip
     for words in (heads, *lines):
         print(*(f"{word:>15}" for word in words))
-    assert len(lines) == 21 * len(architectures.split())
+    assert len(lines) == 24 * len(architectures.split())
     for words in lines:
         row = dict(zip(heads, words, strict=True))
-        assert (row["stack"], row["local"]) == ("0", "0"), row
+        two_sums = row["splits"] == "1" and row["segment"] != "0"
+        assert int(row["stack"]) <= _STACK_OF_TWO_SUMS * two_sums, row
+        assert (row["local"], row["in loop"]) == ("0", "0"), row
         assert int(row["shared"]) <= _LEAST_SHARED, row
         if row["kernel"] == "attend_kernel" and row["dtype"] == "bfloat16":
             wide = row["sm"] == "90" and int(row["rows"]) >= 64

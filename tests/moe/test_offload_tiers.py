@@ -154,20 +154,29 @@ def test_a_store_that_host_memory_holds_is_read_once(store: Path, load: Callable
     assert tier_of(model, "host")["hits"] == tier_of(model, "cpu")["hits"] == 0
 
 
+@pytest.mark.parametrize(("way", "row_bits"), [("host", 24), ("host_int8", 8)])
 def test_late_experts_may_be_computed_by_the_processor(
-    store: Path, resident: MoE, load: Callable[..., MoE], monkeypatch: pytest.MonkeyPatch
+    store: Path,
+    resident: MoE,
+    load: Callable[..., MoE],
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+    row_bits: int,
 ) -> None:
-    """Here both kernels are one, so only the order of sums changes."""
+    """The kernels of the device round activations here, as no device does: with them, only the
+    order of sums changes. Whole activations are allowed while nothing else may change answers."""
     monkeypatch.setattr("offload.open_store.measure_costs", lambda *_: CpuCosts(1.0, 0.5, 0.0))
-    offload = {"hot_set": False, "late": "host"}
-    model = load(store, 8, EXPERTS, lossless=False, offload=offload)
+    offload = {"hot_set": False, "late": way}
+    model = load(store, 8, EXPERTS, lossless=way == "host", offload=offload)
     waiting = load(store, 8, EXPERTS)
-    assert model.status()["offload"]["late"] == {"copy": 1.0, "expert": 0.5, "row": 0.0}
+    costs = {"copy": 1.0, "expert": 0.5, "row": 0.0}
+    assert model.status()["offload"]["late"] == costs | {"row_bits": row_bits}
     assert waiting.status()["offload"]["late"] is None
     for prompt in PROMPTS:
-        torch.testing.assert_close(
-            model.logits(prompt), resident.logits(prompt), rtol=1e-3, atol=1e-3
-        )
+        off = (model.logits(prompt) - resident.logits(prompt)).abs()
+        if way == "host_int8":
+            assert off.max() < 1e-3
+        assert off.mean() < 0.05
         waiting.logits(prompt)
     assert 0 < tier_of(model, "cpu")["bytes_in"] < tier_of(waiting, "cpu")["bytes_in"]
 

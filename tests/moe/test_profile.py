@@ -255,7 +255,7 @@ def test_rounded_rows_between_ranks_are_not_lossless() -> None:
     assert profile.parallel.payload == "int8"
 
 
-@pytest.mark.parametrize("way", ["host", "prefix"])
+@pytest.mark.parametrize("way", ["host_int8", "prefix"])
 def test_late_experts_that_are_not_waited_for_are_not_lossless(way: str) -> None:
     late = {"offload.late": way}
     with pytest.raises(ProfileError, match=rf"offload.late: {way} .* set lossless: false"):

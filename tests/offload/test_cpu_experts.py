@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kernels import experts_forward
 from offload.cpu_experts import CpuCosts, CpuExperts, measure_costs
-from offload.layer import OffloadedExperts
+from offload.layer import COPIED_WITH_IDS, OffloadedExperts
+from offload.streams import packed, unpacked
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, draw_routing, make
 from tests.offload.test_host import Tiers, check_at_rest
 
@@ -96,9 +97,29 @@ def test_they_are_misses_that_bring_nothing() -> None:
     assert not made.host._manager.pins
 
 
+def test_what_a_call_of_few_rows_needs_comes_in_one_copy() -> None:
+    """Bigger ones bring their rows only where the CPU takes a share."""
+    made = tiers(ALWAYS, host_slots=LAYERS * EXPERTS)
+    made.host.warm((0, expert) for expert in range(EXPERTS))
+    few = COPIED_WITH_IDS // (4 * HIDDEN)
+    for rows, tensors in ((1, 3), (few, 3), (few + 1, 1)):
+        hidden, ids = torch.randn(rows, HIDDEN), torch.tensor([[1, 4]]).expand(rows, 2)
+        made.queues.reads.clear()
+        found = made.forward(0, hidden, ids, torch.rand(rows, 2))
+        assert made.queues.reads == [tensors]
+        assert found.shape == hidden.shape
+
+
+def test_bytes_of_several_tensors_are_read_together() -> None:
+    made = [torch.tensor([[3, -1]]), torch.rand(1, 2), torch.randn(1, 5).bfloat16()]
+    for tensors in (made, made[:1], [tensor[:0] for tensor in made]):
+        again = unpacked(packed(tensors), tensors)
+        assert all(torch.equal(a, b) for a, b in zip(tensors, again, strict=True))
+
+
 def test_costs_are_measured() -> None:
     disk = make(True, False, Random(0))
-    costs = measure_costs(disk.arena, 0.5)
+    costs = measure_costs(disk.arena, disk.arena.experts, 0.5)
     assert costs.copy == 0.5
     assert 0 <= costs.expert < 1
     assert costs.computed(8) == pytest.approx(costs.expert + 8 * costs.row)

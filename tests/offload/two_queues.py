@@ -15,7 +15,7 @@ from random import Random
 import torch
 from torch import Tensor
 
-from offload.streams import Delay, Event, Later
+from offload.streams import Delay, Event, Later, packed, unpacked
 
 
 class QueueEvent:
@@ -52,6 +52,7 @@ class TwoQueues:
     def __init__(self, random: Random, pins: int = 1 << 30) -> None:
         self.random, self.pins = random, pins
         self.locked: list[Tensor] = []
+        self.reads: list[int] = []  # tensors of each
         self.copied_bytes = 0
         self.batches = 0
         self._kernels: deque[tuple[str, Step]] = deque()
@@ -102,6 +103,10 @@ class TwoQueues:
         self._kernels.append(("run", partial(copy.copy_, small)))
         event = self.record_event()
         return lambda: copy if event.passed else None
+
+    def read(self, small: Sequence[Tensor]) -> list[Tensor]:
+        self.reads.append(len(small))
+        return unpacked(packed(small), small)
 
     def pin(self, memory: Tensor) -> bool:
         if self.pins <= 0:

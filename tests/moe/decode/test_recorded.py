@@ -31,6 +31,8 @@ from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.network.seam import attach, take_experts
 from moe.sampling import host
+from moe.speculate.draft import NEVER, Draft, Mode, Stop
+from moe.speculate.elastic import ElasticDrafts
 from routing import parse_policies
 from tests.moe.decode.tape import Tape
 from tests.moe.loading.test_quantized import quantised
@@ -147,6 +149,62 @@ def read_back_in_a_step(model: MoE) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "on_host", lambda _: False)  # as on a device
         return readbacks(engine.step)
+
+
+def test_a_draft_of_greedy_tokens_stays_on_the_device(
+    on_tape: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its passes are recordings with the draft's experts inside, and end with one readback. The
+    tokens and bytes are those of a draft that asks the host at each layer and token."""
+    model = MoE.from_pretrained(
+        checkpoint, engine={"max_batch_size": 2}, speculation={"mode": "elastic", "experts": 1}
+    )
+    speculator = model._loaded.speculation.speculator
+    assert speculator is not None
+    chain = cast(ElasticDrafts, speculator._passes["elastic"])
+    plain = ElasticDrafts(model._loaded.backbone, chain.layers)
+    mode = Mode("elastic", experts=1)
+    monkeypatch.setattr("moe.speculate.elastic._all", lambda _: False)  # as on a device
+    engine = model.loop()
+    params = replace(PARAMS, max_new_tokens=8)
+    groups = [model.request(prompt, params) for prompt in PROMPTS[:2]]
+    for group in groups:
+        engine.submit(group)
+    while not all(group.sequences[0].token_ids for group in groups):
+        engine.step()
+    own = [group.sequences[0] for group in groups]
+
+    @torch.inference_mode()
+    def drafts(of: ElasticDrafts, depths: list[int], until: Stop = NEVER) -> list[Draft]:
+        return of.draft(mode, own, depths, until)
+
+    read = {}
+    for depths, until in (([3, 1], NEVER), ([0, 2], NEVER), ([3, 3], AfterTwo((1.0,), 0.0))):
+        found = {}
+        for name, of in {"chain": chain, "plain": plain}.items():
+            before = of.bytes_read
+            found[name] = drafts(of, depths, until)
+            read[name] = of.bytes_read - before
+        for one, other in zip(found["chain"], found["plain"], strict=True):
+            assert one.tokens == other.tokens
+            assert one.confidence == pytest.approx(other.confidence, rel=1e-4)
+        if until is NEVER:
+            assert [len(draft.tokens) for draft in found["chain"]] == depths
+            assert read["chain"] == read["plain"] > 0
+            assert chain.rows == plain.rows
+    assert chain._recorded is not None
+    (only,) = readbacks(lambda: drafts(chain, [2, 2]))
+    assert only.startswith("numpy at moe/speculate/elastic.py:")
+    lengths = [sequence.cache.length for sequence in own if sequence.cache is not None]
+    monkeypatch.setattr(chain.layers, "_forward", lambda rows, *_: rows * float("nan"))
+    chain._recorded = None  # as where there is no memory for more
+    assert [draft.tokens for draft in drafts(chain, [2, 2])] == [(), ()]
+    assert lengths == [sequence.cache.length for sequence in own if sequence.cache is not None]
+
+
+class AfterTwo(Stop):
+    def goes_on(self, confidence: Any) -> bool:
+        return len(confidence) < 2
 
 
 def count_calls(model: MoE) -> list[int]:

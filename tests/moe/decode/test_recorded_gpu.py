@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
+from moe.speculate.elastic import ElasticDrafts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,3 +79,35 @@ def test_a_recorded_step_never_waits_for_the_device(tmp_path: Path) -> None:
             run_lanes(backbone.lanes([Work([token], cache)], "decode"), run)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_greedy_draft_stays_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing waits until its tokens are read, and none changes."""
+    plain = load(tmp_path, "mixtral", "float32")
+    expected = [completion.token_ids for completion in plain.generate(PROMPTS[:2], PARAMS)]
+    speculation = {"mode": "elastic", "experts": 1, "max_depth": 3}
+    model = MoE.from_pretrained(
+        tmp_path, device="cuda", model={"dtype": "float32"}, speculation=speculation
+    )
+    speculator = model._loaded.speculation.speculator
+    assert speculator is not None
+    elastic = speculator._passes["elastic"]
+    assert isinstance(elastic, ElasticDrafts)
+    model.generate(PROMPTS[:2], PARAMS)  # records
+    ahead, passes = elastic._ahead, []
+
+    def watched(*given: Any) -> torch.Tensor:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            made = ahead(*given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        passes.append(made)
+        return made
+
+    monkeypatch.setattr(elastic, "_ahead", watched)
+    assert [c.token_ids for c in model.generate(PROMPTS[:2], PARAMS)] == expected
+    assert passes
+    assert elastic._recorded is not None

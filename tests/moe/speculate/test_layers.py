@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import ExpertWeights, experts_forward
 from moe.network.lanes import ExpertCall
-from moe.speculate.draft import Mode
+from moe.network.moe_layer import Selector
+from moe.speculate.draft import Core, Mode
 from moe.speculate.elastic import DraftLayers, elected, heaviest, middle, restrict
+from offload.layer import OffloadedExperts
 from routing import Routing
+from routing.routers import RouterRule
+from tests.offload.test_experts import make
+from tests.readbacks import readbacks
 
 EXPERTS, HIDDEN = 6, 8
 
@@ -93,6 +101,44 @@ def test_bytes_are_those_of_distinct_experts(routing: Routing) -> None:
     distinct = len(set(routing.expert_ids.flatten().tolist()))
     assert layers.bytes_read == distinct * experts.expert_bytes
     assert torch.equal(layers.wanted[0][0], routing.expert_ids)
+
+
+@pytest.mark.parametrize("core", ["all", "seq", "vote"])
+@pytest.mark.parametrize("top_k", [None, 1])
+def test_a_layer_of_a_cache_is_reduced_without_waiting_for_a_device(
+    core: Core, top_k: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the same rows as where the host looks whether anything is missing."""
+    disk = make(True, False, Random(0))
+    cached = disk.cache(len(disk.resident) * disk.resident[0].num_experts, "lru")
+    count = disk.resident[0].num_experts
+    experts = OffloadedExperts(0, count, cached, disk.arena.experts)
+    rule = RouterRule(3, renormalise=True)
+    router = Selector(torch.randn(count, experts.hidden_size), None, rule)
+    rows = torch.randn(4, experts.hidden_size)
+    routing = router.select(router.scores(rows))
+    mode = Mode("elastic", core=core, share=0.5, experts=top_k)
+    layers = DraftLayers([experts], experts_forward, [router])
+
+    def reduced() -> torch.Tensor:
+        layers.begin(mode)
+        layers.look(rows.device)
+        return layers.reduced(0, rows, routing)
+
+    for here in ([0, 2, 3], range(count)):
+        cached.warm((0, expert) for expert in here)
+        cached._manager.settle_unpinned()
+        expected = reduced()
+        with monkeypatch.context() as patch:
+            patch.setattr("moe.speculate.elastic._all", lambda _: False)
+            torch.testing.assert_close(reduced(), expected)
+            assert not readbacks(lambda: layers.reduced(0, rows, routing))
+        padded = Routing(routing.expert_ids.clone(), routing.weights.clone())
+        padded.expert_ids[2:], padded.weights[2:] = -1, 0.0
+        layers.begin(mode)
+        before = layers.bytes_read
+        assert not layers.reduced(0, rows, padded)[2:].any()
+        assert layers.bytes_read > before
 
 
 def test_skipped_layers_give_nothing_and_cost_nothing() -> None:
