@@ -25,7 +25,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common import environment, print_header, print_json, print_table, take_turns
+from benchmarks.common import (
+    environment,
+    print_header,
+    print_json,
+    print_table,
+    several,
+    take_turns,
+)
 from benchmarks.kv_policies import attention_bound, policy_quality, policy_speed
 from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
@@ -271,6 +278,8 @@ def main() -> None:
     parser.add_argument("--parts", default="quality,speed,memory,answers,policies")
     parser.add_argument("--bytes", type=int, default=200_000, help="of each of three texts")
     parser.add_argument("--context", type=int, default=8192, help="tokens behind which steps run")
+    parser.add_argument("--contexts", **several(int), default=[8192, 32768], help="of policies")
+    parser.add_argument("--model", help="whose steps policies are timed in (a whole model's)")
     options = parser.parse_args()
     print_header(environment())
     result: dict[str, Any] = {"environment": environment()}
@@ -284,11 +293,13 @@ def main() -> None:
     if "answers" in options.parts:
         result["answers"] = answers(256 if options.quick else 2048)
     if "policies" in options.parts:
-        contexts = [2048] if options.quick else [8192, 32768]
-        result["policies"] = policy_quality(
-            *((1, [512]) if options.quick else (8, [1024, 256, 512]))
-        )
-        result["policy speed"] = policy_speed(contexts, 1 if options.quick else 20, 2)
+        contexts = [2048] if options.quick else options.contexts
+        if options.model is None:
+            result["policies"] = policy_quality(
+                *((1, [512]) if options.quick else (8, [1024, 256, 512]))
+            )
+        seconds = 1 if options.quick else 20
+        result["policy speed"] = policy_speed(contexts, seconds, 2, options.model)
     for part in ("quality", "speed", "memory", "answers", "policies", "policy speed"):
         if rows := result.get(part):
             print_table(part, list(rows[0]), [list(row.values()) for row in rows])
