@@ -184,7 +184,8 @@ def policy_speed(
         cache = policy_pool(bits, spec).new_cache(context + 64)
         while cache.length < context:
             for layer, shape in shapes.items():
-                cache.write(layer, *rows[shape])
+                keys, values = rows[shape]
+                cache.write(layer, keys, values)
             cache.length += 512
         cache.prompt_read()
         return cache

@@ -353,7 +353,7 @@ class BlockPool:
         memory: BlockMemory,
         windows: Windows | None = None,
         policy: KVPolicy | None = None,
-        shapes: Mapping[LayerKey, Shape] | None = None,
+        shapes: Mapping[int, Shape] | None = None,
     ) -> None:
         self.windows, self.policy = windows or Windows(), policy
         assert not (self.windows.of_layer and memory.counts_blocks), "all layers have these blocks"
