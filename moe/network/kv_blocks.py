@@ -384,6 +384,11 @@ class BlockPool:
         """Further blocks have rows of this layer."""
         self._shapes[self.group_of(layer)].setdefault(layer, shape)
 
+    def takes(self, shapes: Mapping[LayerKey, Shape]) -> bool:
+        """Whether layers have these shapes, as far as they are known."""
+        known = ((self._shapes[self.group_of(layer)].get(layer), layer) for layer in shapes)
+        return all(shape in (None, shapes[layer]) for shape, layer in known)
+
     def new_cache(self, capacity: int) -> BlockKVCache:
         """A new sequence that will hold at most ``capacity`` tokens."""
         return BlockKVCache(capacity, self)
@@ -644,7 +649,7 @@ class BlockKVCache(KVCache):
         if [rows.numel() for rows in coded.values()] != sizes or min(sizes, default=0) <= 0:
             return False
         made = self._rows_of(rest, device)
-        if made is None or (self.length and shapes != self._shapes):
+        if made is None or (self.length and shapes != self._shapes) or not self._pool.takes(shapes):
             return False
         self._shapes = shapes
         for layer, shape in shapes.items():

@@ -320,6 +320,17 @@ def test_many_layers_take_no_more_room_in_tables() -> None:
     assert torch.equal(cache.read(99, 2 * BLOCK)[0], cache.read(0, 2 * BLOCK)[0])
 
 
+def test_a_block_of_another_shape_is_not_taken() -> None:
+    assert NATIVE is not None
+    memory, rows = HostBlocks(NATIVE.kv, KVFormat.of_bits(16)), torch.randn(1, 2, BLOCK, 8)
+    cache = BlockPool(memory).new_cache(BLOCK)
+    cache.write(0, rows, rows)
+    cache.length = BLOCK
+    for shape, taken in ((Shape(2, 8, 8), True), (Shape(1, 8, 8), False)):
+        own = BlockPool(memory, shapes={0: shape}).new_cache(BLOCK)
+        assert own.append_block(cache.stored_block(0)) == taken
+
+
 def test_a_full_pool_says_so_and_goes_on_when_a_sequence_ends() -> None:
     memory = DeviceBlocks(torch.device("cpu"), torch.float32, 2)
     pool, rows = BlockPool(memory), torch.randn(1, 1, 2 * BLOCK, 8)
