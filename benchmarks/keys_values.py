@@ -6,9 +6,10 @@ Quality: the shipped model reads windows of 2,048 held-out tokens with each prec
 whole), and is compared with float32: bits per byte, and how often the likeliest token is the same.
 Speed: decode steps of a random model with the attention of Qwen3-30B-A3B (32 heads, 4 of keys, 128
 numbers each) and little else, behind a long context; the precisions take turns. Memory: by how much
-the process grows with keys and values of one sequence, beside what a plan counts, for shapes with
-and without sliding windows. Answers: whether decode steps leave the bits that a prompt would.
-Policies: `benchmarks.kv_policies`. The last line is one JSON object.
+the process grows with keys and values of one sequence and of four, beside what a plan counts, for
+shapes with and without sliding windows, and with a window behind the prompt. Answers: whether
+decode steps leave the bits that a prompt would. Policies: `benchmarks.kv_policies`. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -18,18 +19,27 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.common import environment, print_header, print_json, print_table, take_turns
+from benchmarks.common import (
+    environment,
+    print_header,
+    print_json,
+    print_table,
+    several,
+    take_turns,
+)
 from benchmarks.kv_policies import attention_bound, policy_quality, policy_speed
 from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
-from moe.network.kv_blocks import GIVEN_BACK, BlockKVCache, BlockPool, HostBlocks, Windows
+from moe.machine import keep_freed_memory
+from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, Windows
 from moe.network.kv_cache import KVFormat
 from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import run_lanes
@@ -204,45 +214,56 @@ SHAPES = {
 
 
 def memory(tokens: int) -> list[dict[str, Any]]:
-    """A row for each shape and precision: bytes by the plan's count, and of resident memory."""
+    """A row for each shape, precision and number of sequences: bytes by the plan's count, and of
+    resident memory."""
     torch.set_num_threads(1)
-    kept, found = [], []
+    keep_freed_memory()  # as a loaded model does
+    found = []
     pool_of(4).new_cache(BLOCK).write(0, *torch.randn(2, 1, 4, BLOCK, 128))  # what is made once
-    for name, shape in SHAPES.items():
+    for (name, shape), sequences in product(SHAPES.items(), (1, 4)):
+        length = tokens if sequences == 1 else tokens // 2
         rows = torch.randn(2, 1, shape.heads, BLOCK, shape.size)
         sliding = [layer for layer in range(shape.layers) if (layer + 1) % shape.all_every]
-        for bits in reversed(BITS):  # the smallest first, so that no freed memory is used again
+        for bits in reversed(BITS):
             size = KVFormat.of_bits(bits).token_bytes(shape.heads, shape.size, shape.size)
             every = dict.fromkeys(range(shape.layers), size)
             windows = Windows.of(dict.fromkeys(sliding, shape.window), every)
-            policy = KVPolicy(shape.policy, tokens // 4) if shape.policy else None
-            end = tokens + (BLOCK if policy else 0)
+            policy = KVPolicy(shape.policy, length // 4) if shape.policy else None
+            end = length + BLOCK
             given_up = (0 if policy is None else end - policy.held(end)) * size
             given_up *= shape.layers - len(sliding)
-            if policy is not None and given_up < GIVEN_BACK:
-                continue  # so little stays with the allocator, for the next sequence
-            cache = pool_of(bits, windows, policy).new_cache(end)
-            before = resident_bytes()
-            while cache.length < end:
-                if cache.length == tokens:
-                    cache.prompt_read()
-                for layer in range(shape.layers):
-                    cache.write(layer, *rows)
-                cache.length += BLOCK
-            grown = resident_bytes() - before
-            counted = windows.held_tokens(end) * shape.layers * size - given_up
-            kept.append(cache)
+            pool = pool_of(bits, windows, policy)
+            grown = grown_by(pool, sequences, length, shape.layers, rows)
+            held = windows.held_tokens(end) * shape.layers * size - given_up
+            counted = sequences * held
             found.append(
                 {
                     "attention of": name,
+                    "sequences": f"{sequences} of {end}",
                     "bits": bits,
-                    "all tokens in all layers MB": round(tokens * shape.layers * size / 1e6, 2),
+                    "all tokens in all layers MB": round(
+                        sequences * end * shape.layers * size / 1e6, 2
+                    ),
                     "planned MB": round(counted / 1e6, 2),
                     "resident MB": round(grown / 1e6, 2),
                     "more %": round(100 * (grown / counted - 1), 2),
                 }
             )
     return found
+
+
+def grown_by(pool: BlockPool, sequences: int, length: int, layers: int, rows: torch.Tensor) -> int:
+    """Resident bytes of sequences of prompts of this length and a block behind them."""
+    before = resident_bytes()
+    caches = [pool.new_cache(length + BLOCK) for _ in range(sequences)]
+    for cache in caches:
+        while cache.length < length + BLOCK:
+            if cache.length == length:
+                cache.prompt_read()
+            for layer in range(layers):
+                cache.write(layer, *rows)
+            cache.length += BLOCK
+    return resident_bytes() - before
 
 
 def resident_bytes() -> int:
@@ -257,6 +278,8 @@ def main() -> None:
     parser.add_argument("--parts", default="quality,speed,memory,answers,policies")
     parser.add_argument("--bytes", type=int, default=200_000, help="of each of three texts")
     parser.add_argument("--context", type=int, default=8192, help="tokens behind which steps run")
+    parser.add_argument("--contexts", **several(int), default=[8192, 32768], help="of policies")
+    parser.add_argument("--model", help="whose steps policies are timed in (a whole model's)")
     options = parser.parse_args()
     print_header(environment())
     result: dict[str, Any] = {"environment": environment()}
@@ -270,11 +293,13 @@ def main() -> None:
     if "answers" in options.parts:
         result["answers"] = answers(256 if options.quick else 2048)
     if "policies" in options.parts:
-        contexts = [2048] if options.quick else [8192, 32768]
-        result["policies"] = policy_quality(
-            *((1, [512]) if options.quick else (8, [1024, 256, 512]))
-        )
-        result["policy speed"] = policy_speed(contexts, 1 if options.quick else 20, 2)
+        contexts = [2048] if options.quick else options.contexts
+        if options.model is None:
+            result["policies"] = policy_quality(
+                *((1, [512]) if options.quick else (8, [1024, 256, 512]))
+            )
+        seconds = 1 if options.quick else 20
+        result["policy speed"] = policy_speed(contexts, seconds, 2, options.model)
     for part in ("quality", "speed", "memory", "answers", "policies", "policy speed"):
         if rows := result.get(part):
             print_table(part, list(rows[0]), [list(row.values()) for row in rows])

@@ -4,8 +4,8 @@ tables of `benchmarks.keys_values`.
 Quality: the shipped model reads all but the last quarter of 2,048 held-out tokens as a prompt, and
 the last quarter by decode steps, whose predictions count; then the same with the first quarter
 once more in place of the last, which only those can predict that still find it. Speed: decode
-steps of a random model with the attention of Qwen3-30B-A3B behind a long context; the policies
-take turns.
+steps of a random model with the attention of Qwen3-30B-A3B, or of a whole one, behind a long
+context; the policies take turns.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks.common import take_turns
 from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
+from kernels.cpu.kv import BLOCK
 from moe import MoE
 from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
-from moe.network.kv_cache import KVFormat
+from moe.network.kv_cache import KVFormat, LayerKey, Shape
 from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
@@ -139,6 +140,16 @@ def run(model: MoE, work: list[Work], phase: Any) -> list[torch.Tensor]:
     return lanes[0].result()
 
 
+def shapes_of(model: MoE) -> dict[LayerKey, Shape]:
+    """Of the layers of attention, each of which must see all tokens."""
+    cache = model.backbone.new_cache(BLOCK)
+    assert isinstance(cache, BlockKVCache)
+    assert not model.backbone.windows.of_layer
+    with torch.inference_mode():
+        run(model, [Work([7], cache)], "prefill")
+    return dict(cache.shapes)
+
+
 def attention_bound(layers: int) -> Qwen3MoeForCausalLM:
     """A random model whose decode steps are attention above all."""
     of_any_size: Any = Qwen3MoeConfig
@@ -151,20 +162,30 @@ def attention_bound(layers: int) -> Qwen3MoeForCausalLM:
     return Qwen3MoeForCausalLM(config)
 
 
-def policy_speed(contexts: list[int], seconds: float, layers: int) -> list[dict[str, Any]]:
-    """A row for each context, precision and policy."""
-    longest = max(contexts)
+def policy_speed(
+    contexts: list[int], seconds: float, layers: int, path: str | None = None
+) -> list[dict[str, Any]]:
+    """A row for each context, precision and policy.
+
+    Args:
+        path: of a whole model, whose keys and values are made up; None: `attention_bound`.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        attention_bound(layers).save_pretrained(folder)
-        settings = {"memory": {"kv_bits": 16}, "model": {"context_length": longest + 64}}
-        model = MoE.from_pretrained(folder, settings)
-    rows = torch.randn(2, 1, 4, 512, 128)
+        if path is None:
+            attention_bound(layers).save_pretrained(folder)
+        settings = {"memory.kv_bits": 16, "model.context_length": max(contexts) + 64}
+        model = MoE.from_pretrained(path or folder, settings)
+    shapes = shapes_of(model)
+    rows = {
+        shape: [torch.randn(1, shape[0], 512, n) for n in shape[1:]] for shape in shapes.values()
+    }
 
     def filled(context: int, bits: int, spec: str | None) -> BlockKVCache:
         cache = policy_pool(bits, spec).new_cache(context + 64)
         while cache.length < context:
-            for layer in range(layers):
-                cache.write(layer, *rows)
+            for layer, shape in shapes.items():
+                keys, values = rows[shape]
+                cache.write(layer, keys, values)
             cache.length += 512
         cache.prompt_read()
         return cache

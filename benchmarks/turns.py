@@ -1,11 +1,14 @@
 """What the turns of a chat read: tokens and time to first token, with and without a prefix cache.
 
     python -m benchmarks.turns [--quick] [--model hybrid|2b|demo|PATH] [--prompt 1024] [--turns 4]
+    python -m benchmarks.turns --http [--model demo|PATH] [--turns 10]
 
 A chat of several turns: a long first prompt, and in each further turn the answer before it and a
 short message. Another chat then begins with the same first half of the prompt, and a third one.
 Both models, with experts of 4 bits, read the same chats in turn, and must give the same answers.
-`--quick` takes a tiny random hybrid model. The last line is one JSON object.
+`--quick` takes a tiny random hybrid model. `--http`: the openai client chats with `moe serve`,
+which keeps answers too (`memory.reuse_answers`); each turn has a message of as many words. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -15,10 +18,12 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.decode_contenders import model_folder
+from benchmarks.servers import moe_serve
 from examples.models.random_models import random_hybrid
 from examples.models.tiny import tiny_model
 from moe import MoE, SamplingParams
@@ -30,6 +35,7 @@ CONTENDERS: dict[str, dict[str, Any]] = {
     KEPT: {"prefix_tokens": 16384},
 }
 ANSWER, MESSAGE = 16, 24
+WORDS = ["a", "small", "dog", "and", "the", "old", "cat", "went", "to", "see", "red", "boats"]
 
 
 def read(model: MoE, loop: StepLoop, prompt: list[int]) -> tuple[list[int], int, float]:
@@ -82,13 +88,59 @@ def measure(path: Path, length: int, turns: int) -> list[dict[str, Any]]:
     return rows
 
 
+def over_http(path: Path, turns: int, chats: int) -> list[dict[str, Any]]:
+    """A row for each turn: medians of some chats, which differ from their first word on."""
+    import openai
+
+    words, found = random.Random(2), list[list[tuple[int, int, float]]]()
+    settings = "memory.reuse_answers=true", "memory.prefix_tokens=16384"
+    with moe_serve(path, *settings) as server:
+        endpoint = server.endpoint
+        client = openai.OpenAI(base_url=f"{endpoint.url}/v1", api_key="none", max_retries=0)
+        for _ in range(chats + 1):  # the first one warms up
+            messages: Any = []
+            found.append([])
+            for _ in range(turns):
+                said = " ".join(words.choices(WORDS, k=100))
+                messages.append({"role": "user", "content": said})
+                answer, usage, begin, first = "", None, time.perf_counter(), 0.0
+                for part in client.chat.completions.create(
+                    model=endpoint.model, messages=messages, max_tokens=ANSWER, temperature=0,
+                    stream=True, stream_options={"include_usage": True},
+                ):  # fmt: skip
+                    usage = part.usage or usage
+                    if part.choices and (text := part.choices[0].delta.content):
+                        first, answer = first or time.perf_counter() - begin, answer + text
+                assert usage is not None
+                details = usage.prompt_tokens_details
+                cached = (details.cached_tokens if details else 0) or 0
+                found[-1].append((usage.prompt_tokens, usage.prompt_tokens - cached, first))
+                messages.append({"role": "assistant", "content": answer})
+    rows = []
+    for turn in range(turns):
+        tokens, read, first = (median(each[turn][i] for each in found[1:]) for i in range(3))
+        rows.append(
+            {"turn": turn + 1, "tokens": tokens, "read": read, "TTFT ms": round(1e3 * first, 1)}
+        )
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model, shorter prompts")
     parser.add_argument("--model", default="hybrid", help="hybrid, 2b, demo or a folder")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of the first prompt")
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--http", action="store_true", help="the openai client and a server")
     options = parser.parse_args()
+    if options.http:
+        path = model_folder("demo" if options.model == "hybrid" else options.model)
+        assert path is not None
+        print_header(environment() | {"model": path.name})
+        rows = over_http(path, options.turns, 5)
+        print_table("over HTTP", list(rows[0]), [list(row.values()) for row in rows])
+        print_json({"environment": environment(), "rows": rows})
+        return
     with tempfile.TemporaryDirectory() as folder:
         if options.quick:
             tiny_model("qwen3_5_moe_text").save_pretrained(folder)

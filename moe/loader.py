@@ -435,7 +435,8 @@ def _keep_in_blocks(
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
     windows = seen_windows(backbone, kv.form) if planned.footprint.windows else Windows()
-    pool = BlockPool(HostBlocks(kernel.kv, kv.form), windows, kv.policy)
+    memory = HostBlocks(kernel.kv, kv.form)
+    pool = BlockPool(memory, windows, kv.policy, planned.footprint.shapes)
     backbone.blocks = pool
     if kv.policy is not None:
         try:

@@ -19,14 +19,25 @@ class Bf16Products {
   static long unit_bytes(const Attend& a) { return unit_pairs(a) * long(sizeof(uint32_t)); }
   static void pack(const Attend& a, const Lines& k, const Lines& v, long count, char* to) {
     memset(to, 0, unit_bytes(a));
-    auto* half = reinterpret_cast<uint16_t*>(to);
-    for (long t = 0; t < count; ++t)
-      for (long d = 0; d < a.key_size; ++d)
-        half[(d / 2 * PANEL_KEYS + t) * 2 + d % 2] = rounded(k.at(t)[d]);
-    half += key_pairs(a) * PANEL_KEYS * 2;
-    for (long t = 0; t < count; ++t)
-      for (long c = 0; c < a.value_size; ++c)
-        half[(t / 2 * columns(a) + c) * 2 + t % 2] = rounded(v.at(t)[c]);
+    auto* pairs = reinterpret_cast<uint32_t*>(to);
+    for (long first = 0; first < count; first += LANES)
+      for (long d = 0; d < a.key_size; d += 2 * LANES) {
+        __m512i row[LANES];
+        UNROLL for (long i = 0; i < LANES; ++i)
+          row[i] = first + i < count ? rounded(part(k.at(first + i), d, a.key_size),
+                                               part(k.at(first + i), d + LANES, a.key_size))
+                                     : __m512i{};
+        turn_over(row);
+        for (long i = 0; i < LANES && d / 2 + i < key_pairs(a); ++i)
+          store(pairs + (d / 2 + i) * PANEL_KEYS + first, row[i]);
+      }
+    pairs += key_pairs(a) * PANEL_KEYS;
+    for (long t = 0; t < count; t += 2, pairs += columns(a))
+      for (long c = 0; c < a.value_size; c += LANES) {
+        const vf next = t + 1 < count ? part(v.at(t + 1), c, a.value_size) : vf{};
+        const __m512i both = rounded(part(v.at(t), c, a.value_size), next);
+        store(pairs + c, _mm512_permutexvar_epi16(load<__m512i>(SIDE_BY_SIDE), both));
+      }
   }
 
   static long task_bytes(const Attend& a) {
@@ -86,10 +97,37 @@ class Bf16Products {
   }
   const uint32_t* unit(long key) const { return packed_ + key / PANEL_KEYS * unit_pairs(a_); }
 
-  static uint16_t rounded(float x) {
-    const __m128bh half = _mm_cvtneps_pbh(_mm_set_ss(x));
-    return load<uint16_t>(&half);
+  // LANES numbers of a row from c on, zeros behind its end.
+  static vf part(const float* row, long c, long size) {
+    return c < size ? load_as_fp32(row + c, size - c) : vf{};
   }
+  static __m512i rounded(vf low, vf high) {
+    return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+  }
+  // Turns a square of pairs over: number j of row i becomes number i of row j.
+  static void turn_over(__m512i (&row)[LANES]) {
+    alignas(64) static constexpr auto places = [] {
+      struct { int32_t at[4][2][LANES]; } all{};
+      for (int step = 0; step < 4; ++step)
+        for (int j = 0; j < LANES; ++j) {
+          const int half = 1 << step, other = j ^ half;
+          all.at[step][0][j] = j & half ? LANES + other : j;
+          all.at[step][1][j] = j & half ? LANES + j : other;
+        }
+      return all;
+    }();
+    UNROLL for (int step = 0; step < 4; ++step)
+      UNROLL for (int i = 0; i < LANES; ++i)
+        if (const int half = 1 << step; !(i & half)) {
+          const __m512i a = row[i], b = row[i + half];
+          row[i] = _mm512_permutex2var_epi32(a, load<__m512i>(places.at[step][0]), b);
+          row[i + half] = _mm512_permutex2var_epi32(a, load<__m512i>(places.at[step][1]), b);
+        }
+  }
+  // The first halves of a vector between its second ones.
+  alignas(64) static constexpr uint16_t SIDE_BY_SIDE[2 * LANES] = {
+      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   static uint32_t pair(float low, float high) {
     const __m128bh both = _mm_cvtneps_pbh(_mm_setr_ps(low, high, 0, 0));
     return load<uint32_t>(&both);

@@ -40,8 +40,8 @@ from moe.describe.description import (
     Router,
 )
 from moe.describe.parts import describe_norm, describe_projection
-from moe.network.kv_blocks import BlockKVCache, Shape
-from moe.network.kv_cache import KVCache, LayerKey
+from moe.network.kv_blocks import BlockKVCache
+from moe.network.kv_cache import KVCache, LayerKey, Shape
 from moe.network.mtp import MtpInput
 from moe.network.packed_pass import Work
 from moe.network.stored_embedding import StoredEmbedding

@@ -36,7 +36,8 @@ from moe.describe.description import (
     View,
 )
 from moe.network.device_blocks import DeviceBlocks, slots_of, tables_of
-from moe.network.kv_blocks import BlockKVCache, Shape
+from moe.network.kv_blocks import BlockKVCache
+from moe.network.kv_cache import Shape
 from moe.network.packed_pass import Work, put_ahead
 
 _CURVES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}

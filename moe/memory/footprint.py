@@ -38,7 +38,7 @@ from moe.network.backbone import Backbone
 from moe.network.block_cache import seen_by_blocks
 from moe.network.block_diffusion import writes_blocks
 from moe.network.denoise import canvases_of_a_pass
-from moe.network.kv_cache import KVCache, KVFormat, SequenceCache
+from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, Shape
 from moe.network.lanes import run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
@@ -66,6 +66,7 @@ class Footprint:
         activation_bytes: most that everything else takes while a batch of prompts is read.
         how: where the figures come from.
         windows: of the layers that keep no more than so many last tokens, the bytes of a token.
+        shapes: of the layers that keep keys and values in blocks, in main memory.
         bounds_bytes: of a token, what bounds of the keys take if a policy chooses by them
             (`KVFormat.bounds`).
         canvas_bytes: what a sequence keeps between two passes over its canvas; 0 where none is.
@@ -78,6 +79,7 @@ class Footprint:
     how: str
     windows: Mapping[int, int] = field(default_factory=dict)
     bounds_bytes: int = 0
+    shapes: Mapping[int, Shape] = field(default_factory=dict)
     canvas_bytes: int = 0
 
 
@@ -170,7 +172,8 @@ def _measure(
             return Footprint(coded, per_token, rest, activations, how)
         windows = seen_windows(backbone, form).token_bytes
         plain, bounded = (grown.saved_bytes(form._replace(bounds=b)) for b in (False, True))
-        return Footprint(coded, per_token, rest, activations, how, windows, plain - bounded)
+        shapes = grown.cache.buffer_shapes if isinstance(grown.cache, KVCache) else {}
+        return Footprint(coded, per_token, rest, activations, how, windows, plain - bounded, shapes)
     # The batch's other prompts wait at an MoE layer meanwhile, with their rows.
     waiting = (
         4 * backbone.model.config.get_text_config().hidden_size * backbone.model.dtype.itemsize

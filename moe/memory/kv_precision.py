@@ -69,7 +69,10 @@ def choose_kv_precision(
     if reason := _why_buffers(profile, device, dtype):
         return KVPrecision(own, reason, in_blocks=False)
     if device.type != "cpu":
-        return KVPrecision(own, f"on {device}, keys and values have the network's dtype", True)
+        why = f"on {device}, keys and values have the network's dtype"
+        if policy is not None:  # loading refuses it with this reason
+            why = f"on {device}, they read every block that a sequence lists"
+        return KVPrecision(own, why, True)
     if wanted != "auto":
         return KVPrecision(wanted, "memory.kv_bits", True, policy)
     if quantized:

@@ -10,7 +10,7 @@ Legend: P blocks, N key/value heads, D key size, V value size, T new tokens of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kernels.triton import attention, rows
 from kernels.triton.attention import BLOCK, KeyRows
-from moe.network.kv_blocks import BlockKVCache, Shape
-from moe.network.kv_cache import KVCache, KVFormat, LayerKey
+from moe.network.kv_blocks import BlockKVCache
+from moe.network.kv_cache import KVCache, KVFormat, LayerKey, Shape
 from moe.settings.device import to_device
 
 _WIDEST = 256
@@ -46,7 +46,7 @@ class DeviceBlocks:
         self._free = list(range(count - 1, -1, -1))
         self._layers: dict[LayerKey, tuple[Shape, Tensor]] = {}
 
-    def take(self) -> int:
+    def take(self, shapes: Mapping[LayerKey, Shape]) -> int:
         if not self._free:
             raise MemoryError(
                 f"all {self.count} blocks of keys and values on {self.device} are in use"
@@ -56,11 +56,8 @@ class DeviceBlocks:
     def give_back(self, number: int) -> None:
         self._free.append(number)
 
-    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+    def rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
         return self._rows(layer, shape)[number].view(torch.uint8)
-
-    def take_rows(self, number: int, layer: LayerKey, shape: Shape, rows: Tensor) -> Tensor:
-        return self.new_rows(number, layer, shape).copy_(rows)
 
     def layer_rows(self, layer: LayerKey, shape: Shape) -> KeyRows:
         """A layer's keys (P, N, 64, D) and values (P, N, 64, V)."""

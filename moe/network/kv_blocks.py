@@ -13,16 +13,19 @@ keeps, so that prompts which begin alike can part anywhere (`BlockKVCache.keep_a
 policy (`moe.network.kv_policy`) a sequence gives up blocks of the other layers, too, once its
 prompt has been read (`BlockKVCache.prompt_read`); nothing forks from it then.
 
-Where the rows of blocks lie is the business of a `BlockMemory`: `HostBlocks` allocates them one by
-one and lists their addresses for compiled code; `moe.network.device_blocks.DeviceBlocks` has all of
-them in one piece on a GPU and knows them by number.
+Where the rows of blocks lie is the business of a `BlockMemory`, which knows blocks by number:
+`HostBlocks` gives each pages of its own and lists addresses for compiled code;
+`moe.network.device_blocks.DeviceBlocks` has all of them in one piece on a GPU.
 Legend: N key/value heads, D key size, V value size, T new tokens.
 """
 
 from __future__ import annotations
 
+import itertools
+import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 from weakref import WeakSet, finalize
 
@@ -32,7 +35,6 @@ from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, NativeKV
-from moe.machine import give_back_freed_memory
 from moe.network.kv_cache import (
     CODED,
     KVCache,
@@ -40,15 +42,13 @@ from moe.network.kv_cache import (
     LayerKey,
     RowLayout,
     RowsPass,
+    Shape,
     StoredBlock,
 )
 from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys
 
 ALL = 0
 """The window of layers that see all tokens."""
-GIVEN_BACK = 16 << 20
-"""Bytes given up at once that the allocator would keep as holes, so that the system gets them
-back. Less than that is soon written again."""
 SLACK = BLOCK
 """Tokens behind a window that a sequence keeps, so that `KVCache.cut` can take back drafts."""
 
@@ -95,27 +95,16 @@ class Windows:
         return length - int(saved)
 
 
-class Shape(NamedTuple):
-    """N, D and V of a layer."""
-
-    heads: int
-    key_size: int
-    value_size: int
-
-
 @dataclass(eq=False)
 class KVBlock:
-    """Rows of 64 tokens of one or more sequences: of each layer that sees as far as the others,
-    keys and behind them values.
+    """64 tokens of one or more sequences, in layers that see equally far.
 
     Attributes:
-        number: among the blocks in use; 0 where blocks are not found by number.
-        rows: of each layer the bytes, as far as somebody has asked for them.
+        number: by which a `BlockMemory` knows its rows; 0 where another process has them.
         holders: the sequences that list it, the one that it counts for first.
     """
 
     number: int = 0
-    rows: dict[LayerKey, Tensor] = field(default_factory=dict)
     holders: dict[BlockHolder, None] = field(default_factory=dict)
 
 
@@ -172,22 +161,18 @@ class BlockHolder:
         self.kept = False
         self.drop(range(len(self.blocks)))
 
-    def drop(self, places: Iterable[int]) -> list[KVBlock]:
-        """List these blocks no more; each counts for another sequence that lists it, and those that
-        none lists are given."""
-        dropped = []
+    def drop(self, places: Iterable[int]) -> None:
+        """List these blocks no more; each counts for another sequence that lists it."""
         for at in places:
             block, self.blocks[at] = self.blocks[at], None
             if block is None:
                 continue
-            dropped.append(block)
+            self.dropped += 1
             if len(block.holders) > 1:
                 others = [holder for holder in block.holders if holder is not self]
                 _count_for(next((holder for holder in others if holder.kept), others[0]), block)
                 self.shared -= 1
             del block.holders[self]
-        self.dropped += len(dropped)
-        return [block for block in dropped if not block.holders]
 
     def _settle(self, block: KVBlock) -> None:
         if not next(iter(block.holders)).kept:
@@ -218,17 +203,19 @@ class BlockMemory(Protocol):
     row_form: str
     counts_blocks: bool
 
-    def take(self) -> int:
-        """The number of a new block."""
+    def take(self, shapes: Mapping[LayerKey, Shape]) -> int:
+        """The number of a new block.
+
+        Args:
+            shapes: of the layers that it will have rows of, as far as they are known.
+        """
 
     def give_back(self, number: int) -> None:
         """The block is not used any more."""
 
-    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
-        """The bytes of a layer's rows of a block: of keys (N, 64, D), then of values."""
-
-    def take_rows(self, number: int, layer: LayerKey, shape: Shape, rows: Tensor) -> Tensor:
-        """As `new_rows`, from such bytes on the CPU, which become the block's or are copied."""
+    def rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        """The bytes of a layer's rows of a block: of keys (N, 64, D), then of values. They stay
+        readable as long as somebody has them."""
 
     def write(
         self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
@@ -244,8 +231,23 @@ class BlockMemory(Protocol):
         """See `KVCache.begin_pass`."""
 
 
+class BlockPages(NamedTuple):
+    """Memory of some layers of a block.
+
+    Attributes:
+        begins: where each layer's rows begin in it.
+        address: of the first byte.
+    """
+
+    begins: Mapping[LayerKey, int]
+    memory: Tensor
+    address: int
+
+
 class HostBlocks:
-    """Blocks in main memory, allocated one by one; see `BlockMemory`.
+    """Blocks in main memory; see `BlockMemory`. The rows of all layers of a block are one piece of
+    pages, which the system gets back at once when nobody has them: an allocator would keep them as
+    holes between others.
 
     Args:
         kernel: writes and reads rows.
@@ -257,18 +259,40 @@ class HostBlocks:
     def __init__(self, kernel: NativeKV, form: KVFormat) -> None:
         self.kernel, self.form = kernel, form
         self._zeros: dict[int, Tensor] = {}
+        self._numbers = itertools.count(1)
+        self._pieces: dict[int, list[BlockPages]] = {}
 
-    def take(self) -> int:
-        return 0  # found by address
+    def take(self, shapes: Mapping[LayerKey, Shape]) -> int:
+        number = next(self._numbers)
+        self._pieces[number] = [self.new_piece(shapes)] if shapes else []
+        return number
 
     def give_back(self, number: int) -> None:
-        """Its rows end with it."""
+        del self._pieces[number]
 
-    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
-        return torch.empty(BLOCK * self.form.token_bytes(*shape), dtype=torch.uint8)
+    def new_piece(self, shapes: Mapping[LayerKey, Shape]) -> BlockPages:
+        """Memory of these layers' rows."""
+        begins, size = _places(self.form, tuple(shapes.items()))
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        return BlockPages(begins, memory, memory.data_ptr())
 
-    def take_rows(self, number: int, layer: LayerKey, shape: Shape, rows: Tensor) -> Tensor:
-        return rows
+    def rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        piece, begin = self._find(number, layer, shape)
+        return piece.memory[begin : begin + BLOCK * self.form.token_bytes(*shape)]
+
+    def address(self, number: int, layer: LayerKey, shape: Shape) -> int:
+        """Where a layer's rows of a block begin."""
+        piece, begin = self._find(number, layer, shape)
+        return piece.address + begin
+
+    def _find(self, number: int, layer: LayerKey, shape: Shape) -> tuple[BlockPages, int]:
+        pieces = self._pieces[number]
+        for piece in pieces:
+            if layer in piece.begins:
+                return piece, piece.begins[layer]
+        pieces.append(self.new_piece({layer: shape}))
+        return pieces[-1], 0
 
     def zeros(self, shape: Shape) -> Tensor:
         """What stands for a layer's rows of a block that a sequence has given up."""
@@ -301,6 +325,18 @@ class HostBlocks:
         """Compiled code takes one sequence at a time."""
 
 
+@lru_cache
+def _places(
+    form: KVFormat, shapes: tuple[tuple[LayerKey, Shape], ...]
+) -> tuple[dict[LayerKey, int], int]:
+    """Where the rows of each layer begin in a piece, and its bytes."""
+    begins, end = {}, 0
+    for layer, shape in shapes:
+        begins[layer] = end
+        end += BLOCK * form.token_bytes(*shape)
+    return begins, end
+
+
 class BlockPool:
     """Owns the blocks of all sequences of a model.
 
@@ -310,6 +346,7 @@ class BlockPool:
             there, all layers have the same blocks.
         policy: which blocks decode steps attend to; None: all. One that selects wants a form with
             bounds.
+        shapes: of the layers, as far as they are known; others are learned when they are written.
 
     Attributes:
         shares: of a token's bytes, those of the layers that see so far: `ALL`, and each window.
@@ -320,12 +357,16 @@ class BlockPool:
         memory: BlockMemory,
         windows: Windows | None = None,
         policy: KVPolicy | None = None,
+        shapes: Mapping[int, Shape] | None = None,
     ) -> None:
         self.windows, self.policy = windows or Windows(), policy
         assert not (self.windows.of_layer and memory.counts_blocks), "all layers have these blocks"
         self.memory, self.form = memory, memory.form
         self.shares = {ALL: 1 - sum(self.windows.shares.values()), **self.windows.shares}
         self._alive: dict[int, WeakSet[KVBlock]] = {group: WeakSet() for group in self.shares}
+        self._shapes: dict[int, dict[LayerKey, Shape]] = {group: {} for group in self.shares}
+        for layer, shape in (shapes or {}).items():
+            self.learn(layer, shape)
 
     @property
     def held_tokens(self) -> float:
@@ -336,22 +377,21 @@ class BlockPool:
         """How far a layer sees."""
         return self.windows.of_layer.get(layer, ALL) if isinstance(layer, int) else ALL
 
-    def new_block(self, group: int, rows: dict[LayerKey, Tensor] | None = None) -> KVBlock:
-        """A block that nobody lists yet.
-
-        Args:
-            rows: the memory of one that nobody lists any more; None: new memory.
-        """
-        block = KVBlock(self.memory.take(), rows or {})
+    def new_block(self, group: int) -> KVBlock:
+        """A block that nobody lists yet."""
+        block = KVBlock(self.memory.take(self._shapes[group]))
         finalize(block, self.memory.give_back, block.number).atexit = False
         self._alive[group].add(block)
         return block
 
-    def rows_of(self, block: KVBlock, layer: LayerKey, shape: Shape) -> Tensor:
-        """A layer's rows of a block."""
-        if layer not in block.rows:
-            block.rows[layer] = self.memory.new_rows(block.number, layer, shape)
-        return block.rows[layer]
+    def learn(self, layer: LayerKey, shape: Shape) -> None:
+        """Further blocks have rows of this layer."""
+        self._shapes[self.group_of(layer)].setdefault(layer, shape)
+
+    def takes(self, shapes: Mapping[LayerKey, Shape]) -> bool:
+        """Whether layers have these shapes, as far as they are known."""
+        known = ((self._shapes[self.group_of(layer)].get(layer), layer) for layer in shapes)
+        return all(shape in (None, shapes[layer]) for shape, layer in known)
 
     def new_cache(self, capacity: int) -> BlockKVCache:
         """A new sequence that will hold at most ``capacity`` tokens."""
@@ -473,6 +513,7 @@ class BlockKVCache(KVCache):
         assert self.length >= self._shared * BLOCK, "shared blocks are never written"
         if layer not in self._shapes:
             self._shapes[layer] = shape
+            self._pool.learn(layer, shape)
             self._place()
 
     def read(self, layer: LayerKey, end: int, begin: int = 0) -> tuple[Tensor, Tensor]:
@@ -512,29 +553,25 @@ class BlockKVCache(KVCache):
             self._pointers = None
         if end > len(self.blocks) * BLOCK or self._due:
             for group, holder in self._holders.items():
-                # The allocator does not find holes between other blocks again, as rows are aligned.
-                spare = [] if self._keeps_all else self._drop_unseen(group, holder)
+                if not self._keeps_all:
+                    self._drop_unseen(group, holder)
                 while end > len(holder.blocks) * BLOCK:
-                    holder.add(self._pool.new_block(group, spare.pop().rows if spare else None))
-                freed = sum(rows.nbytes for block in spare for rows in block.rows.values())
-                del spare
-                if freed >= GIVEN_BACK:
-                    give_back_freed_memory()
+                    holder.add(self._pool.new_block(group))
             self._place()
             self._due = False
 
-    def _drop_unseen(self, window: int, holder: BlockHolder) -> list[KVBlock]:
-        """Give up blocks that no later query of the sequence sees; those that none lists now."""
+    def _drop_unseen(self, window: int, holder: BlockHolder) -> None:
+        """Give up blocks that no later query of the sequence sees."""
         unseen = self._unseen(window)
         if len(unseen) <= holder.dropped:
-            return []
+            return
         assert isinstance(self.memory, HostBlocks)
         for index, (layer, shape) in enumerate(self._shapes.items()):
             if self._pool.group_of(layer) == window:
                 begin = self.memory.zeros(shape).data_ptr()
                 places = begin, begin + self._key_bytes(shape)
                 self._tables[index][:, unseen] = np.array(places)[:, None]
-        return holder.drop(unseen)
+        holder.drop(unseen)
 
     def _unseen(self, window: int) -> np.ndarray:
         """The blocks that no later query of the sequence sees, in the order of giving them up."""
@@ -573,8 +610,8 @@ class BlockKVCache(KVCache):
                 assert source is not None
                 for layer, shape in self._shapes.items():
                     if self._pool.group_of(layer) == group:
-                        rows = self._pool.rows_of(source, layer, shape)
-                        self._pool.rows_of(last, layer, shape).copy_(rows)
+                        rows = self.memory.rows(source.number, layer, shape)
+                        self.memory.rows(last.number, layer, shape).copy_(rows)
                 own.add(last)
         copy._shared, self._shared = whole, max(whole, self._shared)
         copy._place()
@@ -589,8 +626,7 @@ class BlockKVCache(KVCache):
         return self._shapes
 
     def stored_block(self, at: int) -> StoredBlock:
-        """As `KVCache.stored_block`: rows of attention as they are kept; those in main memory are
-        copied only if the sequence may use it again."""
+        """As `KVCache.stored_block`: rows of attention as they are kept."""
         assert self.whole, "it has given up blocks"
         found = super().stored_block(at)
         form, own, rows = self.memory.row_form, dict[LayerKey, RowLayout](), list[Tensor]()
@@ -598,8 +634,7 @@ class BlockKVCache(KVCache):
             block = self._holder_of(layer).blocks[at]
             assert block is not None
             own[layer] = RowLayout(form, *shape)
-            found_rows = self._pool.rows_of(block, layer, shape)
-            rows.append(found_rows.clone() if self._reuses(layer) else found_rows.cpu())
+            rows.append(self.memory.rows(block.number, layer, shape).cpu())
         return StoredBlock(own | found.layout, [*rows, *found.rows])
 
     def append_block(self, stored: StoredBlock, device: torch.device | None = None) -> bool:
@@ -618,17 +653,17 @@ class BlockKVCache(KVCache):
         if [rows.numel() for rows in coded.values()] != sizes or min(sizes, default=0) <= 0:
             return False
         made = self._rows_of(rest, device)
-        if made is None or (self.length and shapes != self._shapes):
+        if made is None or (self.length and shapes != self._shapes) or not self._pool.takes(shapes):
             return False
         self._shapes = shapes
+        for layer, shape in shapes.items():
+            self._pool.learn(layer, shape)
         super().reserve(self.length + BLOCK)
         for group, holder in self._holders.items():
             block = self._pool.new_block(group)
             for layer, own in coded.items():
                 if self._pool.group_of(layer) == group:
-                    number, shape = block.number, shapes[layer]
-                    part = own.clone() if self._reuses(layer) else own
-                    block.rows[layer] = self.memory.take_rows(number, layer, shape, part)
+                    self.memory.rows(block.number, layer, shapes[layer]).copy_(own)
             holder.add(block)
         self._place()
         self._write_block(made)
@@ -654,14 +689,10 @@ class BlockKVCache(KVCache):
                 if table[0, at]:
                     break
                 if (block := holder.blocks[at]) is None:
-                    found = self.memory.zeros(shape)
+                    found = self.memory.zeros(shape).data_ptr()
                 else:
-                    found = self._pool.rows_of(block, layer, shape)
-                table[:, at] = found.data_ptr(), found.data_ptr() + keys
-
-    def _reuses(self, layer: LayerKey) -> bool:
-        """Whether the sequence may write again into the memory of blocks that it gives up."""
-        return self._pool.group_of(layer) != ALL or self._pool.policy is not None
+                    found = self.memory.address(block.number, layer, shape)
+                table[:, at] = found, found + keys
 
     def _holder_of(self, layer: LayerKey) -> BlockHolder:
         return self._holders[self._pool.group_of(layer)]

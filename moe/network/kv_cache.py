@@ -37,6 +37,14 @@ SNAPSHOTS = 2
 _AHEAD = 1024  # tokens of spare room; most requests end within them and never copy their buffers
 
 
+class Shape(NamedTuple):
+    """Heads, and numbers of a key and of a value, of a layer of attention."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+
 class KVFormat(NamedTuple):
     """How rows of keys and of values are stored."""
 
@@ -244,9 +252,17 @@ class KVCache:
             form: how rows would be stored; None: as they are.
         """
         return {
-            layer: keys[:, :, :1].nbytes + values[:, :, :1].nbytes
+            layer: sum(rows[:, :, :1].nbytes for rows in self._layers[layer])
             if form is None
-            else form.token_bytes(keys.shape[1], keys.shape[3], values.shape[3])
+            else form.token_bytes(*shape)
+            for layer, shape in self.buffer_shapes.items()
+        }
+
+    @property
+    def buffer_shapes(self) -> dict[int, Shape]:
+        """Of each layer of attention whose rows are in buffers."""
+        return {
+            layer: Shape(keys.shape[1], keys.shape[3], values.shape[3])
             for layer, (keys, values) in self._layers.items()
             if not isinstance(layer, tuple)
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu import choose_kernel
-from kernels.cpu.kv import BLOCK
+from kernels.cpu.kv import BLOCK, NativeKV
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
 from moe.errors import RequestError
 from moe.loader import load_model
 from moe.network.block_codec import BlockError, decode_block, encode_block
 from moe.network.device_blocks import DeviceBlocks
-from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, KVBlock, Shape, Windows
-from moe.network.kv_cache import KVFormat, LayerKey
+from moe.network.kv_blocks import BlockKVCache, BlockPages, BlockPool, HostBlocks, Windows
+from moe.network.kv_cache import KVFormat, LayerKey, Shape
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.settings.profile import load_profile
@@ -37,19 +37,23 @@ INDEXER = ("indexer", 3)
 
 
 class CanaryBlocks(HostBlocks):
-    """Memory that nobody has written is NaN, so that it shows when it is read."""
+    """Memory that nobody has written is NaN, so that it shows when it is read; so is that of
+    blocks which have been given back, and stays readable."""
 
-    def new_rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
-        return super().new_rows(number, layer, shape).fill_(0xFF)
+    def __init__(self, kernel: NativeKV, form: KVFormat) -> None:
+        super().__init__(kernel, form)
+        self._freed: list[object] = []
 
+    def new_piece(self, shapes: Mapping[LayerKey, Shape]) -> BlockPages:
+        piece = super().new_piece(shapes)
+        piece.memory.fill_(0xFF)
+        return piece
 
-class CanaryPool(BlockPool):
-    """The same of memory that is used again."""
-
-    def new_block(self, group: int, rows: dict[LayerKey, Tensor] | None = None) -> KVBlock:
-        for own in (rows or {}).values():
-            own.fill_(0xFF)
-        return super().new_block(group, rows)
+    def give_back(self, number: int) -> None:
+        self._freed.append(self._pieces[number])
+        for piece in self._pieces[number]:
+            piece.memory.fill_(0xFF)
+        super().give_back(number)
 
 
 class CanaryDeviceBlocks(DeviceBlocks):
@@ -64,9 +68,12 @@ class CanaryDeviceBlocks(DeviceBlocks):
 class Sequences(RuleBasedStateMachine):
     """Sequences that grow, fork and end, beside lists of the rows that they should have."""
 
-    @initialize(bits=st.sampled_from([32, 16, 8, 4, None]), window=st.booleans())
-    def begin(self, bits: int | None, window: bool) -> None:
-        """Layer 3 sees a window of few tokens, or all of them. Without bits: as on a GPU."""
+    @initialize(
+        bits=st.sampled_from([32, 16, 8, 4, None]), window=st.booleans(), shapes=st.integers(0, 2)
+    )
+    def begin(self, bits: int | None, window: bool, shapes: int) -> None:
+        """Layer 3 sees a window of few tokens, or all of them. Without bits: as on a GPU. Of some
+        layers the shapes are known before they are written."""
         assert NATIVE is not None
         self.windows = {3: WINDOW} if window and bits is not None else {}
         form = KVFormat.of_bits(bits or 32)
@@ -75,7 +82,8 @@ class Sequences(RuleBasedStateMachine):
             self.pool = BlockPool(CanaryDeviceBlocks(torch.device("cpu"), torch.float32, 150))
         else:
             windows = Windows.of(self.windows, sizes)
-            self.pool = CanaryPool(CanaryBlocks(NATIVE.kv, form), windows)
+            known = dict(list(LAYERS.items())[:shapes])
+            self.pool = BlockPool(CanaryBlocks(NATIVE.kv, form), windows, shapes=known)
         self.known: list[tuple[BlockKVCache, list[float]]] = []
         self.next = 1.0
 
@@ -310,6 +318,17 @@ def test_many_layers_take_no_more_room_in_tables() -> None:
         cache.write(layer, rows, rows)
     assert cache._tables.shape == (100, 2, 16)
     assert torch.equal(cache.read(99, 2 * BLOCK)[0], cache.read(0, 2 * BLOCK)[0])
+
+
+def test_a_block_of_another_shape_is_not_taken() -> None:
+    assert NATIVE is not None
+    memory, rows = HostBlocks(NATIVE.kv, KVFormat.of_bits(16)), torch.randn(1, 2, BLOCK, 8)
+    cache = BlockPool(memory).new_cache(BLOCK)
+    cache.write(0, rows, rows)
+    cache.length = BLOCK
+    for shape, taken in ((Shape(2, 8, 8), True), (Shape(1, 8, 8), False)):
+        own = BlockPool(memory, shapes={0: shape}).new_cache(BLOCK)
+        assert own.append_block(cache.stored_block(0)) == taken
 
 
 def test_a_full_pool_says_so_and_goes_on_when_a_sequence_ends() -> None:

@@ -375,7 +375,11 @@ def test_gpus_refuse_policies() -> None:
     profile = load_profile(overrides=LOSSY | {"memory.kv_policy": "window:512"}).profile
     kv = choose_kv_precision(profile, torch.device("cuda"), torch.bfloat16, quantized=True)
     assert kv.policy is None
-    with pytest.raises(ProfileError, match=r"memory\.kv_policy is window:512, and decode"):
+    message = (
+        r"memory\.kv_policy is window:512, and decode steps attend to all that their layers see: "
+        r"on cuda, they read every block that a sequence lists; set memory\.kv_policy: null"
+    )
+    with pytest.raises(ProfileError, match=message):
         _check_policy(profile, kv)
 
 

@@ -34,7 +34,7 @@ from moe.memory.footprint import (
 from moe.memory.kv_precision import choose_kv_precision
 from moe.memory.planning import _plan_waves, check_fit
 from moe.network.backbone import Backbone
-from moe.network.kv_blocks import BlockKVCache
+from moe.network.kv_blocks import BlockKVCache, HostBlocks
 from moe.network.kv_cache import KVCache, KVFormat, SequenceCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
@@ -106,10 +106,13 @@ def test_keys_and_values_of_a_token(tiny_moe: Callable[[str], MoE], model_type: 
 
 def _bytes(cache: SequenceCache) -> int:
     """Bytes of a sequence's state."""
-    holders = cache._holders.values() if isinstance(cache, BlockKVCache) else ()
-    blocks = [block.rows for holder in holders for block in holder.held]
+    pieces: list[object] = []
+    if isinstance(cache, BlockKVCache):
+        assert isinstance(cache.memory, HostBlocks)
+        held = [block for holder in cache._holders.values() for block in holder.held]
+        pieces += [cache.memory._pieces[block.number] for block in held]
     return (
-        tensor_bytes([vars(cache)["_layers"], vars(cache)["_states"], blocks])
+        tensor_bytes([vars(cache)["_layers"], vars(cache)["_states"], pieces])
         if isinstance(cache, KVCache)
         else tensor_bytes(cache)
     )
