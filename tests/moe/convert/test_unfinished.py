@@ -98,7 +98,7 @@ def half_done(path: Path, out: Path, patch: pytest.MonkeyPatch) -> Path:
         return write(file, *rest)
 
     with patch.context() as inner:
-        inner.setattr("experts.store.write_file", two)
+        inner.setattr("experts.layer_file.write_file", two)
         message = r"cannot write .*00002\.safetensors: No space left.*continues from there"
         with pytest.raises(CheckpointError, match=message):
             convert(path, out, SETTINGS)
