@@ -105,6 +105,7 @@ def footprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from kernels import backend_status
     from moe.memory import planning
     from moe.memory.footprint import Footprint
+    from moe.network.kv_cache import Shape
 
     known: dict[Any, Footprint] = {}
     measure = planning.measure_footprint
@@ -120,7 +121,8 @@ def footprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             if file.exists():
                 read = json.loads(file.read_text())
                 windows = {int(window): size for window, size in read.pop("windows").items()}
-                known[key] = Footprint(**read, windows=windows)
+                shapes = {int(layer): Shape(*own) for layer, own in read.pop("shapes").items()}
+                known[key] = Footprint(**read, windows=windows, shapes=shapes)
             else:
                 known[key] = measure(network, *sizes, **how)
                 fresh = file.with_suffix(f".{os.getpid()}")
