@@ -106,8 +106,10 @@ long Pass::work() const {
 }
 
 void Pass::measure() {
-  if (step.prompts) longest = 0;  // their sums are not kept
-  if (step.prompts) return;
+  if (step.prompts) {
+    longest = 0;  // their splits are the prompt kernel's own
+    return;
+  }
   for (long b = 0; b < B; ++b) longest = splits(b) > longest ? splits(b) : longest;
 }
 

@@ -12,9 +12,11 @@ namespace recurrence {
 namespace {
 
 constexpr int WIDE = 2;                    // vectors of columns in a panel
+// Vectors of columns that a single token takes at a time, as many as the registers hold: memory is read
+// fastest in whole rows of a state.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int WIDEST = 8;                  // of a single token, as registers allow: whole pages of a
-#else                                      // state are read in order
+constexpr int WIDEST = 8;
+#else
 constexpr int WIDEST = 4;
 #endif
 constexpr long PANEL = WIDE * LANES;       // columns; MAX_KEYS rows of them fit the L1 cache

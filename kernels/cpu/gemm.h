@@ -60,6 +60,7 @@ constexpr int MAX_ROWS = 6;
 #else
 constexpr int MAX_ROWS = 3;
 #endif
+constexpr long PART_BYTES = 4 << 20;  // of input rows: so many stay in a cache for all panels
 constexpr int QUAD = 4;             // weight rows a tile
 constexpr int MAX_PANEL = 128;      // weight rows a task
 constexpr long BLOCK_BYTES = 4096;  // of an activation row at a time: a tile's rows stay in L1

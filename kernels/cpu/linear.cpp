@@ -10,8 +10,6 @@ constexpr long TASK_ROWS = 16 * MAX_ROWS;  // at least: fewer do not pay for fet
 
 constexpr long round_up(long count, long unit) { return (count + unit - 1) / unit * unit; }
 
-constexpr long PART_BYTES = 4 << 20;       // input rows that stay in a cache for all panels
-
 // How a product is divided: a task is a panel of weight rows and a part of the input rows. A part's
 // tasks follow each other.
 struct Tasks {

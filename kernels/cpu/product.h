@@ -50,7 +50,6 @@ struct Product {
 
 constexpr long WIDEST = MAX_PANEL_BLOCKS * BLOCK_ROWS;
 static_assert(WIDEST <= MAX_PANEL, "a dense panel's sums");
-constexpr long PART_BYTES = 4 << 20;  // of input rows, which stay in a cache for all panels
 
 inline thread_local Scratch unpacking;  // of a panel's codes
 
