@@ -1,6 +1,6 @@
-"""Does it run on a GPU, and how fast? Three runs of ten minutes each.
+"""Does it run on a GPU, and how fast? Three runs of a few minutes each.
 
-    python -m benchmarks.gpu --part 1 [--out DIR] [--minutes 10]    # or: make gpu
+    python -m benchmarks.gpu --part 1 [--out DIR] [--minutes 5]    # or: make gpu
     python -m benchmarks.gpu --part 1 --stand-in                    # tiny, on a CPU: any typos?
 
 Part 1: the machine, tests marked `gpu`, logical ranks on one device, a layer of experts. Part 2: a
@@ -22,9 +22,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -41,11 +43,11 @@ TAIL = 2000
 
 STEPS: dict[int, dict[str, float]] = {
     1: {
-        "machine": 60, "kernel_tests": 240, "decode_tests": 150, "offload_tests": 90,
-        "ranks": 90, "experts": 150,
+        "machine": 30, "kernel_tests": 150, "decode_tests": 90, "offload_tests": 60,
+        "ranks": 60, "experts": 90,
     },
-    2: {"model_16": 240, "model_4": 150, "model_8": 150, "transformers": 120},
-    3: {"offload": 300, "drafts": 180, "sampler": 120, "long_context": 150},
+    2: {"model_4": 100, "model_16": 120, "model_8": 80, "transformers": 40},
+    3: {"offload": 150, "drafts": 90, "sampler": 60, "long_context": 60},
 }  # fmt: skip
 """Of each part, the steps in their order, and the seconds that each may take."""
 
@@ -55,7 +57,10 @@ def main() -> int:
     parser.add_argument("--part", type=int, choices=STEPS, help="which of the three runs")
     parser.add_argument("--step", help="one step in this process; its results are the last line")
     parser.add_argument("--out", type=Path, default=OUT, help="where results are and go")
-    parser.add_argument("--minutes", type=float, default=10.0, help="begin no step beyond these")
+    parser.add_argument("--minutes", type=float, default=5.0, help="begin no step beyond these")
+    parser.add_argument(
+        "--stores", type=Path, help="where models are written, and stay for the next run"
+    )
     parser.add_argument("--stand-in", action="store_true", help="tiny shapes on a CPU")
     given = parser.parse_args()
     lacking = missing(WHEELS.read_text().splitlines(), stand_in=given.stand_in)
@@ -66,11 +71,26 @@ def main() -> int:
     if given.step is not None:
         from benchmarks.gpu_steps import run_step
 
-        print_json(run_step(given.step, stand_in=given.stand_in))
+        with _stores(given.stores) as stores:
+            print_json(run_step(given.step, stores, stand_in=given.stand_in))
         return 0
     if given.part is None:
         parser.error("--part 1, 2 or 3 is needed")
-    return run_part(given.part, given.out, 60 * given.minutes, stand_in=given.stand_in)
+    with _stores(given.stores) as stores:
+        return run_part(given.part, given.out, 60 * given.minutes, stores, stand_in=given.stand_in)
+
+
+@contextmanager
+def _stores(folder: Path | None) -> Iterator[Path]:
+    """The folder of models; a temporary one, in main memory where the system has that, if none is
+    given."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        return
+    memory = Path("/dev/shm")
+    with TemporaryDirectory(dir=memory if memory.is_dir() else None) as own:
+        yield Path(own)
 
 
 def missing(requirements: Sequence[str], *, stand_in: bool) -> list[str]:
@@ -90,7 +110,7 @@ def missing(requirements: Sequence[str], *, stand_in: bool) -> list[str]:
     return lacking
 
 
-def run_part(part: int, out: Path, seconds: float, *, stand_in: bool) -> int:
+def run_part(part: int, out: Path, seconds: float, stores: Path, *, stand_in: bool) -> int:
     """Run the steps of a part that are not done yet; returns the exit code."""
     began, results, file = time.monotonic(), *_open(out, stand_in=stand_in)
     for name, limit in STEPS[part].items():
@@ -101,7 +121,7 @@ def run_part(part: int, out: Path, seconds: float, *, stand_in: bool) -> int:
         if left < limit / 2:
             print(f"{name}: left for another run, as {left:.0f} s are left of it")
             continue
-        found = _in_a_process(name, min(limit, left), stand_in=stand_in)
+        found = _in_a_process(name, stores, min(limit, left), stand_in=stand_in)
         results["steps"][name] = found
         print(f"{name}: {found.get('error', 'ok').splitlines()[0]} ({found['seconds']:.0f} s)")
         file.write_text(json.dumps(results, indent=1) + "\n")
@@ -124,9 +144,9 @@ def _open(out: Path, *, stand_in: bool) -> tuple[dict[str, Any], Path]:
     return {"environment": header, "steps": {}}, out / f"{header['date']}-gpu.json"
 
 
-def _in_a_process(name: str, limit: float, *, stand_in: bool) -> dict[str, Any]:
+def _in_a_process(name: str, stores: Path, limit: float, *, stand_in: bool) -> dict[str, Any]:
     """A step's results, or why there are none under "error"; and its seconds."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--step", name]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--step", name, "--stores", str(stores)]
     command += ["--stand-in"] if stand_in else []
     began = time.monotonic()
     with subprocess.Popen(

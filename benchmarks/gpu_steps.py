@@ -1,8 +1,8 @@
 """The steps of `benchmarks.gpu`. Each returns numbers for JSON, and raises where it fails.
 
-Models are random ones of Qwen3-30B-A3B's shape with 16 of its 48 layers, so that a store of any
-width fits a small disk and one GPU; figures a layer do not depend on their number. With a stand-in
-for the GPU everything is tiny, and says nothing but that the code runs.
+Models are random ones of Qwen3-30B-A3B's shape with 12 of its 48 layers, so that a store of any
+width is written in half a minute and fits one GPU. Steps share the stores. With a stand-in for the
+GPU everything is tiny, and says nothing but that the code runs.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -51,6 +51,7 @@ class Scale:
         long: tokens of a long context.
         steps: decode steps that are timed.
         seconds: of `benchmarks.kernels_gpu`, a point.
+        stores: folder of the models, which steps share.
     """
 
     device: torch.device
@@ -62,6 +63,13 @@ class Scale:
     long: int
     steps: int
     seconds: float
+    stores: Path = Path()
+
+    def store(self, bits: Literal[4, 8, 16]) -> Path:
+        """A random model with this many bits a weight, written by the first step that wants it."""
+        folder = self.stores / f"{bits}-bit"
+        config = Qwen3MoeConfig(**self.shape, dtype=torch.bfloat16)
+        return folder if folder.exists() else write_random_store(config, folder, bits)
 
     def settings(self, **more: Any) -> dict[str, Any]:
         memory = {"kv_tokens": 2 * max(self.long, *self.prompts), "prefix_tokens": 0}
@@ -75,9 +83,9 @@ class Scale:
 
 
 REAL = Scale(
-    torch.device("cuda"), QWEN3_30B_A3B, SHAPE | {"num_hidden_layers": 16},
+    torch.device("cuda"), QWEN3_30B_A3B, SHAPE | {"num_hidden_layers": 12},
     tokens=(1, 16, 2048), batches=(1, 8, 64), prompts=(2048, 8192), long=32_768, steps=50,
-    seconds=2.0,
+    seconds=0.5,
 )  # fmt: skip
 TINY = Scale(
     torch.device("cpu"), Size(hidden=64, experts=8, width=64, top_k=2, layers=2),
@@ -90,13 +98,13 @@ TINY = Scale(
 )  # fmt: skip
 
 
-def run_step(name: str, *, stand_in: bool) -> dict[str, Any]:
-    """The results of a step.
+def run_step(name: str, stores: Path, *, stand_in: bool) -> dict[str, Any]:
+    """The results of a step; models are looked for in `stores`, and written there.
 
     Raises:
         KeyError: there is no such step.
     """
-    return _STEPS[name](TINY if stand_in else REAL)
+    return _STEPS[name](replace(TINY if stand_in else REAL, stores=stores))
 
 
 def machine(scale: Scale) -> dict[str, Any]:
@@ -143,21 +151,16 @@ def seconds_of(call: Callable[[], object], scale: Scale) -> float:
     return time.perf_counter() - began
 
 
+TEST_PROCESSES = 10
+"""That compile and run tests at the same time, where pytest-xdist is installed."""
+
+
 def tests_of(path: str) -> Callable[[Scale], dict[str, Any]]:
     """Runs the tests marked `gpu` below a path. With a stand-in they are collected only."""
 
     def run(scale: Scale) -> dict[str, Any]:
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-m",
-            "gpu",
-            "-p",
-            "no:cacheprovider",
-            path,
-        ]
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+        command += [path, *(["-n", f"{TEST_PROCESSES}"] if find_spec("xdist") else [])]
         on_device = scale.device.type == "cuda"
         interpret = {} if not on_device else {"TRITON_INTERPRET": "0"}
         command += ["-rf", "--tb=short"] if on_device else ["--collect-only"]
@@ -256,12 +259,11 @@ def model_of(bits: Literal[4, 8, 16]) -> Callable[[Scale], dict[str, Any]]:
     """Measures a model with all experts on the device."""
 
     def run(scale: Scale) -> dict[str, Any]:
-        with TemporaryDirectory() as folder:
-            began = time.perf_counter()
-            store = _store(scale, Path(folder), bits)
-            wrote = time.perf_counter() - began
-            model = MoE.from_pretrained(store, scale.settings())
-            loaded = time.perf_counter() - began - wrote
+        began = time.perf_counter()
+        store = scale.store(bits)
+        wrote = time.perf_counter() - began
+        model = MoE.from_pretrained(store, scale.settings())
+        loaded = time.perf_counter() - began - wrote
         found: dict[str, Any] = {
             "write_s": wrote, "load_s": loaded, "fused": model.status().get("fused"),
             "notices": list(model.notices), "step_bytes": step_bytes(scale, bits),
@@ -275,7 +277,11 @@ def model_of(bits: Literal[4, 8, 16]) -> Callable[[Scale], dict[str, Any]]:
         one = found[f"decode {scale.batches[0]}"]["ms"] / 1e3
         found["batch_1_gbps"] = found["step_bytes"] / one / 1e9
         if scale.device.type == "cuda":
-            found["kernels"] = _profile(_decoding(model, 1, scale.steps))
+            for batch in (scale.batches[0], scale.batches[-1]):
+                engine = _decoding(model, batch, scale.steps)
+                engine.step()
+                found[f"kernels, decode {batch}"] = _profile(engine.step, WARM_UP)
+            found["kernels, prompt"] = _profile(lambda: _prompt(scale, model, scale.prompts[0]), 1)
         return found
 
     return run
@@ -291,11 +297,6 @@ def step_bytes(scale: Scale, bits: int) -> int:
     quantised = shape["num_hidden_layers"] * (attention + each) + hidden * shape["vocab_size"]
     router = 2 * shape["num_hidden_layers"] * hidden * shape["num_experts"]
     return int(quantised * (bits + (0.25 if bits < 16 else 0)) / 8 + router)
-
-
-def _store(scale: Scale, folder: Path, bits: Literal[4, 8, 16]) -> Path:
-    config = Qwen3MoeConfig(**scale.shape, dtype=torch.bfloat16)
-    return write_random_store(config, folder / f"{bits}", bits)
 
 
 WARM_UP = 5
@@ -332,20 +333,21 @@ def _step_seconds(scale: Scale, engine: Engine) -> float:
     return seconds_of(lambda: [engine.step() for _ in range(scale.steps)], scale) / scale.steps
 
 
-def _profile(engine: Engine) -> list[dict[str, Any]]:
-    """The kernels of a decode step that take longest."""
+def _profile(run: Callable[[], object], calls: int) -> list[dict[str, Any]]:
+    """The operations of a call that take the device longest, and what all of them take."""
     from torch.profiler import ProfilerActivity, profile
 
-    engine.step()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-        for _ in range(WARM_UP):
-            engine.step()
-    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)[:15]
-    return [
-        {"name": row.key[:80], "calls": row.count / WARM_UP,
-         "us": row.self_device_time_total / WARM_UP}
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
+    found = [
+        {"name": row.key[:80], "calls": row.count / calls, "us": row.self_device_time_total / calls}
         for row in rows
-    ]  # fmt: skip
+    ]
+    whole = {key: sum(row[key] for row in found) for key in ("calls", "us")}
+    return [{"name": "all", **whole}, *found[:16]]
 
 
 @torch.inference_mode()
@@ -370,28 +372,27 @@ def offload(scale: Scale) -> dict[str, Any]:
     on a miss, ours, and the CPU computing what is missing, on whole activations and on 8 bits of
     them."""
     found: dict[str, Any] = {}
-    with TemporaryDirectory() as folder:
-        store = _store(scale, Path(folder), 4)
-        size = sum(file.stat().st_size for file in store.glob("*.safetensors"))
-        memory = {"device_gib": 0.45 * size / GIB + (4 if scale.device.type == "cuda" else 0.02)}
-        ways: dict[str, dict[str, Any]] = {
-            "copy on miss": {"policy": "lru", "predictor": "off", "late": "wait"},
-            "ours": {"late": "wait"},
-            "hybrid": {"late": "host"},
-            "hybrid, 8-bit rows": {"late": "host_int8"},
-        }
-        for name, how in ways.items():
-            if scale.device.type != "cuda" and how["late"] != "wait":
-                continue  # a CPU beside a CPU is refused
-            settings = scale.settings(memory=memory, offload=how)
-            model = MoE.from_pretrained(store, settings | {"lossless": how["late"] != "host_int8"})
-            _step_seconds(scale, _decoding(model, 1, scale.steps))  # what is asked for is learned
-            each = _step_seconds(scale, _decoding(model, 1, scale.steps))
-            found[name] = {
-                "tokens_per_second": 1 / each, "slots": model.memory_plan.expert_slots,
-                "hit_ratio": model.stats().get("expert_cache", {}).get("hit_ratio"),
-            }  # fmt: skip
-            del model
+    store = scale.store(4)
+    size = sum(file.stat().st_size for file in store.glob("*.safetensors"))
+    memory = {"device_gib": 0.45 * size / GIB + (4 if scale.device.type == "cuda" else 0.02)}
+    ways: dict[str, dict[str, Any]] = {
+        "copy on miss": {"policy": "lru", "predictor": "off", "late": "wait"},
+        "ours": {"late": "wait"},
+        "hybrid": {"late": "host"},
+        "hybrid, 8-bit rows": {"late": "host_int8"},
+    }
+    for name, how in ways.items():
+        if scale.device.type != "cuda" and how["late"] != "wait":
+            continue  # a CPU beside a CPU is refused
+        settings = scale.settings(memory=memory, offload=how)
+        model = MoE.from_pretrained(store, settings | {"lossless": how["late"] != "host_int8"})
+        _step_seconds(scale, _decoding(model, 1, scale.steps))  # what is asked for is learned
+        each = _step_seconds(scale, _decoding(model, 1, scale.steps))
+        found[name] = {
+            "tokens_per_second": 1 / each, "slots": model.memory_plan.expert_slots,
+            "hit_ratio": model.stats().get("expert_cache", {}).get("hit_ratio"),
+        }  # fmt: skip
+        del model
     return found
 
 
@@ -401,25 +402,24 @@ def drafts(scale: Scale) -> dict[str, Any]:
     found: dict[str, Any] = {}
     count = 2 * scale.steps
     params = SamplingParams(max_new_tokens=count, temperature=0.0, ignore_eos=True)
-    with TemporaryDirectory() as folder:
-        store = _store(scale, Path(folder), 4)
-        size = sum(file.stat().st_size for file in store.glob("*.safetensors"))
-        few = {"device_gib": 0.45 * size / GIB + (4 if scale.device.type == "cuda" else 0.02)}
-        for where, room in {"all": {}, "a quarter": {"memory": few}}.items():
-            for mode in ("off", "elastic"):
-                drafted = {"mode": mode, "bits": 2, "max_depth": 3}
-                model = MoE.from_pretrained(store, scale.settings(speculation=drafted, **room))
-                answer = partial(model.generate, [5, 6, 7], params)
-                answer()  # records
-                model.reset_stats()
-                each = seconds_of(answer, scale)
-                told = model.stats().get("speculation") or {}
-                found[f"{where}, {mode}"] = {
-                    "tokens_per_second": count / each,
-                    "tokens_per_verification": told.get("tokens_per_verification"),
-                    "draft_seconds": told.get("draft_seconds"), "seconds": each,
-                }  # fmt: skip
-                del model, answer
+    store = scale.store(4)
+    size = sum(file.stat().st_size for file in store.glob("*.safetensors"))
+    few = {"device_gib": 0.45 * size / GIB + (4 if scale.device.type == "cuda" else 0.02)}
+    for where, room in {"all": {}, "a quarter": {"memory": few}}.items():
+        for mode in ("off", "elastic"):
+            drafted = {"mode": mode, "bits": 2, "max_depth": 3}
+            model = MoE.from_pretrained(store, scale.settings(speculation=drafted, **room))
+            answer = partial(model.generate, [5, 6, 7], params)
+            answer()  # records
+            model.reset_stats()
+            each = seconds_of(answer, scale)
+            told = model.stats().get("speculation") or {}
+            found[f"{where}, {mode}"] = {
+                "tokens_per_second": count / each,
+                "tokens_per_verification": told.get("tokens_per_verification"),
+                "draft_seconds": told.get("draft_seconds"), "seconds": each,
+            }  # fmt: skip
+            del model, answer
     return found
 
 
@@ -430,8 +430,7 @@ def sampler(scale: Scale) -> dict[str, Any]:
         "greedy": {},
         "drawn": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
     }
-    with TemporaryDirectory() as folder:
-        model = MoE.from_pretrained(_store(scale, Path(folder), 4), scale.settings())
+    model = MoE.from_pretrained(scale.store(4), scale.settings())
     for batch in (scale.batches[0], scale.batches[-1]):
         each = {
             name: 1e3 * _step_seconds(scale, _decoding(model, batch, scale.steps, **how))
@@ -444,8 +443,7 @@ def sampler(scale: Scale) -> dict[str, Any]:
 
 def long_context(scale: Scale) -> dict[str, Any]:
     """A prompt as long as the context, and steps behind it."""
-    with TemporaryDirectory() as folder:
-        model = MoE.from_pretrained(_store(scale, Path(folder), 4), scale.settings())
+    model = MoE.from_pretrained(scale.store(4), scale.settings())
     began = time.perf_counter()
     engine = _decoding(model, 1, scale.steps, prompt=scale.long)
     scale.wait()
