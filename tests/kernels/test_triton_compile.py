@@ -54,7 +54,7 @@ from kernels.scales import SCALES
 from kernels.triton.experts import combine_kernel
 from kernels.triton.grouped import whole_kernel
 from kernels.triton.router import decide_kernel, options
-from kernels.triton.routing import ALIGN_OPTIONS, ALIGN_TILE, align_kernel
+from kernels.triton.routing import MOST_EXPERTS, MOST_SLOTS, align_kernel, align_options
 from kernels.triton.planes import arrange_kernel, dequantize_kernel, finish_kernel, planes_kernel
 from kernels.triton.tiles import DECODE, PLANES, PREFILL
 
@@ -96,7 +96,8 @@ FLOATS["threshold"] = "fp32"
 for groups, score, size in ((8, 1, 256), (1, 0, 512)):
     show(90, decide_kernel, options(size), SCORE=score, K=8, GROUPS=groups, KEPT=1, BY_TWO=True,
          RENORMALISE=True, HAS_CORRECTION=score == 1, HAS_SCALE=False, EXPERTS=size)
-show(90, align_kernel, ALIGN_OPTIONS, SLOTS=512, EXPERTS=512, BLOCKS=512, TILE=ALIGN_TILE)
+for slots, experts in ((32, 256), (512, 256), (MOST_SLOTS, MOST_EXPERTS)):
+    show(90, align_kernel, align_options(slots), SLOTS=slots, EXPERTS=experts, BLOCKS=512)
 for pointer, compute in (("*fp32", tl.float32), ("*fp16", tl.float16)):
     POINTERS |= dict.fromkeys(("x", "weight", "output"), pointer)
     shape = {"COMPUTE": compute, "ROWS": 16, "COLUMNS": 64}
@@ -314,7 +315,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 22
+    assert len(lines) == 24
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         assert int(shared) <= _LEAST_SHARED, name

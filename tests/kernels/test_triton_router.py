@@ -63,7 +63,18 @@ def test_the_kernel_aligns_as_torch_does(
     """Ids that do not exist, too: no block has them."""
     given = st.lists(st.integers(-2, experts), min_size=tokens * slots, max_size=tokens * slots)
     ids = torch.tensor(data.draw(given)).view(tokens, slots)
-    rows = data.draw(st.sampled_from([1, 3, 16]))
+    check_aligned(ids, experts, data.draw(st.sampled_from([1, 3, 16])))
+
+
+@pytest.mark.parametrize(("tokens", "slots", "experts"), [(64, 8, 128), (341, 6, 60), (1, 8, 127)])
+def test_the_kernel_aligns_many_slots(tokens: int, slots: int, experts: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :slots]
+    ids[torch.rand(tokens, generator=generator) < 0.2] = -1
+    check_aligned(ids, experts, 16)
+
+
+def check_aligned(ids: Tensor, experts: int, rows: int) -> None:
     found, expected = align(ids.flatten(), experts, rows), route(ids, experts, rows)
     assert torch.equal(found.order_S, expected.order_S)
     assert torch.equal(found.offsets_E1, expected.offsets_E1)
