@@ -152,15 +152,17 @@ def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tenso
 
 
 def gated(first: Tensor, up: Tensor, curve: int, output: Tensor) -> None:
-    """``curve(first) * up``: all (T, I), contiguous, the output in its own dtype.
+    """``curve(first) * up``: all (T, I), the output contiguous and in its own dtype.
 
     Args:
+        first, up: rows may lie apart.
         curve: its number in kernels/cpu/activation.py.
     """
-    count = output.numel()
-    gated_kernel[triton.cdiv(count, 1024),](
-        first, up, output, count, CURVE=curve, num_warps=4, **OPTIONS
-    )
+    tokens, width = output.shape
+    gated_kernel[tokens, triton.cdiv(width, 1024)](
+        first, up, output, first.stride(0), up.stride(0), width, CURVE=curve,
+        num_warps=4, **OPTIONS,
+    )  # fmt: skip
 
 
 def _weight(norm: RowNorm | None) -> Tensor | None:
@@ -349,10 +351,11 @@ def store_kernel(
 
 
 @triton.jit
-def gated_kernel(first, up, output, count, CURVE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    used = at < count
-    a = tl.load(first + at, mask=used, other=0.0).to(tl.float32)
-    b = tl.load(up + at, mask=used, other=0.0).to(tl.float32)
+def gated_kernel(first, up, output, first_row, up_row, width, CURVE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * 1024 + tl.arange(0, 1024)
+    used = column < width
+    a = tl.load(first + row * first_row + column, mask=used, other=0.0).to(tl.float32)
+    b = tl.load(up + row * up_row + column, mask=used, other=0.0).to(tl.float32)
     made = activate(a, b, 1.0, float("inf"), 0.0, CURVE, True)
-    tl.store(output + at, made.to(output.dtype.element_ty), mask=used)
+    tl.store(output + row * width + column, made.to(output.dtype.element_ty), mask=used)

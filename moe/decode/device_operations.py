@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels import linear_forward
+from kernels import PlaneMatrix, linear_forward
 from kernels.triton import attention
 from kernels.triton.attention import KeyRows
 from kernels.triton.rows import Heads, RowNorm, Turn, add_norm, gated, place_heads
+from moe.decode.joined import readers_of
 from moe.decode.reference import Normed
 from moe.describe.description import (
     Activation,
@@ -146,8 +147,7 @@ class DeviceOperations:
     memory: DeviceBlocks
 
     def project(self, projection: Projection, rows: Normed | Tensor) -> Tensor:
-        output = self._product(projection, rows)
-        return output if projection.bias is None else output.float() + projection.bias
+        return _biased(projection, self._product(projection.weight, rows))
 
     def add(
         self, x: Tensor, rows: Tensor | None, scale: float, post: Norm | None, norm: Norm | None
@@ -158,10 +158,9 @@ class DeviceOperations:
         return x, normed
 
     def feed(self, feed: FeedForward, rows: Normed) -> Tensor:
-        gate, up = self.project(feed.gate, rows), self.project(feed.up, rows)
-        weight = feed.down.weight
-        dtype = weight.dtype if isinstance(weight, Tensor) else self.memory.dtype
-        output = torch.empty_like(gate, dtype=dtype)
+        both = self._products(feed, rows)
+        gate, up = map(_biased, (feed.gate, feed.up), both)
+        output = gate.new_empty(gate.shape, dtype=self._dtype_of(feed.down.weight))
         gated(gate, up, _CURVES[feed.activation], output)
         return self.project(feed.down, output)
 
@@ -170,20 +169,22 @@ class DeviceOperations:
         assert own.values is not None
         query = own.keys.new_empty(rows.exact.shape[0], a.heads, a.head_dim)
         turn = self._turn_by(a.rotation)
-        value = self._product(a.v, rows).unflatten(1, (a.kv_heads, a.value_dim))
+        q, k, v = self._products(a, rows)
         place_heads(
-            self._heads(a.q, rows, a.heads, a.q_norm, turn),
-            self._heads(a.k, rows, a.kv_heads, a.k_norm, turn),
-            Heads(value, a.v.bias), query, own.keys, own.values, self.inputs.slots,
+            self._heads(q, a.q, a.heads, a.q_norm, turn),
+            self._heads(k, a.k, a.kv_heads, a.k_norm, turn),
+            Heads(v.unflatten(1, (a.kv_heads, a.value_dim)), a.v.bias),
+            query, own.keys, own.values, self.inputs.slots,
         )  # fmt: skip
-        return self.project(a.o, self._attend(query, own, a.view, self._dtype_of(a.o)).flatten(1))
+        dtype = self._dtype_of(a.o.weight)
+        return self.project(a.o, self._attend(query, own, a.view, dtype).flatten(1))
 
     def attend_latent(self, a: LatentAttention, rows: Normed) -> Tensor:
-        queries = rows
+        q, kv = map(_biased, readers_of(a), self._products(a, rows))
         if a.q_a is not None and a.q_a_norm is not None:
-            queries = self._norm(self.project(a.q_a, rows), a.q_a_norm)
-        both, size = self.project(a.q, queries).unflatten(1, (a.heads, -1)), a.kv_b.shape[-1]
-        kv, turn = self.project(a.kv_a, rows)[:, None], self._turn_by(a.rotation)
+            q = self.project(a.q, self._norm(q, a.q_a_norm))
+        both, kv, size = q.unflatten(1, (a.heads, -1)), kv[:, None], a.kv_b.shape[-1]
+        turn = self._turn_by(a.rotation)
         own = self.memory.layer_rows(a.layer, Shape(1, size, a.rotation.size))
         assert own.values is not None
         turned = own.keys.new_empty(both.shape[0], a.heads, a.rotation.size)
@@ -212,24 +213,32 @@ class DeviceOperations:
         )
 
     def _heads(
-        self, projection: Projection, rows: Normed, heads: int, norm: HeadNorm | None,
+        self, given: Tensor, projection: Projection, heads: int, norm: HeadNorm | None,
         turn: Turn | None,
     ) -> Heads:  # fmt: skip
-        """What a projection gives, and what the kernel makes of it."""
+        """What a projection has given, and what the kernel makes of it."""
         if norm is not None and not norm.per_head:  # of all heads at once: a launch of its own
-            normed = self._norm(self.project(projection, rows), norm.norm)
+            normed = self._norm(_biased(projection, given), norm.norm)
             return Heads(normed.exact.unflatten(1, (heads, -1)), turn=turn)
-        given = self._product(projection, rows).unflatten(1, (heads, -1))
         own = None if norm is None else _row_norm(norm.norm)
         late = norm is not None and norm.after_rotation
-        return Heads(given, projection.bias, own, turn, late)
+        return Heads(given.unflatten(1, (heads, -1)), projection.bias, own, turn, late)
 
     def _norm(self, rows: Tensor, norm: Norm) -> Normed:
-        return self.add(rows.float(), None, 1.0, None, norm)[1]
+        return self.add(rows.float().contiguous(), None, 1.0, None, norm)[1]
 
-    def _product(self, projection: Projection, rows: Normed | Tensor) -> Tensor:
-        """Without the bias, in the dtype that the product has."""
-        weight, dtype = projection.weight, self._dtype_of(projection)
+    def _products(
+        self, part: Attention | LatentAttention | FeedForward, rows: Normed
+    ) -> Sequence[Tensor]:
+        """Of the projections that read a part's rows, as `_product`."""
+        readers = readers_of(part)
+        if part.joined is None:
+            return [self._product(projection.weight, rows) for projection in readers]
+        return self._product(part.joined, rows).split([own.rows for own in readers], 1)
+
+    def _product(self, weight: Tensor | PlaneMatrix, rows: Normed | Tensor) -> Tensor:
+        """Without a bias, in the dtype that the product has."""
+        dtype = self._dtype_of(weight)
         given: Normed | Tensor = rows
         if isinstance(rows, Normed):
             given = rows.rounded if rows.rounded.dtype == dtype else rows.exact
@@ -239,9 +248,8 @@ class DeviceOperations:
             linear(given, weight) if isinstance(weight, Tensor) else linear_forward(given, weight)
         )
 
-    def _dtype_of(self, projection: Projection) -> torch.dtype:
-        """The dtype of the rows that a projection reads."""
-        weight = projection.weight
+    def _dtype_of(self, weight: Tensor | PlaneMatrix) -> torch.dtype:
+        """The dtype of the rows that a product reads."""
         return weight.dtype if isinstance(weight, Tensor) else self.memory.dtype
 
     def _turn_by(self, rotation: Rotation | None) -> Turn | None:
@@ -249,6 +257,10 @@ class DeviceOperations:
             return None
         angles = self.inputs.angles[rotation.table]
         return Turn(rotation.style, rotation.begin, rotation.size, *angles)
+
+
+def _biased(projection: Projection, output: Tensor) -> Tensor:
+    return output if projection.bias is None else output.float() + projection.bias
 
 
 def _row_norm(norm: Norm | None) -> RowNorm | None:

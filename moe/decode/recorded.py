@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from kernels import reads_nothing_back
 from moe.decode.cuda_graph import Capture, CudaCapture, GraphStep
+from moe.decode.joined import join, with_joined
 from moe.decode.proof import PROMPT_LENGTHS, TRIES, kv_of, prove, read_both_ways, read_plainly
 from moe.decode.reference import reference_step
 from moe.decode.step import DecodeForward, InsideExperts, RoutedExperts, StepFunction, why_outside
@@ -165,7 +166,7 @@ class Shadow:
 
     def cast(self, description: Description) -> Description:
         """Turn a description of the copy into one of the original: views of copied tensors become
-        the same views of the original's.
+        the same views of the original's, whose weights are joined (`moe.decode.joined`).
 
         Raises:
             NotDescribed: a router has no known rule; calling its module might read from the device.
@@ -175,6 +176,7 @@ class Shadow:
                 raise NotDescribed("a router follows no rule that is known here")
         copy, network = self.backbone.model, self.original.model
         modules = dict(zip(copy.modules(), network.modules(), strict=True))
+        join(description, modules)
         mine = chain(copy.parameters(), copy.buffers())
         theirs = chain(network.parameters(), network.buffers())
         homes = {
@@ -182,7 +184,7 @@ class Shadow:
             for copied, tensor in zip(mine, theirs, strict=True)
         }
         at_home: Description = moved(description, modules, homes, self.original.device)
-        return at_home
+        return with_joined(at_home)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -220,9 +222,12 @@ def moved(
 
 
 def _at_home(view: Tensor, homes: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
-    """The same view of a copied tensor's original; vectors and other tensors stay themselves."""
+    """The same view of a copied tensor's original; other tensors stay themselves, and vectors that
+    are rounded there."""
     copied, original = homes.get(view.untyped_storage().data_ptr(), (None, view))
-    if copied is None or view.ndim < 2 or copied.stride() != original.stride():
+    if copied is None or copied.stride() != original.stride():
+        return view
+    if view.ndim < 2 and view.dtype != original.dtype:
         return view
     offset = view.storage_offset() - copied.storage_offset() + original.storage_offset()
     return original.as_strided(view.shape, view.stride(), offset)

@@ -170,7 +170,7 @@ POINTERS |= {name: "*i32" for name in ("tables", "spans", "firsts")} | {"slots":
 MATRICES = ("query", "second", "keys", "seconds", "values", "output", "key", "value", "rows",
             "rounded", "first", "up")
 DIVISIBLE = {f"{part}_{step}" for part in "qskrv" for step in ("token", "head", "block")}
-DIVISIBLE |= {"columns", "angle_row", "count"}
+DIVISIBLE |= {"columns", "angle_row", "width", "first_row", "up_row"}
 
 def spilled_in_loop(built):
     # Instructions on local memory in the innermost loop that multiplies: that over keys.

@@ -103,6 +103,16 @@ def test_it_is_as_near_to_float32_as_transformers(architecture: str, dtype: torc
     assert reason.endswith("; experts outside: their kernel needs Python")
 
 
+def test_no_weight_is_held_twice_where_projections_are_joined() -> None:
+    backbone, experts = parts_of("mixtral")
+    before = sum(parameter.nbytes for parameter in backbone.model.parameters())
+    recorded_step(backbone, experts, Tape)
+    storages = {p.untyped_storage().data_ptr(): p for p in backbone.model.parameters()}
+    assert sum(p.untyped_storage().nbytes() for p in storages.values()) == before
+    count = len(list(backbone.model.parameters()))
+    assert len(storages) == count - 2 * 2  # k and v of two layers lie behind q
+
+
 def test_a_step_that_is_wrong_on_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     backbone, experts = parts_of("mixtral")
     cast = Shadow.cast
