@@ -43,7 +43,7 @@ TAIL = 2000
 
 STEPS: dict[int, dict[str, float]] = {
     1: {
-        "machine": 30, "kernel_tests": 150, "decode_tests": 90, "offload_tests": 60,
+        "machine": 30, "kernel_tests": 120, "decode_tests": 90, "offload_tests": 60,
         "ranks": 60, "experts": 90,
     },
     2: {"model_4": 100, "model_16": 120, "model_8": 80, "transformers": 40},

@@ -27,7 +27,6 @@ from moe.describe.description import Description, NotDescribed
 from moe.network.device_blocks import DeviceBlocks
 from moe.network.packed_pass import Work
 from routing import Routing
-from routing.routing import UNUSED
 
 _DOUBLING = 32
 """Rows up to which recordings are made for powers of two, and for multiples of it above."""
@@ -239,9 +238,8 @@ class Recording:
                 halt = steps.send(answer)  # type: ignore[arg-type]  # None begins
                 if self._routed is None:
                     return _End(halt, torch.zeros_like(halt.rows.rounded))
-                routing = _without(halt.routing, self.inputs.padding)
-                routings.append(routing)
-                answer = self._routed(halt.layer, halt.rows.rounded, routing)
+                routings.append(halt.routing)
+                answer = self._routed(halt.layer, halt.rows.rounded, halt.routing)
         except StopIteration as end:
             return _End(None, end.value, Routing.concat(routings) if routings else None)
 
@@ -271,9 +269,3 @@ class Recording:
     @property
     def _rows(self) -> int:
         return self.inputs.tokens.shape[0]
-
-
-def _without(routing: Routing, rows: Tensor) -> Routing:
-    """The routing with no experts for these rows, ``(B,)`` bool."""
-    ids = routing.expert_ids.masked_fill(rows[:, None], UNUSED)
-    return Routing(ids, routing.weights.masked_fill(rows[:, None], 0.0))

@@ -21,25 +21,32 @@ from torch.nn.functional import linear
 from kernels import PlaneMatrix, linear_forward
 from kernels.triton import attention
 from kernels.triton.attention import KeyRows
+from kernels.triton.router import MOST_TOKENS, logits
 from kernels.triton.rows import Heads, RowNorm, Turn, add_norm, gated, place_heads
 from moe.decode.joined import readers_of
-from moe.decode.reference import Normed
+from moe.decode.reference import Normed, chosen
 from moe.describe.description import (
     Activation,
     Attention,
     Description,
+    Experts,
     FeedForward,
     HeadNorm,
     LatentAttention,
     Norm,
+    OwnRouter,
     Projection,
     Rotation,
     View,
 )
+from moe.describe.parts import project
+from moe.describe.routers import MOST_EXPERTS, by_kernel
 from moe.network.device_blocks import DeviceBlocks, slots_of, tables_of
 from moe.network.kv_blocks import BlockKVCache
 from moe.network.kv_cache import Shape
 from moe.network.packed_pass import Work, put_ahead
+from routing import Routing
+from routing.routing import UNUSED
 
 _CURVES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 
@@ -73,11 +80,6 @@ class GraphInputs:
         parts = iter(self._floats.split(sizes, 1))
         self.angles = dict(zip(self._tables, zip(parts, parts, strict=True), strict=True))
         self.fill([])
-
-    @property
-    def padding(self) -> Tensor:
-        """``(B,)`` bool."""
-        return self.slots < 0
 
     def fill(self, work: Sequence[Work]) -> None:
         """Put new tokens and where their sequences are in place, without waiting for the device."""
@@ -163,6 +165,18 @@ class DeviceOperations:
         output = gate.new_empty(gate.shape, dtype=self._dtype_of(feed.down.weight))
         gated(gate, up, _CURVES[feed.activation], output)
         return self.project(feed.down, output)
+
+    def route(self, feed: Experts, rows: Normed) -> Routing:
+        """Padding visits nobody."""
+        router, places = feed.router, self.inputs.slots
+        if isinstance(router, OwnRouter) or feed.num_experts > MOST_EXPERTS:
+            return _without(chosen(feed, rows.exact), places < 0)
+        weight, few = router.weight.weight, len(places) <= MOST_TOKENS
+        if isinstance(weight, Tensor) and few:
+            made = logits(rows.exact, weight, router.weight.bias)
+        else:
+            made = project(router.weight, rows.exact)
+        return by_kernel(router.rule, made, places)
 
     def attend(self, a: Attention, rows: Normed) -> Tensor:
         own = self.memory.layer_rows(a.layer, Shape(a.kv_heads, a.head_dim, a.value_dim))
@@ -261,6 +275,12 @@ class DeviceOperations:
 
 def _biased(projection: Projection, output: Tensor) -> Tensor:
     return output if projection.bias is None else output.float() + projection.bias
+
+
+def _without(routing: Routing, rows: Tensor) -> Routing:
+    """The routing with no experts for these rows, ``(B,)`` bool."""
+    ids = routing.expert_ids.masked_fill(rows[:, None], UNUSED)
+    return Routing(ids, routing.weights.masked_fill(rows[:, None], 0.0))
 
 
 def _row_norm(norm: Norm | None) -> RowNorm | None:

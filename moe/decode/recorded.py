@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels import reads_nothing_back
+from experts.linear import QuantizedLinear
+from kernels import PlaneMatrix, reads_nothing_back
+from kernels.planes import arrangement_for
 from moe.decode.cuda_graph import Capture, CudaCapture, GraphStep
 from moe.decode.joined import join, with_joined
 from moe.decode.proof import PROMPT_LENGTHS, TRIES, kv_of, prove, read_both_ways, read_plainly
@@ -45,6 +47,8 @@ from moe.network.seam import experts_modules
 from moe.network.stored_embedding import StoredEmbedding, backbone_dtype
 from offload.layer import OffloadedExperts
 from routing import Routing, RoutingStatistics
+
+_CPU = torch.device("cpu")
 
 
 def recorded_step(
@@ -157,9 +161,14 @@ class Shadow:
         shared = [module.expert_seat for _, module in experts_modules(network)]
         tensors = {id(t): _copied(t) for t in chain(network.parameters(), network.buffers())}
         copy = deepcopy(network, {id(seat): seat for seat in shared} | tensors)
-        for module in copy.modules():
-            if isinstance(module, StoredEmbedding):
-                module.give(torch.float32)
+        for mine, theirs in zip(copy.modules(), network.modules(), strict=True):
+            if isinstance(mine, StoredEmbedding):
+                mine.give(torch.float32)
+            if isinstance(mine, QuantizedLinear) and isinstance(theirs, QuantizedLinear):
+                matrix = theirs.matrix.for_device(_CPU)  # faster there than here
+                planes = tuple(plane.to(_CPU) for plane in matrix.planes)
+                mine.layout = matrix.layout
+                mine.hold(replace(matrix, planes=planes, scales=mine.scales))
         backbone = Backbone(copy)
         backbone.set_packed(original.packed)
         return cls(backbone, original)
@@ -177,14 +186,18 @@ class Shadow:
         copy, network = self.backbone.model, self.original.model
         modules = dict(zip(copy.modules(), network.modules(), strict=True))
         join(description, modules)
+        at_home: Description = moved(description, modules, self.homes(), self.original.device)
+        return with_joined(at_home)
+
+    def homes(self) -> dict[int, tuple[Tensor, Tensor]]:
+        """By storage address, each tensor of the copy and its original."""
+        copy, network = self.backbone.model, self.original.model
         mine = chain(copy.parameters(), copy.buffers())
         theirs = chain(network.parameters(), network.buffers())
-        homes = {
+        return {
             copied.untyped_storage().data_ptr(): (copied, tensor.detach())
             for copied, tensor in zip(mine, theirs, strict=True)
         }
-        at_home: Description = moved(description, modules, homes, self.original.device)
-        return with_joined(at_home)
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -211,6 +224,12 @@ def moved(
         return modules[part]
     if isinstance(part, Tensor):
         return _at_home(part, homes).to(device)
+    if isinstance(part, PlaneMatrix):
+        # An arrangement moves bytes within blocks of rows, so the same views have the same rows.
+        *planes, scales = (_at_home(blob, homes, 1) for blob in (*part.planes, part.scales))
+        layout = replace(part.layout, arrangement=arrangement_for(device))
+        bias = None if part.bias is None else part.bias.to(device)
+        return PlaneMatrix(layout, tuple(planes), scales, bias)
     if isinstance(part, tuple):
         return tuple(moved(item, modules, homes, device) for item in part)
     if is_dataclass(part) and not isinstance(part, type):
@@ -221,13 +240,13 @@ def moved(
     return part
 
 
-def _at_home(view: Tensor, homes: Mapping[int, tuple[Tensor, Tensor]]) -> Tensor:
-    """The same view of a copied tensor's original; other tensors stay themselves, and vectors that
-    are rounded there."""
+def _at_home(
+    view: Tensor, homes: Mapping[int, tuple[Tensor, Tensor]], least_dim: int = 2
+) -> Tensor:
+    """The same view of a copied tensor's original; vectors, which stay float32, and other tensors
+    stay themselves."""
     copied, original = homes.get(view.untyped_storage().data_ptr(), (None, view))
-    if copied is None or copied.stride() != original.stride():
-        return view
-    if view.ndim < 2 and view.dtype != original.dtype:
+    if copied is None or view.ndim < least_dim or copied.stride() != original.stride():
         return view
     offset = view.storage_offset() - copied.storage_offset() + original.storage_offset()
     return original.as_strided(view.shape, view.stride(), offset)

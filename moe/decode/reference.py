@@ -84,6 +84,9 @@ class StepOperations(Protocol):
     def feed(self, feed: FeedForward, rows: Normed) -> Tensor:
         """A dense feed-forward or a shared expert."""
 
+    def route(self, feed: Experts, rows: Normed) -> Routing:
+        """The experts that each row visits."""
+
 
 def walk(
     description: Description,
@@ -125,11 +128,7 @@ def scaled(rows: Tensor, scale: float) -> Tensor:
 def _feed(feed: FeedForward | Experts, rows: Normed, means: StepOperations) -> Walk:
     if isinstance(feed, FeedForward):
         return means.feed(feed, rows)
-    router = feed.router
-    if isinstance(router, OwnRouter):
-        routing = Routing.from_router(*router.forward(rows.exact), feed.num_experts)
-    else:
-        routing = route(router, rows.exact)
+    routing = means.route(feed, rows)
     shared = (
         None if feed.shared is None else cache(partial(_shared, feed, feed.shared, rows, means))
     )
@@ -144,6 +143,14 @@ def _shared(feed: Experts, expert: FeedForward, rows: Normed, means: StepOperati
     if feed.shared_gate is None:
         return shared
     return shared * torch.sigmoid(means.project(feed.shared_gate, rows).float())
+
+
+def chosen(feed: Experts, rows: Tensor) -> Routing:
+    """The experts that float32 rows ``(B, H)`` visit."""
+    router = feed.router
+    if isinstance(router, OwnRouter):
+        return Routing.from_router(*router.forward(rows), feed.num_experts)
+    return route(router, rows)
 
 
 def _normed(norm: Norm | None, rows: Tensor) -> Tensor:
@@ -192,6 +199,9 @@ class _Plain:
     def feed(self, feed: FeedForward, rows: Normed) -> Tensor:
         gate, up = self.project(feed.gate, rows), self.project(feed.up, rows)
         return self.project(feed.down, ACTIVATIONS[feed.activation](gate) * up)
+
+    def route(self, feed: Experts, rows: Normed) -> Routing:
+        return chosen(feed, rows.exact)
 
     def attend(self, a: Attention, rows: Normed) -> Tensor:
         q = self._turned(self.project(a.q, rows), a.heads, a.q_norm, a)

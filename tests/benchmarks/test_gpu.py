@@ -44,7 +44,7 @@ def test_a_run_goes_on_where_it_was_cut_off(
 ) -> None:
     ran: list[str] = []
 
-    def fake(name: str, limit: float, *, stand_in: bool) -> dict[str, Any]:
+    def fake(name: str, stores: Path, limit: float, *, stand_in: bool) -> dict[str, Any]:
         ran.append(name)
         if name == fails:
             return {"error": "it broke", "seconds": 1.0}
@@ -53,28 +53,31 @@ def test_a_run_goes_on_where_it_was_cut_off(
     monkeypatch.setattr(gpu, "_in_a_process", fake)
     monkeypatch.setattr(gpu, "STEPS", {1: {"one": 10, "two": 10}, 2: {"three": 1000}})
     fails = "two"
-    assert gpu.run_part(1, tmp_path, 60, stand_in=True) == gpu.FAILED
+    assert gpu.run_part(1, tmp_path, 60, tmp_path, stand_in=True) == gpu.FAILED
     (file,) = tmp_path.glob("*-gpu.json")
     page = file.with_suffix(".md").read_text()
     assert "- **one** (2.0 s)\n  - rate: a 1.5" in page
     assert "- **two**: failed after 1.0 s: it broke" in page
     assert "- **three**: not run" in page
     fails = ""
-    assert gpu.run_part(1, tmp_path, 60, stand_in=True) == 0
+    assert gpu.run_part(1, tmp_path, 60, tmp_path, stand_in=True) == 0
     assert ran == ["one", "two", "two"]
-    assert gpu.run_part(2, tmp_path, 60, stand_in=True) == gpu.FAILED  # too little time is left
+    left = gpu.run_part(2, tmp_path, 60, tmp_path, stand_in=True)
+    assert left == gpu.FAILED  # too little time is left
     assert ran == ["one", "two", "two"]
 
 
-def test_every_step_has_code_and_logical_ranks_give_the_rows_of_one() -> None:
+def test_every_step_has_code_and_logical_ranks_give_the_rows_of_one(tmp_path: Path) -> None:
     assert {name for part in gpu.STEPS.values() for name in part} == set(gpu_steps._STEPS)
-    assert all(sum(part.values()) <= 1.5 * 600 for part in gpu.STEPS.values())
-    found = gpu_steps.run_step("ranks", stand_in=True)
+    assert all(sum(part.values()) <= 1.5 * 300 for part in gpu.STEPS.values())
+    found = gpu_steps.run_step("ranks", tmp_path, stand_in=True)
     assert found["4 ranks, 4 tokens"]["error"] <= 0.05 * found["4 ranks, 4 tokens"]["largest"]
 
 
-def test_a_step_that_hangs_or_fails_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_hangs_or_fails_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(gpu.sys, "executable", "/bin/sh")
-    failed = gpu._in_a_process("none", 5, stand_in=True)
+    failed = gpu._in_a_process("none", tmp_path, 5, stand_in=True)
     assert failed["error"]
     assert "not run" not in failed["error"]

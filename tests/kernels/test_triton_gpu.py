@@ -178,7 +178,8 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> 
         )  # fmt: skip
         on_device = case.to(DEVICE)
         actual = on_device.run()
-        tolerance = 8 * torch.finfo(dtype).eps
+        # A GPU's exponential is a few last bits off.
+        tolerance = (32 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps
         torch.testing.assert_close(actual.cpu().double(), case.expected(), rtol=0, atol=tolerance)
         at = 0
         for index, count in enumerate(counts):

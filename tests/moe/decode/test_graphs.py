@@ -366,16 +366,12 @@ _FREE = ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias")
 
 
 def launches_of(layers: int) -> list[str]:
-    """Of a step without its routing and experts, which count as one launch a layer."""
+    """Of a step without its experts."""
     description, launches = on_meta(joined(layers_like_qwen3(layers))), Launches()
     memory = DeviceBlocks(torch.device("meta"), torch.bfloat16, 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.names.append("kernel")
-        )
-        patch.setattr(
-            "moe.decode.reference.route",
-            lambda _router, rows: Routing(rows[:, :2].long(), rows[:, :2]),
         )
         inputs = graphs.GraphInputs(1, description, memory)
         with launches:
@@ -387,12 +383,12 @@ def launches_of(layers: int) -> list[str]:
     return launches.names
 
 
-def test_a_layer_is_seven_launches_beside_its_experts() -> None:
-    """Two sums with norms, two products, heads, attention, and its splits joined; the router's
-    stand-in is one more, a cast."""
+def test_a_layer_is_nine_launches_beside_its_experts() -> None:
+    """Two sums with norms, two products, heads, attention, its splits joined, and two of the
+    router."""
     one, two = launches_of(1), launches_of(2)
-    assert len(two) - len(one) == 7 + 1
-    assert two.count("kernel") - one.count("kernel") == 5
+    assert len(two) - len(one) == 9
+    assert two.count("kernel") - one.count("kernel") == 7
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (32, 32), (33, 64), (100, 128)])

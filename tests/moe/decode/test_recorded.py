@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from examples.models import tiny as architectures
-from kernels import QuantizedExperts
+from kernels import PlaneMatrix, QuantizedExperts
 from kernels.triton import experts as triton_experts
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams, loader
@@ -20,8 +20,11 @@ from moe.decode import enable, proof, recorded, step
 from moe.decode import recorded as shadow
 from moe.decode.enable import enable_fused
 from moe.decode.recorded import Shadow, recorded_step
+from moe.describe.decoder import describe
 from moe.describe.description import NotDescribed
+from moe.describe.observe import observe_random
 from moe.describe.probe import enable_packing
+from moe.loading.takeover import arrange_linears, chosen_linears, quantize_linear
 from moe.memory.planning import PlannedModel
 from moe.network.backbone import Backbone
 from moe.network.device_blocks import DeviceBlocks
@@ -375,6 +378,32 @@ def test_a_copy_shares_nothing_with_the_model_but_who_serves_its_experts() -> No
     assert {p.dtype for p in copy.backbone.model.parameters()} == {torch.float32}
     seats = [m.expert_seat.run_experts for m in modules_with_seats(copy.backbone.model)]
     assert seats == [experts.run] * len(seats)
+
+
+def test_a_copy_of_planes_is_for_cpus_and_its_description_shares_those_of_the_original(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Arranged for a GPU, a CPU would decode them by plain torch, seconds for each head."""
+    backbone, _ = parts_of("qwen3_moe", torch.bfloat16)
+    network: Any = backbone.model
+    network.config.dtype = torch.bfloat16
+    for name, bits in chosen_linears(network, 4, 4).items():
+        quantize_linear(network, name, 64, bits)
+    x = torch.randn(3, network.lm_head.in_features)
+    expected = network.lm_head(x)
+    arrange_linears(network, torch.device("cuda"))
+    monkeypatch.setattr(shadow, "arrangement_for", lambda _: "cuda")
+    copy = Shadow.of(backbone)
+    for module in copy.backbone.model.modules():
+        assert getattr(module, "layout", None) is None or module.layout.arrangement == "cpu"
+    assert torch.equal(copy.backbone.model.lm_head(x), expected)
+    head = describe(copy.backbone.model, observe_random(copy.backbone)).head.weight
+    moved = shadow.moved(head, {}, copy.homes(), CPU)
+    assert isinstance(moved, PlaneMatrix)
+    assert (moved.layout, moved.planes[0].data_ptr()) == (
+        network.lm_head.layout, network.lm_head.plane0.data_ptr(),
+    )  # fmt: skip
+    assert moved.scales.data_ptr() == network.lm_head.scales.data_ptr()
 
 
 def modules_with_seats(model: nn.Module) -> list[Any]:
