@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
+from kernels.reference import ExpertWeights
+from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
+from kernels.triton.routing import Blocks, align
 from moe.decode import cuda_graph as graphs
 from moe.decode.cuda_graph import GraphStep, rows_for
 from moe.decode.joined import join, with_joined
@@ -357,38 +359,63 @@ class Launches(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = function._schema.name.removeprefix("aten::")
-        if not function.is_view and "empty" not in name and name not in _FREE:
+        made = function(*args, **(kwargs or {}))
+        # Some give a view or a copy, as it turns out: `to`, `contiguous`, `flatten`.
+        is_view = function.is_view and (not isinstance(made, Tensor) or same_memory(made, args[0]))
+        if not is_view and "empty" not in name and name not in _FREE:
             self.names.append(name)
-        return function(*args, **(kwargs or {}))
+        return made
 
 
-_FREE = ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias")
+_FREE = ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias", "promote_types")
 
 
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+@torch.inference_mode()
 def launches_of(layers: int) -> list[str]:
-    """Of a step without its experts."""
+    """Of a recorded step, experts inside."""
     description, launches = on_meta(joined(layers_like_qwen3(layers))), Launches()
     memory = DeviceBlocks(torch.device("meta"), torch.bfloat16, 4)
+    made: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+    first, second = torch.empty(12, 32, 32, **made), torch.empty(12, 32, 16, **made)
+    experts = ExpertWeights(first, second, gated_silu)
+
+    def inside(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        return experts_forward(rows, routing.expert_ids, routing.weights, experts)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.names.append("kernel")
         )
-        inputs = graphs.GraphInputs(1, description, memory)
+        patch.setattr("kernels.triton.experts.route", as_on_a_device)
+        step = GraphStep(description, memory, inside, Once)
+        step.inside([], Counted())  # recognises the activation
+        launches.names.clear()
         with launches:
-            steps = graphs.walk(description, inputs.tokens, graphs.DeviceOperations(inputs, memory))
-            halt = next(steps)
-            with contextlib.suppress(StopIteration):
-                while True:
-                    halt = steps.send(torch.empty_like(halt.rows.rounded))
+            step._record(1, inside)
     return launches.names
 
 
-def test_a_layer_is_nine_launches_beside_its_experts() -> None:
-    """Two sums with norms, two products, heads, attention, its splits joined, and two of the
-    router."""
-    one, two = launches_of(1), launches_of(2)
-    assert len(two) - len(one) == 9
-    assert two.count("kernel") - one.count("kernel") == 7
+def gated_silu(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return nn.functional.silu(gate) * up
+
+
+def as_on_a_device(ids: Tensor, *how: int) -> Blocks:
+    return align(ids.flatten(), *how)
+
+
+def test_a_layer_is_thirteen_launches() -> None:
+    """Two sums with norms, two products, heads, attention, its splits joined, two of the router,
+    and of the experts slots, two products, and their sum. All but the products are our kernels."""
+    two, three = launches_of(2), launches_of(3)
+    times = 2  # rehearsed, recorded
+    assert len(three) - len(two) == times * 13
+    assert three.count("kernel") - two.count("kernel") == times * 11
+    assert three.count("to") == times * 2  # embeddings and logits, to float32
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (32, 32), (33, 64), (100, 128)])
