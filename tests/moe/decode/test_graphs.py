@@ -347,6 +347,10 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        with self:  # in inference mode, torch shows some operations whole, casts among them
+            whole = function.decompose(*args, **(kwargs or {}))
+        if whole is not NotImplemented:
+            return whole
         name = function._schema.name.removeprefix("aten::")
         if not function.is_view and "empty" not in name and name not in _FREE:
             self.names.append(name)
