@@ -9,9 +9,9 @@ Legend: B rows of a recording, H hidden, C columns of the block tables (blocks o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from moe.describe.description import (
     Norm,
     OwnRouter,
     Projection,
+    RotaryTable,
     Rotation,
     View,
 )
@@ -49,6 +50,27 @@ from routing import Routing
 from routing.routing import UNUSED
 
 _CURVES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
+
+
+class RowInputs(Protocol):
+    """What all layers read of the rows of a pass.
+
+    Attributes:
+        slots: ``(B,)`` int64: where each row's keys and values go; -1: nowhere.
+        firsts: by `View.span`, ``(B,)`` int32: the first key that each row sees.
+        angles: of each rotary table ``(B, size / 2)`` cosines and sines.
+    """
+
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def firsts(self) -> Mapping[int, Tensor]: ...
+    @property
+    def angles(self) -> Mapping[RotaryTable, tuple[Tensor, Tensor]]: ...
+
+    def attend(self, query: Tensor, rows: KeyRows, firsts: Tensor, **how: Any) -> Tensor:
+        """``(B, Q, V)`` attention to the blocks of each row's sequence; ``how``: of
+        `kernels.triton.attention.attend`."""
 
 
 class GraphInputs:
@@ -81,6 +103,11 @@ class GraphInputs:
         self.angles = dict(zip(self._tables, zip(parts, parts, strict=True), strict=True))
         self.fill([])
 
+    def attend(self, query: Tensor, rows: KeyRows, firsts: Tensor, **how: Any) -> Tensor:
+        """See `RowInputs`."""
+        placed = rows._replace(tables=self.tables)
+        return attention.attend(query, placed, self.spans, firsts, **how)
+
     def fill(self, work: Sequence[Work]) -> None:
         """Put new tokens and where their sequences are in place, without waiting for the device."""
         count = self.tokens.shape[0]
@@ -100,7 +127,7 @@ class GraphInputs:
             numbers += [cache.block_numbers] * new
             begin += new
         for row, reach in zip(ints[4:], self.firsts, strict=True):
-            row[:begin] = _first_keys(reach, spans[:begin, 3])
+            row[:begin] = first_keys(reach, spans[:begin, 3])
         _send(self._longs, torch.from_numpy(longs))
         _send(self._ints, torch.from_numpy(ints))
         put_ahead(work, self.tokens)
@@ -123,7 +150,7 @@ class GraphInputs:
         _send(self._floats, floats)
 
 
-def _first_keys(reach: int, positions: np.ndarray) -> np.ndarray:
+def first_keys(reach: int, positions: np.ndarray) -> np.ndarray:
     """The first key that a query sees at each position; ``reach`` is a `View.span`."""
     if reach < 0:
         return positions // -reach * -reach
@@ -145,7 +172,7 @@ class DeviceOperations:
         memory: of the blocks.
     """
 
-    inputs: GraphInputs
+    inputs: RowInputs
     memory: DeviceBlocks
 
     def project(self, projection: Projection, rows: Normed | Tensor) -> Tensor:
@@ -207,24 +234,28 @@ class DeviceOperations:
             Heads(kv[..., :size], norm=_row_norm(a.kv_norm)), Heads(kv[..., size:], turn=turn),
             turned, own.keys, own.values, self.inputs.slots,
         )  # fmt: skip
-        plain, matrix = both[..., : a.plain_dim].to(a.kv_b.dtype), a.kv_b
-        inward = torch.einsum("bhp,hpr->bhr", plain, matrix[:, : a.plain_dim])
+        values = self._attend_latents(a, both[..., : a.plain_dim], turned, own)
+        return self.project(a.o, values.flatten(1))
+
+    def _attend_latents(
+        self, a: LatentAttention, plain: Tensor, turned: Tensor, own: KeyRows
+    ) -> Tensor:
+        """``(B, Q, V)`` of queries ``(B, Q, plain)``, with their turned parts: they meet latents,
+        and so do the sums of them."""
+        matrix = a.kv_b
+        inward = torch.einsum("bhp,hpr->bhr", plain.to(matrix.dtype), matrix[:, : a.plain_dim])
         latent = KeyRows(own.keys, None, own.values)
         query = inward.to(self.memory.dtype).contiguous()
         sums = self._attend(query, latent, a.view, matrix.dtype, turned)
-        values = torch.einsum("bhr,hvr->bhv", sums, matrix[:, a.plain_dim :])
-        return self.project(a.o, values.flatten(1))
+        return torch.einsum("bhr,hvr->bhv", sums, matrix[:, a.plain_dim :])
 
     def _attend(
         self, query: Tensor, own: KeyRows, view: View, dtype: torch.dtype,
         second: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         how: dict[str, Any] = {name: getattr(view, name) for name in ("scale", "softcap", "sinks")}
-        inputs, placed = self.inputs, own._replace(tables=self.inputs.tables)
-        firsts = inputs.firsts[view.span]
-        return attention.attend(
-            query, placed, inputs.spans, firsts, second=second, dtype=dtype, **how
-        )
+        firsts = self.inputs.firsts[view.span]
+        return self.inputs.attend(query, own, firsts, second=second, dtype=dtype, **how)
 
     def _heads(
         self, given: Tensor, projection: Projection, heads: int, norm: HeadNorm | None,

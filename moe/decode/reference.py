@@ -54,7 +54,7 @@ class Halt:
 
 
 Walk = Generator[Halt, Tensor, Tensor]
-"""Takes ``(B, H)`` rows for each `Halt`; returns ``(B, V)`` float32 logits."""
+"""Takes ``(B, H)`` rows for each `Halt`; returns float32 logits, ``(B, V)`` or of some rows."""
 
 
 class Normed(NamedTuple):
@@ -93,11 +93,13 @@ def walk(
     tokens: Tensor,
     means: StepOperations,
     watch: Callable[[int, Tensor], None] | None = None,
+    last: Callable[[Normed], Normed] | None = None,
 ) -> Walk:
     """Read ``(B,)`` tokens.
 
     Args:
         watch: called with each layer's index and output.
+        last: takes the rows behind the last norm, and returns those whose logits are wanted.
     """
     x = scaled(description.embedding(tokens).float(), description.embedding_scale)
     rows, scale, post = None, 1.0, None  # what the layer before leaves to be added
@@ -115,6 +117,8 @@ def walk(
     x, normed = means.add(x, rows, scale, post, description.norm)
     if watch is not None:
         watch(len(description.layers) - 1, x)
+    if last is not None:
+        normed = last(normed)
     logits = scaled(means.project(description.head, normed).float(), description.logit_scale)
     cap = description.logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)

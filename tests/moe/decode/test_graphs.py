@@ -358,6 +358,10 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        with self:  # in inference mode, torch shows some operations whole, casts among them
+            whole = function.decompose(*args, **(kwargs or {}))
+        if whole is not NotImplemented:
+            return whole
         name = function._schema.name.removeprefix("aten::")
         made = function(*args, **(kwargs or {}))
         # Some give a view or a copy, as it turns out: `to`, `contiguous`, `flatten`.
