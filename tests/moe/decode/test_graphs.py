@@ -419,7 +419,7 @@ def test_a_layer_is_thirteen_launches() -> None:
     times = 2  # rehearsed, recorded
     assert len(three) - len(two) == times * 13
     assert three.count("kernel") - two.count("kernel") == times * 11
-    assert three.count("to") == times * 2  # embeddings and logits, to float32
+    assert three.count("_to_copy") == times * 2  # embeddings and logits, to float32
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (32, 32), (33, 64), (100, 128)])
