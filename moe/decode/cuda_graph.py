@@ -139,15 +139,19 @@ class GraphStep:
         return self._run(work, "", None, routed)[0]
 
     def inside(self, work: Sequence[Work], experts: InsideExperts) -> list[Tensor]:
-        logits, routings = self._run(work, "experts", self._routed)
-        for layer, routing in enumerate(routings):
-            experts.count(layer, routing)
+        logits, routing = self._run(work, "experts", self._routed)
+        if routing is not None:
+            experts.count(routing.expert_ids)
         return logits
 
     def inside_by(
         self, work: Sequence[Work], name: str, routed: RoutedExperts
     ) -> tuple[list[Tensor], list[Routing]]:
-        return self._run(work, name, routed)
+        logits, routing = self._run(work, name, routed)
+        if routing is None:
+            return logits, []
+        layers = zip(routing.expert_ids, routing.weights, strict=True)
+        return logits, [Routing(*layer) for layer in layers]
 
     def in_lockstep(
         self, work: Sequence[Work], routed: RoutedExperts, group: RankGroup
@@ -162,8 +166,9 @@ class GraphStep:
         name: str,
         inside: RoutedExperts | None,
         routed: RoutedExperts | None = None,
-    ) -> tuple[list[Tensor], list[Routing]]:
-        """By the recording of a name, with experts inside or, if None, by the host's ``routed``."""
+    ) -> tuple[list[Tensor], Routing | None]:
+        """By the recording of a name, with experts inside or, if None, by the host's ``routed``;
+        see `Recording.play`."""
         count = sum(len(item.token_ids) for item in work)
         rows = rows_for(count)
         # A step that sleeps at a layer keeps its recording; another one gets another.
@@ -171,10 +176,10 @@ class GraphStep:
         recording = idle.pop() if idle else self._record(rows, inside)
         try:
             recording.inputs.fill(work)
-            logits, routings = recording.play(count, routed)
+            logits, routing = recording.play(count, routed)
         finally:
             idle.append(recording)
-        return finish_step(work, logits), routings
+        return finish_step(work, logits), routing
 
     def _record(self, rows: int, inside: RoutedExperts | None) -> Recording:
         try:
@@ -243,8 +248,9 @@ class Recording:
         except StopIteration as end:
             return _End(None, end.value, Routing.concat(routings) if routings else None)
 
-    def play(self, count: int, routed: RoutedExperts | None) -> tuple[Tensor, list[Routing]]:
-        """Logits ``(count, V)``, and the routing of each layer whose experts ran inside."""
+    def play(self, count: int, routed: RoutedExperts | None) -> tuple[Tensor, Routing | None]:
+        """Logits ``(count, V)``, and the ``(layers, count, K)`` routing of the layers whose experts
+        ran inside; None: none did."""
         for replay, end, beside in self._segments:
             replay()
             if end.halt is not None:
@@ -261,11 +267,10 @@ class Recording:
                 end.answer[:count] = rows
         logits = end.answer[:count].clone()
         if end.routings is None:
-            return logits, []
-        ids, weights = end.routings.expert_ids.clone(), end.routings.weights.clone()
-        layers = zip(ids.split(self._rows), weights.split(self._rows), strict=True)
-        return logits, [Routing(i[:count], w[:count]) for i, w in layers]
-
-    @property
-    def _rows(self) -> int:
-        return self.inputs.tokens.shape[0]
+            return logits, None
+        rows = self.inputs.tokens.shape[0]
+        ids, weights = (
+            part.unflatten(0, (-1, rows))[:, :count].clone()
+            for part in (end.routings.expert_ids, end.routings.weights)
+        )
+        return logits, Routing(ids, weights)

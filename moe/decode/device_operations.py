@@ -9,9 +9,11 @@ Legend: B rows of a recording, H hidden, C columns of the block tables (blocks o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from operator import is_
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch.nn.functional import linear
 
 from kernels import PlaneMatrix, linear_forward
 from kernels.triton import attention
-from kernels.triton.attention import KeyRows
+from kernels.triton.attention import BLOCK, KeyRows
 from kernels.triton.router import MOST_TOKENS, logits
 from kernels.triton.rows import Heads, RowNorm, Turn, add_norm, gated, place_heads
 from moe.decode.joined import readers_of
@@ -42,7 +44,7 @@ from moe.describe.description import (
 )
 from moe.describe.parts import project
 from moe.describe.routers import MOST_EXPERTS, by_kernel
-from moe.network.device_blocks import DeviceBlocks, slots_of, tables_of
+from moe.network.device_blocks import DeviceBlocks, tables_of
 from moe.network.kv_blocks import BlockKVCache
 from moe.network.kv_cache import Shape
 from moe.network.packed_pass import Work, put_ahead
@@ -76,6 +78,9 @@ class RowInputs(Protocol):
 class GraphInputs:
     """Tokens, places and angles of at most ``count`` rows; the others are padding.
 
+    All but the tables is one piece of memory, so that a step sends one copy; tables follow when a
+    row has another sequence or a new block.
+
     Attributes:
         tokens: ``(B,)`` int64, 0 in padding.
         slots: ``(B,)`` int64: where each row's keys and values go; -1 in padding.
@@ -89,18 +94,22 @@ class GraphInputs:
         device = memory.device
         attentions = [layer.attention for layer in description.layers]
         turns = [a.rotation.table for a in attentions if a.rotation is not None]
-        self._tables = list(dict.fromkeys(turns))
-        sizes = [table.cos.shape[1] for table in self._tables for _ in range(2)]
+        self._rotary = list(dict.fromkeys(turns))
         reaches = sorted({a.view.span for a in attentions})
-        self._longs = torch.zeros(2, count, dtype=torch.int64, device=device)
-        self._ints = torch.zeros(4 + len(reaches), count, dtype=torch.int32, device=device)
-        self._floats = torch.zeros(count, sum(sizes), device=device)
+        sizes = [table.cos.shape[1] for table in self._rotary for _ in range(2)]
+        self._parts = _parts(count, len(reaches), sizes)
+        self._memory = torch.zeros(self._parts[-1].end, dtype=torch.uint8, device=device)
         self.tables = torch.zeros(count, memory.count, dtype=torch.int32, device=device)
-        self.tokens, self.slots = self._longs
-        self.spans = self._ints[:4].view(count, 4)
-        self.firsts = dict(zip(reaches, self._ints[4:], strict=True))
-        parts = iter(self._floats.split(sizes, 1))
-        self.angles = dict(zip(self._tables, zip(parts, parts, strict=True), strict=True))
+        self._numbers = list[np.ndarray]()  # the blocks of each row, as `tables` has them
+        self._blocks = np.zeros((count, 0), np.int32)  # the same as one array
+        longs, ints, *angles = (
+            self._memory[part.begin : part.end].view(getattr(torch, part.kind)).view(part.shape)
+            for part in self._parts
+        )
+        self.tokens, self.slots = longs
+        self.spans, self.firsts = ints[:4].view(count, 4), dict(zip(reaches, ints[4:], strict=True))
+        pairs = iter(angles)
+        self.angles = dict(zip(self._rotary, zip(pairs, pairs, strict=True), strict=True))
         self.fill([])
 
     def attend(self, query: Tensor, rows: KeyRows, firsts: Tensor, **how: Any) -> Tensor:
@@ -110,44 +119,76 @@ class GraphInputs:
 
     def fill(self, work: Sequence[Work]) -> None:
         """Put new tokens and where their sequences are in place, without waiting for the device."""
-        count = self.tokens.shape[0]
-        longs = np.zeros((2, count), np.int64)
-        longs[1] = -1
-        ints = np.zeros(tuple(self._ints.shape), np.int32)
-        spans = ints[:4].reshape(count, 4)
-        spans[:, 1] = spans[:, 0] = np.arange(count)
-        begin, numbers = 0, list[np.ndarray]()
+        count, begins, tokens = self.tokens.shape[0], list[int](), list[int]()
+        sizes, numbers = list[int](), list[np.ndarray]()
         for item in work:
             cache, new = item.cache, len(item.token_ids)
             assert isinstance(cache, BlockKVCache)
             cache.reserve(cache.length + new)
-            positions, own = np.arange(cache.length, cache.length + new), slice(begin, begin + new)
-            longs[0, own], longs[1, own] = item.token_ids, slots_of(cache, positions)
-            spans[own, 2], spans[own, 3] = 1, positions
+            begins.append(cache.length - len(tokens))
+            tokens += item.token_ids
+            sizes.append(new)
             numbers += [cache.block_numbers] * new
-            begin += new
+        rows = np.arange(len(tokens))
+        positions = rows + np.repeat(np.array(begins, np.int64), sizes)
+        self._send_tables(numbers)
+        sent = np.zeros(self._parts[-1].end, np.uint8)
+        longs, ints, *angles = (
+            sent[part.begin : part.end].view(part.kind).reshape(part.shape) for part in self._parts
+        )
+        own = slice(len(tokens))
+        longs[0, own], longs[1] = tokens, -1
+        longs[1, own] = self._blocks[rows, positions // BLOCK] * BLOCK + positions % BLOCK
+        spans = ints[:4].reshape(count, 4)
+        spans[:, 1] = spans[:, 0] = np.arange(count)
+        spans[own, 2], spans[own, 3] = 1, positions
         for row, reach in zip(ints[4:], self.firsts, strict=True):
-            row[:begin] = first_keys(reach, spans[:begin, 3])
-        _send(self._longs, torch.from_numpy(longs))
-        _send(self._ints, torch.from_numpy(ints))
-        put_ahead(work, self.tokens)
-        if numbers:
-            tables = tables_of(numbers)  # padding reads none
-            _send(self.tables[:begin, : tables.shape[1]], torch.from_numpy(tables))
-            self._turn(spans[:begin, 3].astype(np.int64))
-
-    def _turn(self, positions: np.ndarray) -> None:
-        if not self._tables:
-            return
-        floats = torch.zeros(tuple(self._floats.shape))
-        begin = 0
-        for table in self._tables:
-            table.reserve(int(positions.max()) + 1)
+            row[own] = first_keys(reach, positions)
+        parts = iter(angles)
+        for table in self._rotary:
+            table.reserve(int(positions.max(initial=0)) + 1)
             for values in (table.cos, table.sin):
-                end = begin + values.shape[1]
-                floats[: len(positions), begin:end] = values[positions]
-                begin = end
-        _send(self._floats, floats)
+                out = torch.from_numpy(next(parts)[own])
+                torch.index_select(values, 0, torch.from_numpy(positions), out=out)
+        _send(self._memory, sent)
+        put_ahead(work, self.tokens)
+
+    def _send_tables(self, numbers: Sequence[np.ndarray]) -> None:
+        """Send the block tables of the rows, unless the device has them. Padding reads none."""
+        if len(numbers) == len(self._numbers) and all(map(is_, numbers, self._numbers)):
+            return
+        self._numbers, self._blocks = [*numbers], tables_of(numbers)
+        if numbers:
+            rows, most = self._blocks.shape
+            _send(self.tables[:rows, :most], self._blocks)
+
+
+class _Part(NamedTuple):
+    """An array in a piece of bytes."""
+
+    begin: int
+    end: int
+    kind: str
+    shape: tuple[int, ...]
+
+
+def _parts(count: int, reaches: int, angles: Sequence[int]) -> list[_Part]:
+    """Tokens and slots, spans and first keys, and angles of a step of so many rows; each array
+    begins at a multiple of 16 bytes."""
+    kinds: list[tuple[str, tuple[int, ...]]] = [("int64", (2, count))]
+    kinds += [("int32", (4 + reaches, count)), *(("float32", (count, size)) for size in angles)]
+    parts, end = list[_Part](), 0
+    for kind, shape in kinds:
+        begin = -(-end // 16) * 16
+        end = begin + np.dtype(kind).itemsize * math.prod(shape)
+        parts.append(_Part(begin, end, kind, shape))
+    return parts
+
+
+def _send(to: Tensor, values: np.ndarray) -> None:
+    given = torch.from_numpy(values)
+    # torch keeps a pinned block from being used again until the device has read it.
+    to.copy_(given.pin_memory() if to.is_cuda else given, non_blocking=True)
 
 
 def first_keys(reach: int, positions: np.ndarray) -> np.ndarray:
@@ -155,11 +196,6 @@ def first_keys(reach: int, positions: np.ndarray) -> np.ndarray:
     if reach < 0:
         return positions // -reach * -reach
     return np.maximum(positions - reach + 1, 0) if reach else np.zeros_like(positions)
-
-
-def _send(to: Tensor, values: Tensor) -> None:
-    # torch keeps a pinned block from being used again until the device has read it.
-    to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
 
 
 @dataclass(frozen=True)

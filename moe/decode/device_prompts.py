@@ -140,7 +140,7 @@ class PromptOperations(DeviceOperations):
         rows = KeyRows(
             heads[..., : a.plain_dim], heads[..., a.plain_dim :], beside.expand(a.heads, -1, -1)
         )
-        return self._attend(plain.to(dtype), rows, a.view, self._dtype_of(a.o), turned)
+        return self._attend(plain.to(dtype), rows, a.view, self._dtype_of(a.o.weight), turned)
 
 
 def cache_shape(a: Attention | LatentAttention) -> Shape:

@@ -58,14 +58,13 @@ def inside(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
 
 
 class Counted(InsideExperts):
-    """The routings of a step's layers."""
+    """The experts that a step's layers chose."""
 
     def __init__(self) -> None:
-        self.routings: list[Routing] = []
+        self.ids: list[Tensor] = []
 
-    def count(self, layer: int, routing: Routing) -> None:
-        assert layer == len(self.routings)
-        self.routings.append(routing)
+    def count(self, ids_LBK: Tensor) -> None:
+        self.ids += ids_LBK
 
 
 def new_memory() -> DeviceBlocks:
@@ -145,7 +144,7 @@ def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.Dat
         for actual in (step(work, routed), whole):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         moe_layers = sum(isinstance(layer.feed, Experts) for layer in description.layers)
-        assert [routing.num_tokens for routing in counted.routings] == [sum(counts)] * moe_layers
+        assert [len(ids) for ids in counted.ids] == [sum(counts)] * moe_layers
         for item, other in zip(work, plain, strict=True):
             assert item.cache.length == other.cache.length
 
@@ -173,7 +172,12 @@ def test_visits_are_those_of_the_plain_step(data: st.DataObject) -> None:
     step(copies(work), watched("segments"))
     counted = Counted()
     step.inside(copies(work), counted)
-    for expected, *others in zip(seen["plain"], seen["segments"], counted.routings, strict=True):
+    _, inner = step.inside_by(copies(work), "visits", inside)
+    assert len(counted.ids) == len(inner)
+    assert all(
+        torch.equal(ids, own.expert_ids) for ids, own in zip(counted.ids, inner, strict=True)
+    )
+    for expected, *others in zip(seen["plain"], seen["segments"], inner, strict=True):
         for actual in others:
             actual.validate(12)
             assert torch.equal(actual.expert_ids, expected.expert_ids)
