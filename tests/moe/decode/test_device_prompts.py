@@ -28,11 +28,17 @@ from moe.network.kv_blocks import BlockPool
 from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
-from routing import Routing
 from tests.amounts import amount
 from tests.moe.decode.description_cases import VOCABULARY, routed, table
 from tests.moe.decode.tape import Tape
-from tests.moe.decode.test_graphs import Launches, layers_like_qwen3, made, new_memory, on_meta
+from tests.moe.decode.test_graphs import (
+    Launches,
+    joined,
+    layers_like_qwen3,
+    made,
+    new_memory,
+    on_meta,
+)
 from tests.moe.decode.test_recorded import parts_of
 from tests.readbacks import readbacks
 
@@ -254,17 +260,13 @@ def test_prompts_that_are_wrong_on_the_device_are_found(monkeypatch: pytest.Monk
 
 
 def launches_of(layers: int) -> list[str]:
-    """Of a pass without its routing and experts, which count as one launch a layer."""
-    description, launches = on_meta(layers_like_qwen3(layers)), Launches()
+    """Of a pass, without its experts."""
+    description, launches = on_meta(joined(layers_like_qwen3(layers))), Launches()
     memory = DeviceBlocks(torch.device("meta"), torch.bfloat16, 4)
     prompts, cache = DevicePrompts(description, memory), BlockPool(memory).new_cache(70)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.names.append("kernel")
-        )
-        patch.setattr(
-            "moe.decode.reference.route",
-            lambda _router, rows: Routing(rows[:, :2].long(), rows[:, :2]),
         )
         with launches:
             prompts([Work([*range(40)], cache)], lambda _, rows, __: torch.empty_like(rows))
@@ -272,7 +274,6 @@ def launches_of(layers: int) -> list[str]:
 
 
 def test_a_layer_is_eight_launches_beside_its_experts() -> None:
-    """Two sums with norms, four products, heads, attention; the router's stand-in is one more, a
-    cast."""
+    """Two sums with norms, two products, heads, attention, and two of the router."""
     one, two = launches_of(1), launches_of(2)
-    assert len(two) - len(one) == 8 + 1
+    assert len(two) - len(one) == 8
