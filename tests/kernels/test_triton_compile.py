@@ -55,7 +55,8 @@ from kernels.triton.experts import combine_kernel
 from kernels.triton.grouped import whole_kernel
 from kernels.triton.router import LOGITS_OPTIONS, LOGITS_TILE, decide_kernel, logits_kernel
 from kernels.triton.router import options
-from kernels.triton.routing import MOST_EXPERTS, MOST_SLOTS, align_kernel, align_options
+from kernels.triton.routing import CHUNK, MOST_EXPERTS, MOST_SLOTS, SORT_OPTIONS, align_kernel
+from kernels.triton.routing import align_options, count_kernel, sort_kernel, sort_tile
 from kernels.triton.planes import arrange_kernel, dequantize_kernel, finish_kernel, planes_kernel
 from kernels.triton.tiles import DECODE, PLANES, PREFILL
 
@@ -102,8 +103,13 @@ POINTERS |= {"rows": "*fp32", "bias": "*fp32"}
 for hidden in (2048, 7168, 2880):
     show(90, logits_kernel, LOGITS_OPTIONS, H=hidden, HAS_BIAS=hidden == 2880, **LOGITS_TILE)
 POINTERS |= {"rows": "*bf16", "bias": "*bf16"}
-for slots, experts in ((32, 256), (512, 256), (MOST_SLOTS, MOST_EXPERTS)):
+for slots, experts in ((32, 256), (512, 256), (MOST_SLOTS, 2 * MOST_EXPERTS)):
     show(90, align_kernel, align_options(slots), SLOTS=slots, EXPERTS=experts, BLOCKS=512)
+POINTERS["counts"] = "*i32"
+for architecture, experts in ((80, 256), (90, 2 * MOST_EXPERTS)):
+    sizes = {"CHUNK": CHUNK, "EXPERTS": experts}
+    show(architecture, count_kernel, SORT_OPTIONS, **sizes)
+    show(architecture, sort_kernel, SORT_OPTIONS, **sizes, **sort_tile(experts))
 for pointer, compute in (("*fp32", tl.float32), ("*fp16", tl.float16)):
     POINTERS |= dict.fromkeys(("x", "weight", "output"), pointer)
     shape = {"COMPUTE": compute, "ROWS": 16, "COLUMNS": 64}
@@ -325,7 +331,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 27
+    assert len(lines) == 31
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         assert int(shared) <= _LEAST_SHARED, name
