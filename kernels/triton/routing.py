@@ -148,7 +148,8 @@ def _empty(ids_S: Tensor, experts: int, rows: int, distinct: int | None) -> Bloc
     count = most_blocks(len(ids_S), distinct or experts, rows)
     sizes = [len(ids_S), experts + 1, count, count]
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=ids_S.device)
-    return Blocks(*memory.split(sizes), rows)
+    order_S, offsets_E1, expert_B, first_B = memory.split(sizes)
+    return Blocks(order_S, offsets_E1, expert_B, first_B, rows)
 
 
 def align_options(size: int) -> dict[str, int | bool]:
