@@ -234,14 +234,20 @@ for architecture in map(int, sys.argv[1].split()):
              KEYS=64, V=128, WIDTH_V=128)
     show(architecture, rows.add_norm_kernel, rows.OPTIONS | {"num_warps": rows._warps(7168)}, half,
          H=7168, ADD=True, POST=2, NORM=1, HAS_POST_BIAS=True, HAS_BIAS=False, WIDTH=8192)
-    show(architecture, rows.place_kernel, rows.OPTIONS | {"num_warps": 1}, half, Q=32, N=4, QD=128,
-         D=128, V=128, BIASES=(True, True, True), NORMS=(1, 2, 0),
-         NORM_BIASES=(False, True, False), LATE=(False, True, False), STYLES=(1, 3, 0),
-         BEGINS=(0, 64, 0), SIZE=64, WIDTH_Q=128, WIDTH_D=128, WIDTH_V=128, BLOCK=64)
-    show(architecture, rows.place_kernel, rows.OPTIONS | {"num_warps": 1}, half, Q=16, N=1, QD=64,
-         D=512, V=64, BIASES=(False,) * 3, NORMS=(0, 1, 0), NORM_BIASES=(False,) * 3,
-         LATE=(False,) * 3, STYLES=(2, 0, 2), BEGINS=(0, 0, 0), SIZE=64, WIDTH_Q=64, WIDTH_D=512,
-         WIDTH_V=64, BLOCK=64)  # latents: heads of three sizes
+    for count in (1, rows.PLACED):
+        plain = {"LATE": (False,) * 3, "BIASES": (False,) * 3, "NORM_BIASES": (False,) * 3}
+        for heads in (
+            {"Q": 32, "N": 4, "QD": 128, "D": 128, "V": 128, "NORMS": (1, 1, 0),
+             "STYLES": (1, 1, 0), "BEGINS": (0, 0, 0), "SIZE": 128, **plain},
+            {"Q": 32, "N": 4, "QD": 128, "D": 128, "V": 128, "NORMS": (1, 2, 0),
+             "STYLES": (1, 3, 0), "BEGINS": (0, 64, 0), "SIZE": 64, "BIASES": (True,) * 3,
+             "NORM_BIASES": (False, True, False), "LATE": (False, True, False)},
+            {"Q": 16, "N": 1, "QD": 64, "D": 512, "V": 64, "NORMS": (0, 1, 0),
+             "STYLES": (2, 0, 2), "BEGINS": (0, 0, 0), "SIZE": 64, **plain},  # latents
+        ):
+            widths = {f"WIDTH_{part[0]}": heads[part] for part in ("QD", "D", "V")}
+            show(architecture, rows.place_kernel, rows.OPTIONS | {"num_warps": 1}, half,
+                 BLOCK=64, ROWS=count, **heads, **widths)
     show(architecture, rows.store_kernel, rows.OPTIONS | {"num_warps": 4}, half, N=4, D=192, V=128,
          ROWS=16, WIDTH_D=256, WIDTH_V=128, BLOCK=64)
     show(architecture, rows.gated_kernel, rows.OPTIONS | {"num_warps": 4}, half, CURVE=0)
@@ -366,7 +372,7 @@ def check_attention(architectures: str) -> None:
              "registers", "stack", "local", "in loop", "shared", "products"]  # fmt: skip
     for words in (heads, *lines):
         print(*(f"{word:>15}" for word in words))
-    assert len(lines) == 25 * len(architectures.split())
+    assert len(lines) == 29 * len(architectures.split())
     for words in lines:
         row = dict(zip(heads, words, strict=True))
         two_sums = row["splits"] == "1" and row["segment"] != "0"

@@ -65,7 +65,7 @@ def test_layers_at_once_are_layers_one_by_one(steps: list[list[list[list[int]]]]
 
 @given(st.lists(st.lists(STEPS, min_size=3, max_size=3), min_size=1, max_size=3))
 def test_a_pass_counts_as_its_layers_apart(passes: list[list[list[dict[Phase, Any]]]]) -> None:
-    """Steps that wait together, whatever layers come after each other, and steps counted at once."""
+    """Steps that wait together, whatever layers follow each other, and steps counted at once."""
     waiting, at_once = RoutingStatistics([5, 5, 5]), RoutingStatistics([5, 5, 5])
     for layers in passes:
         for layer, steps in enumerate(layers):
