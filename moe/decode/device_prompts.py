@@ -38,6 +38,7 @@ class DevicePrompts:
 
     def __init__(self, description: Description, memory: DeviceBlocks) -> None:
         self._description, self._memory = description, memory
+        self._angles = DeviceAngles(memory.device)
 
     @property
     def description(self) -> Description:
@@ -59,7 +60,8 @@ class DevicePrompts:
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """Logits of each piece of work (`moe.network.backbone.Backbone.lanes`); calls ``routed``
         at every MoE layer."""
-        inputs, hidden = PromptInputs(work, self._description, self._memory), list[Tensor]()
+        inputs = PromptInputs(work, self._description, self._memory, self._angles)
+        hidden = list[Tensor]()
 
         def last(rows: Normed) -> Normed:
             hidden.append(rows.rounded)
@@ -76,6 +78,25 @@ class DevicePrompts:
             answer = routed(halt.layer, halt.rows.rounded, halt.routing)
 
 
+class DeviceAngles:
+    """Rotary tables on a device. A table is sent when it has no row yet for a position that is
+    asked for; it doubles then, so that few passes send any."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._sent = device, dict[RotaryTable, tuple[Tensor, Tensor]]()
+
+    def at(self, table: RotaryTable, positions: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        """``(T, size / 2)`` float32 cosines and sines of ``(T,)`` positions below ``most``, which
+        are on the device."""
+        known = self._sent.get(table)
+        if known is None or len(known[0]) < most:
+            table.reserve(most)
+            known = to_device(table.cos, self._device), to_device(table.sin, self._device)
+            self._sent[table] = known
+        cos, sin = known
+        return cos.index_select(0, positions), sin.index_select(0, positions)
+
+
 class PromptInputs:
     """What all layers of a pass read of its rows; see `GraphInputs`.
 
@@ -87,7 +108,11 @@ class PromptInputs:
     """
 
     def __init__(
-        self, work: Sequence[Work], description: Description, memory: DeviceBlocks
+        self,
+        work: Sequence[Work],
+        description: Description,
+        memory: DeviceBlocks,
+        angles: DeviceAngles,
     ) -> None:
         device, attentions = memory.device, [layer.attention for layer in description.layers]
         caches = [item.cache for item in work if isinstance(item.cache, BlockKVCache)]
@@ -96,19 +121,21 @@ class PromptInputs:
         for a in attentions:
             self.places.give_shape(a.layer, cache_shape(a))
         ids = np.array([token for item in work for token in item.token_ids], np.int64)
-        self.tokens, self.slots = to_device(ids, device), self.places.slots
+        at = self.places.positions
+        self.tokens, positions = to_device(np.stack([ids, at]), device)
+        self.slots = self.places.slots
         put_ahead(work, self.tokens)
         ends = np.cumsum(sizes)
         pieces = zip(work, sizes, ends, strict=True)
         parts = [np.arange(b - n if item.all_logits else b - 1, b) for item, n, b in pieces]
         wanted = np.concatenate(parts)
         self.wanted = None if len(wanted) == len(ids) else to_device(wanted, device)
-        at = self.places.positions
         reaches = sorted({a.view.span for a in attentions})
         firsts = np.stack([first_keys(reach, at) for reach in reaches]).astype(np.int32)
         self.firsts = dict(zip(reaches, to_device(firsts, device), strict=True))
         tables = dict.fromkeys(a.rotation.table for a in attentions if a.rotation is not None)
-        self.angles = {table: _angles(table, at, device) for table in tables}
+        most = int(at.max()) + 1
+        self.angles = {table: angles.at(table, positions, most) for table in tables}
 
     def attend(self, query: Tensor, rows: KeyRows, firsts: Tensor, **how: Any) -> Tensor:
         """See `RowInputs`; of rows that do not lie in blocks, those of all tokens in order."""
@@ -155,10 +182,3 @@ def _head_sizes(a: Attention | LatentAttention) -> tuple[int, int]:
     if isinstance(a, LatentAttention):
         return a.plain_dim, a.value_dim
     return a.head_dim, a.value_dim
-
-
-def _angles(
-    table: RotaryTable, positions: np.ndarray, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    table.reserve(int(positions.max()) + 1)
-    return to_device(table.cos[positions], device), to_device(table.sin[positions], device)

@@ -18,7 +18,7 @@ from examples.models.tiny import tiny_model
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams
 from moe.decode import recorded
-from moe.decode.device_prompts import DevicePrompts
+from moe.decode.device_prompts import DeviceAngles, DevicePrompts
 from moe.decode.reference import reference_step
 from moe.describe.description import Attention
 from moe.describe.routers import by_kernel
@@ -28,6 +28,7 @@ from moe.network.kv_blocks import BlockPool
 from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
+from moe.settings.device import to_device
 from tests.amounts import amount
 from tests.moe.decode.description_cases import VOCABULARY, routed, table
 from tests.moe.decode.tape import Tape
@@ -130,6 +131,23 @@ def test_nothing_is_read_back() -> None:
 
     run()
     assert readbacks(run) == []
+
+
+def test_tables_of_angles_are_sent_when_they_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def noted(values: Tensor, device: torch.device) -> Tensor:
+        sent.append(len(values))
+        return to_device(values, device)
+
+    monkeypatch.setattr("moe.decode.device_prompts.to_device", noted)
+    own, angles = table(16), DeviceAngles(CPU)
+    for most in (3, 1024, 1030, 2000):
+        at = torch.tensor([most - 1, 0, most - 1])
+        cos, sin = angles.at(own, at, most)
+        assert torch.equal(cos, own.cos[at])
+        assert torch.equal(sin, own.sin[at])
+    assert sent == [1024, 1024, 2048, 2048]
 
 
 def loaded(folder: Path, kind: str, settings: dict[str, Any] | None = None) -> MoE:
