@@ -15,11 +15,15 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from examples.models.tiny import tiny_model
+from kernels.reference import ExpertWeights
+from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
+from kernels.triton.routing import Blocks, sort_slots
 from moe import MoE, SamplingParams
 from moe.decode import recorded
 from moe.decode.device_prompts import DeviceAngles, DevicePrompts
 from moe.decode.reference import reference_step
+from moe.decode.step import RoutedExperts
 from moe.describe.description import Attention
 from moe.describe.routers import by_kernel
 from moe.network.device_blocks import DeviceBlocks
@@ -29,11 +33,13 @@ from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.settings.device import to_device
+from routing import Routing, RoutingStatistics
 from tests.amounts import amount
 from tests.moe.decode.description_cases import VOCABULARY, routed, table
 from tests.moe.decode.tape import Tape
 from tests.moe.decode.test_graphs import (
     Launches,
+    gated_silu,
     joined,
     layers_like_qwen3,
     made,
@@ -277,21 +283,48 @@ def test_prompts_that_are_wrong_on_the_device_are_found(monkeypatch: pytest.Monk
     assert "; prompts by transformers (NotDescribed: logits differ by" in reason
 
 
-def launches_of(layers: int) -> list[str]:
-    """Of a pass, without its experts."""
+def no_experts(_layer: int, rows: Tensor, _routing: Routing) -> Tensor:
+    return torch.empty_like(rows)
+
+
+def launches_of(layers: int, rows: int, routed: RoutedExperts = no_experts) -> list[str]:
+    """Of a pass of so many rows."""
     description, launches = on_meta(joined(layers_like_qwen3(layers))), Launches()
-    memory = DeviceBlocks(torch.device("meta"), torch.bfloat16, 4)
-    prompts, cache = DevicePrompts(description, memory), BlockPool(memory).new_cache(70)
+    memory = DeviceBlocks(torch.device("meta"), torch.bfloat16, 8)
+    prompts, cache = DevicePrompts(description, memory), BlockPool(memory).new_cache(rows)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.names.append("kernel")
         )
         with launches:
-            prompts([Work([*range(40)], cache)], lambda _, rows, __: torch.empty_like(rows))
+            prompts([Work([1] * rows, cache)], routed)
     return launches.names
 
 
-def test_a_layer_is_eight_launches_beside_its_experts() -> None:
-    """Two sums with norms, two products, heads, attention, and two of the router."""
-    one, two = launches_of(1), launches_of(2)
-    assert len(two) - len(one) == 8
+@pytest.mark.parametrize(("rows", "router"), [(40, 2), (300, 3)])
+def test_a_layer_is_few_launches_beside_its_experts(rows: int, router: int) -> None:
+    """Two sums with norms, two products, heads, attention, and those of the router, whose matrix
+    torch casts for many rows."""
+    one, two = launches_of(1, rows), launches_of(2, rows)
+    assert len(two) - len(one) == 6 + router
+
+
+def test_experts_of_a_layer_are_five_launches_and_counting_them_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two sort slots, two are products, and one adds the results."""
+    made: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+    first, second = torch.empty(12, 32, 32, **made), torch.empty(12, 32, 16, **made)
+    experts, statistics = ExpertWeights(first, second, gated_silu), RoutingStatistics([12] * 3)
+
+    def sorted_slots(ids: Tensor, *how: int) -> Blocks:
+        return sort_slots(ids.flatten(), *how)
+
+    def routed(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        statistics.record(layer, {"prefill": routing})
+        return experts_forward(rows, routing.expert_ids, routing.weights, experts)
+
+    monkeypatch.setattr("kernels.triton.experts.route", sorted_slots)
+    launches_of(1, 300, routed)  # recognises the activation
+    two, three = launches_of(2, 300, routed), launches_of(3, 300, routed)
+    assert len(three) - len(two) == 9 + 5
