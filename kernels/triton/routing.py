@@ -157,7 +157,8 @@ def align_options(size: int) -> dict[str, int | bool]:
     return {"num_warps": min(8, size // 32), "enable_fp_fusion": False}
 
 
-@triton.jit
+# Lengths of prompts differ: none is a reason to compile anew.
+@triton.jit(do_not_specialize=["slots"])
 def count_kernel(ids, counts, slots, experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr):
     """A program counts the slots of each expert in a chunk."""
     chunk = tl.program_id(0)
@@ -165,7 +166,7 @@ def count_kernel(ids, counts, slots, experts, CHUNK: tl.constexpr, EXPERTS: tl.c
     tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(own, EXPERTS))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "blocks", "chunks"])
 def sort_kernel(
     ids, counts, order, offsets, block_expert, block_first, slots, experts, blocks, per_block,
     chunks, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, AT_ONCE: tl.constexpr,

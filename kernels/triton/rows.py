@@ -336,7 +336,7 @@ def place_row(
                 tl.store(v_to, v.to(values.dtype.element_ty), mask=v_at < V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def place_kernel(
     query, key, value, query_bias, key_bias, value_bias,
     query_weight, key_weight, value_weight,
