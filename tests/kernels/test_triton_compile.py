@@ -51,6 +51,7 @@ _PROGRAM = (
     _BUILD
     + """
 from kernels.scales import SCALES
+from kernels.triton.draw import CHUNK, MOST, OPTIONS, draw_kernel, keys_kernel
 from kernels.triton.experts import combine_kernel
 from kernels.triton.grouped import whole_kernel
 from kernels.triton.router import LOGITS_OPTIONS, LOGITS_TILE, decide_kernel, logits_kernel
@@ -111,6 +112,11 @@ for pointer, compute in (("*fp32", tl.float32), ("*fp16", tl.float16)):
          **shape)
     show(80, planes_kernel, PLANES[0].options, **SYMMETRIC, PLANES=3, GROUP=64,
          **shape)
+POINTERS |= dict.fromkeys(("scores", "peak"), "*fp32") | {"enough": "*i1"}
+POINTERS |= dict.fromkeys(("temperature", "numbers", "sums", "totals"), "*fp64")
+POINTERS |= dict.fromkeys(("keys", "top_k", "ids"), "*i64")
+show(90, keys_kernel, OPTIONS, CHUNK=CHUNK)
+show(90, draw_kernel, OPTIONS, BOUNDED=False, WHOLE=False, WIDTH=MOST)
 """
 )
 
@@ -325,7 +331,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 27
+    assert len(lines) == 29
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         assert int(shared) <= _LEAST_SHARED, name
