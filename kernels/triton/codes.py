@@ -1,9 +1,15 @@
 """Codes and scales of bit planes in registers, from the arrangement of kernels/planes.py for CUDA.
 
+A *unit* is 64 columns of 16 rows. Each thread of a warp loads its own words of a plane and unpacks
+them where they are: nothing passes through shared memory on the way to the matrix instruction.
+
 Codes become whole numbers, or halves where bits are missing, which bf16 and float16 hold exactly:
-`chunk_numbers` those of symmetric codes, `file_numbers` those that a file had quantised, whose
+`symmetric_numbers` those of symmetric codes, `file_numbers` those that a file had quantised, whose
 scales and offsets `group_scale` reads as kernels/scales.py has them. Codes that are floating point
 numbers stay exact, too: `widened` moves their bits to where wider types have them.
+
+Shape legend: S units side by side, one of each warp; u and q, a thread's place in its warp, from 0
+to 3 and from 0 to 7; c, p and h as in kernels/planes.py.
 """
 
 from __future__ import annotations
@@ -14,11 +20,129 @@ import triton.language as tl
 CENTRED = tl.constexpr(1)
 """Numbers of the kinds of scales, by their order in kernels/scales.py; 0 is symmetric."""
 OFFSET, SUPER, SUPER_OFFSET, SUPER_NIBBLES, FP8, MXFP4 = map(tl.constexpr, range(2, 8))
+WIDTH = tl.constexpr(4 if triton.__version__ < "3.7" else 2)
+"""Neighbouring columns of a thread, of the operand that Triton makes of joined tensors. Where it is
+wrong, products are right, but slow."""
+
+
+@triton.jit
+def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr):
+    """(u, q, S, BITS) words of a plane, one each of 1 bit: (u, q, S).
+
+    Dimensions go from the one that is nearest in memory on, but for a thread's own words:
+    so each thread loads what it unpacks.
+
+    Args:
+        plane: where the block of rows begins.
+        chunk: (S,) of each unit's first 32 columns.
+        wanted: (S,) with MASKED; the words of others are 0.
+        TAIL: the last 32 columns, which have no neighbour; the other half is junk.
+    """
+    S: tl.constexpr = chunk.shape[0]
+    u, q = tl.arange(0, 4), tl.arange(0, 8)
+    begin = chunk * (16 * BITS)
+    if BITS == 1:
+        lane = q[None, :, None] * 4 + u[:, None, None]
+        at = begin[None, None, :] + (lane // 2 if TAIL else lane)
+        if MASKED:
+            words = tl.load(plane + at, mask=wanted[None, None, :], other=0)
+        else:
+            words = tl.load(plane + at)
+        if TAIL:
+            words = words >> (u % 2).to(tl.uint32)[:, None, None]
+    else:
+        OWN: tl.constexpr = BITS // 2 if TAIL else BITS
+        own = tl.arange(0, BITS)[None, None, None, :]
+        lane = q[None, :, None, None] * 4 + u[:, None, None, None]
+        at = begin[None, None, :, None] + lane * OWN + (own % OWN)
+        if not TAIL:
+            at = begin[None, None, :, None] + lane * OWN + own
+        if MASKED:
+            words = tl.load(plane + at, mask=wanted[None, None, :, None], other=0)
+        else:
+            words = tl.load(plane + at)
+    return words
+
+
+@triton.jit
+def half_of(words, T: tl.constexpr):
+    """The half T of a thread's words: (u, q, S, W / 2), or (u, q, S) of two."""
+    if words.shape[3] == 2:
+        first, second = tl.split(words)
+    else:
+        S: tl.constexpr = words.shape[2]
+        REST: tl.constexpr = words.shape[3] // 2
+        by_half = tl.permute(tl.reshape(words, (4, 8, S, 2, REST)), (0, 1, 2, 4, 3))
+        first, second = tl.split(by_half)
+    if T == 0:
+        return first
+    else:
+        return second
+
+
+@triton.jit
+def arranged(a0, a1, a2, a3, b0, b1, b2, b3):
+    """(S, 16, 32) numbers of (u, q, S, h) pairs: of both rows of a thread, p from 0 to 3.
+
+    Columns are in the order (p // 2, u, p % 2, h), or with pairs apart (p, u, h): that of the
+    operands, so that nothing moves. `load_rows` has the same.
+    """
+    S: tl.constexpr = a0.shape[2]
+    first = tl.join(tl.join(a0, a2), tl.join(a1, a3))
+    second = tl.join(tl.join(b0, b2), tl.join(b1, b3))
+    numbers = tl.join(first, second)  # u q S h p1 p0 c
+    if WIDTH == 4:
+        numbers = tl.permute(numbers, (2, 6, 1, 4, 0, 5, 3))
+    else:
+        numbers = tl.permute(numbers, (2, 6, 1, 4, 5, 0, 3))
+    return tl.reshape(numbers, (S, 16, 32))
+
+
+@triton.jit
+def in_order(numbers):
+    """(S, 16, 32) numbers of `arranged`, column by column."""
+    S: tl.constexpr = numbers.shape[0]
+    if WIDTH == 4:
+        numbers = tl.permute(tl.reshape(numbers, (S, 16, 2, 4, 4)), (0, 1, 3, 2, 4))
+    else:
+        numbers = tl.permute(tl.reshape(numbers, (S, 16, 4, 4, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(numbers, (S, 16, 32))
+
+
+@triton.jit
+def load_rows(
+    from_x, column, K, COMPUTE: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """(S, 32, ROWS) activations, columns in the order of `arranged`: 8 u + 2 p + h of each u.
+
+    Args:
+        from_x: (8, ROWS / 8) pointers of rows; row r of 8 and then i is ``8 i + r``.
+        column: (S,) the first of 32.
+        HALF: with 0 or 1, only 16 of these columns, others are 0; -1 for all.
+    """
+    S: tl.constexpr = column.shape[0]
+    MORE: tl.constexpr = from_x.shape[1]
+    u, own = tl.arange(0, 4), tl.arange(0, 8)
+    depth = u[:, None, None, None, None] * 8 + own[None, None, None, None, :]
+    at = column[None, None, :, None, None] + depth
+    pointers = from_x[None, :, None, :, None] + at
+    if MASKED:
+        x = tl.load(pointers, mask=at < K, other=0.0)
+    else:
+        x = tl.load(pointers)
+    if HALF >= 0:
+        x = tl.where((u // 2 == HALF)[:, None, None, None, None], x, 0.0)
+    x = tl.reshape(x.to(COMPUTE), (4, 8, S, MORE, 2, 2, 2))  # u r S i p1 p0 h
+    if WIDTH == 4:
+        x = tl.permute(x, (2, 4, 0, 5, 6, 3, 1))
+    else:
+        x = tl.permute(x, (2, 4, 5, 0, 6, 3, 1))
+    return tl.reshape(x, (S, 32, 8 * MORE))
 
 
 @triton.jit
 def pair_of(word, P: tl.constexpr, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
-    """``2 * nibble + CENTRE`` of the columns ``8 P + 2 u`` and the next, u along words: (N, 4, 2).
+    """``2 * nibble + CENTRE`` of the two columns p of each word: (u, q, S, h).
 
     The bits of a bf16 are those of 128 and of a whole number below 128, or of a float16 those of
     1024 and one below 1024: no conversion is needed.
@@ -38,12 +162,14 @@ def pair_of(word, P: tl.constexpr, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def doubled(word, CENTRE: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr):
-    """(COLUMNS, 32) whole numbers ``2 * (nibble - 8) + CENTRE`` of (COLUMNS, 4) words."""
-    early = tl.join(pair_of(word, 0, CENTRE, COMPUTE), pair_of(word, 1, CENTRE, COMPUTE))
-    late = tl.join(pair_of(word, 2, CENTRE, COMPUTE), pair_of(word, 3, CENTRE, COMPUTE))
-    numbers = tl.permute(tl.join(early, late), (0, 4, 3, 1, 2))
-    numbers = tl.reshape(numbers, (COLUMNS, 32))
+def doubled(first, second, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
+    """(S, 16, 32) numbers ``2 * (nibble - 8) + CENTRE`` of a thread's words of both rows."""
+    numbers = arranged(
+        pair_of(first, 0, CENTRE, COMPUTE), pair_of(first, 1, CENTRE, COMPUTE),
+        pair_of(first, 2, CENTRE, COMPUTE), pair_of(first, 3, CENTRE, COMPUTE),
+        pair_of(second, 0, CENTRE, COMPUTE), pair_of(second, 1, CENTRE, COMPUTE),
+        pair_of(second, 2, CENTRE, COMPUTE), pair_of(second, 3, CENTRE, COMPUTE),
+    )  # fmt: skip
     if tl.float32 == COMPUTE:
         numbers -= 16.0
     elif tl.bfloat16 == COMPUTE:
@@ -54,70 +180,87 @@ def doubled(word, CENTRE: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.const
 
 
 @triton.jit
-def words_of_rows(plane, chunk, inside, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(COLUMNS, 4) words of a plane: of each row and u, the word that holds its bits.
+def symmetric_numbers(
+    words0, words1, words2, words3, T: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """(S, 16, 32) whole numbers of a unit's half T: ``code - 136`` of 8 bits, else an eighth of it.
 
-    Args:
-        chunk, inside: (COLUMNS / 16,) each block's chunk, and whether it is wanted.
-        WORDS: of two rows, q and ``8 + q``: 4 of 2 bits, 2 of 1 bit.
+    Missing bits stand for the middle of the codes that begin with the others.
     """
-    BLOCKS: tl.constexpr = COLUMNS // 16
-    pair = chunk[:, None, None] * 8 + tl.arange(0, 8)[None, :, None]
-    at = pair * WORDS + tl.arange(0, WORDS)[None, None, :]
-    words = tl.load(plane + at, mask=inside[:, None, None], other=0)
-    SHARED: tl.constexpr = 4 // WORDS
-    spread = tl.broadcast_to(words[:, None, :, :, None], (BLOCKS, 2, 8, WORDS, SHARED))
-    return tl.reshape(spread, (COLUMNS, 4))
+    high = half_of(words0, T)
+    first, second = (high << 2) & 0xCCCCCCCC, high & 0xCCCCCCCC
+    if PLANES >= 2:
+        low = (words1 if T else words1 << 1) & 0xAAAAAAAA
+        if PLANES >= 3:
+            low |= (words2 >> T) & 0x55555555
+        first |= low & 0x33333333
+        second |= (low >> 2) & 0x33333333
+    if PLANES >= 3:
+        numbers = doubled(first, second, 0, COMPUTE)
+    elif PLANES == 2:
+        numbers = doubled(first, second, 1, COMPUTE)
+    else:
+        numbers = doubled(first, second, 3, COMPUTE)
+    if PLANES == 4:
+        first, second = tl.split(half_of(words3, T))
+        # 16 (high - 8) + (low - 8), all of it exact.
+        numbers = numbers * 8.0 + doubled(first, second, 0, COMPUTE) * 0.5
+    return numbers
 
 
 @triton.jit
-def nibbles_of_rows(plane, chunk, inside, COLUMNS: tl.constexpr):
-    """(COLUMNS, 4) words of a plane of 4 bits; see `words_of_rows`."""
-    pair = chunk[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
-    at = pair * 8 + tl.arange(0, 4)[None, None, :, None] * 2
-    at += tl.arange(0, 2)[None, None, None, :]
-    words = tl.load(plane + at, mask=inside[:, None, None, None], other=0)
-    return tl.reshape(tl.permute(words, (0, 3, 1, 2)), (COLUMNS, 4))
+def nibbles_of(words, BITS: tl.constexpr, T: tl.constexpr):
+    """Words of both rows of a thread whose nibbles are the bits of a plane, in a unit's half T."""
+    if BITS == 4:
+        first, second = tl.split(half_of(words, T))
+    elif BITS == 2:
+        both = half_of(words, T)
+        first, second = both & 0x33333333, (both >> 2) & 0x33333333
+    else:
+        first, second = (words >> T) & 0x11111111, (words >> (2 + T)) & 0x11111111
+    return first, second
 
 
 @triton.jit
-def chunk_numbers(
-    plane0, plane1, plane2, plane3, chunk, inside,
-    PLANES: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr,
+def file_numbers(
+    words0, words1,
+    T: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """(COLUMNS, 32) whole numbers of one chunk: ``code - 136`` of 8 bits, else an eighth of it.
+    """(S, 16, 32) numbers of a unit's half T: the code less half of what BITS can count.
 
     Missing bits stand for the middle of the codes that begin with the others.
 
     Args:
-        chunk, inside: (COLUMNS / 16,) each block's chunk, and whether it is wanted.
+        PLANES: that there are, 1 or 2.
     """
-    late = (tl.arange(0, COLUMNS) // 8 % 2).to(tl.uint32)[:, None]  # the second row of two
-    odd = (tl.arange(0, 4) % 2).to(tl.uint32)[None, :]
-    nibble = words_of_rows(plane0, chunk, inside, 4, COLUMNS) << (2 - 2 * late)
-    nibble &= 0xCCCCCCCC
-    if PLANES >= 2:
-        bits = words_of_rows(plane1, chunk, inside, 2, COLUMNS) >> (odd + 2 * late)
-        nibble |= (bits & 0x11111111) << 1
-    if PLANES >= 3:
-        bits = words_of_rows(plane2, chunk, inside, 2, COLUMNS) >> (odd + 2 * late)
-        nibble |= bits & 0x11111111
-    if PLANES >= 3:
-        numbers = doubled(nibble, 0, COMPUTE, COLUMNS)
-    elif PLANES == 2:
-        numbers = doubled(nibble, 1, COMPUTE, COLUMNS)
+    first, second = nibbles_of(words0, 4 if BITS >= 4 else 2, T)
+    if BITS == 3:
+        first, second = first << 1, second << 1
+        if PLANES == 2:
+            low, more = nibbles_of(words1, 1, T)
+            first, second = first | low, second | more
+    # Twice a nibble less 8.
+    numbers = doubled(first, second, 0, COMPUTE)
+    if BITS == 2:
+        numbers = numbers * 0.5 + 6.0
+    elif BITS == 3:
+        numbers = numbers * 0.5 + (4.0 if PLANES == 2 else 4.5)
+    elif BITS == 4:
+        numbers = numbers * 0.5
     else:
-        numbers = doubled(nibble, 3, COMPUTE, COLUMNS)
-    if PLANES == 4:
-        low = nibbles_of_rows(plane3, chunk, inside, COLUMNS)
-        # 16 (high - 8) + (low - 8), all of it exact.
-        numbers = numbers * 8.0 + doubled(low, 0, COMPUTE, COLUMNS) * 0.5
+        STEP: tl.constexpr = 2 ** (BITS - 4)
+        numbers = numbers * (STEP / 2.0)
+        if PLANES == 2:
+            first, second = nibbles_of(words1, BITS - 4, T)
+            numbers = numbers + (doubled(first, second, 0, COMPUTE) * 0.5 + 8.0)
+        else:
+            numbers = numbers + (STEP - 1) / 2.0
     return numbers
 
 
 @triton.jit
 def widened(word, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, COMPUTE: tl.constexpr):
-    """Two small floats of each word: (N, 4, 2). They begin at the highest bit of each half.
+    """Two small floats of each word: (u, q, S, h). They begin at the highest bit of each half.
 
     A product mends the exponent, of numbers below the least one, too: bf16 and float16
     are never flushed.
@@ -137,132 +280,70 @@ def widened(word, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, COMPUTE: tl.co
 
 
 @triton.jit
-def bytes_of_rows(plane, chunk, inside, COLUMNS: tl.constexpr):
-    """(COLUMNS, 4) words of the first 16 columns, and of the others; see `words_of_rows`."""
-    pair = chunk[:, None, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None, None]
-    at = pair * 16 + tl.arange(0, 4)[None, None, :, None, None] * 4
-    at += tl.arange(0, 2)[None, None, None, :, None] * 2
-    at += tl.arange(0, 2)[None, None, None, None, :]
-    words = tl.load(plane + at, mask=inside[:, None, None, None, None], other=0)
-    first, last = tl.split(tl.permute(words, (0, 4, 1, 2, 3)))
-    return tl.reshape(first, (COLUMNS, 4)), tl.reshape(last, (COLUMNS, 4))
-
-
-@triton.jit
-def float_numbers(
-    plane, chunk, inside, BITS: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """(COLUMNS, 32) numbers of one chunk; codes of 8 bits are E4M3, those of 4 bits E2M1."""
+def float_numbers(words, T: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.constexpr):
+    """(S, 16, 32) numbers of a unit's half T; codes of 8 bits are E4M3, those of 4 bits E2M1."""
     if BITS == 8:
-        first, last = bytes_of_rows(plane, chunk, inside, COLUMNS)
-        early = tl.join(widened(first << 8, 4, 3, COMPUTE), widened(first, 4, 3, COMPUTE))
-        late = tl.join(widened(last << 8, 4, 3, COMPUTE), widened(last, 4, 3, COMPUTE))
+        S: tl.constexpr = words.shape[2]
+        early, late = tl.split(tl.permute(tl.reshape(half_of(words, T), (4, 8, S, 2, 2)), (0, 1, 2, 4, 3)))
+        a, b = tl.split(early)
+        c, d = tl.split(late)
+        return arranged(
+            widened(a << 8, 4, 3, COMPUTE), widened(a, 4, 3, COMPUTE),
+            widened(c << 8, 4, 3, COMPUTE), widened(c, 4, 3, COMPUTE),
+            widened(b << 8, 4, 3, COMPUTE), widened(b, 4, 3, COMPUTE),
+            widened(d << 8, 4, 3, COMPUTE), widened(d, 4, 3, COMPUTE),
+        )  # fmt: skip
     else:
-        words = nibbles_of_rows(plane, chunk, inside, COLUMNS)
-        early = tl.join(widened(words << 12, 2, 1, COMPUTE), widened(words << 8, 2, 1, COMPUTE))
-        late = tl.join(widened(words << 4, 2, 1, COMPUTE), widened(words, 2, 1, COMPUTE))
-    numbers = tl.permute(tl.join(early, late), (0, 4, 3, 1, 2))
-    return tl.reshape(numbers, (COLUMNS, 32))
+        a, b = tl.split(half_of(words, T))
+        return arranged(
+            widened(a << 12, 2, 1, COMPUTE), widened(a << 8, 2, 1, COMPUTE),
+            widened(a << 4, 2, 1, COMPUTE), widened(a, 2, 1, COMPUTE),
+            widened(b << 12, 2, 1, COMPUTE), widened(b << 8, 2, 1, COMPUTE),
+            widened(b << 4, 2, 1, COMPUTE), widened(b, 2, 1, COMPUTE),
+        )  # fmt: skip
 
 
 @triton.jit
-def words_at(entry, PLANE: tl.constexpr):
-    return tl.multiple_of(tl.load(entry + PLANE).to(tl.pointer_type(tl.uint32)), 16)
+def group_scale(scales, group, wanted, BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """(S, 16) float32 scales of groups, and what is added for each number of `file_numbers`.
 
-
-@triton.jit
-def file_numbers(
-    plane0, plane1, chunk, inside,
-    BITS: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """(COLUMNS, 32) numbers of one chunk: the code less half of what BITS can count.
-
-    Missing bits stand for the middle of the codes that begin with the others.
+    Symmetric codes have theirs times 8, but not of 8 bits.
 
     Args:
-        chunk, inside: (COLUMNS / 16,) each block's chunk, and whether it is wanted.
-        PLANES: that there are, 1 or 2.
+        scales: bytes of the block of rows.
+        group, wanted: (S,); the scale of a group that is not wanted is 0.
     """
-    late = (tl.arange(0, COLUMNS) // 8 % 2).to(tl.uint32)[:, None]  # the second row of two
-    odd = (tl.arange(0, 4) % 2).to(tl.uint32)[None, :]
-    if BITS >= 4:
-        first = nibbles_of_rows(plane0, chunk, inside, COLUMNS)
-    else:
-        first = (words_of_rows(plane0, chunk, inside, 4, COLUMNS) >> (2 * late)) & 0x33333333
-    if BITS == 3:
-        first = first << 1
-    second = first
-    if PLANES == 2:
-        if BITS == 8:
-            second = nibbles_of_rows(plane1, chunk, inside, COLUMNS)
-        elif BITS == 6:
-            second = words_of_rows(plane1, chunk, inside, 4, COLUMNS)
-            second = (second >> (2 * late)) & 0x33333333
-        else:
-            second = words_of_rows(plane1, chunk, inside, 2, COLUMNS)
-            second = (second >> (odd + 2 * late)) & 0x11111111
-    if BITS == 3 and PLANES == 2:
-        first |= second
-    # Twice a nibble less 8.
-    numbers = doubled(first, 0, COMPUTE, COLUMNS)
-    if BITS == 2:
-        numbers = numbers * 0.5 + 6.0
-    elif BITS == 3:
-        numbers = numbers * 0.5 + (4.0 if PLANES == 2 else 4.5)
-    elif BITS == 4:
-        numbers = numbers * 0.5
-    else:
-        STEP: tl.constexpr = 2 ** (BITS - 4)
-        numbers = numbers * (STEP / 2.0)
-        if PLANES == 2:
-            numbers = numbers + (doubled(second, 0, COMPUTE, COLUMNS) * 0.5 + 8.0)
-        else:
-            numbers = numbers + (STEP - 1) / 2.0
-    return numbers
-
-
-@triton.jit
-def group_scale(
-    scales, block, within, group, inside, block_bytes,
-    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """(COLUMNS,) float32 scales of a group, and what is added for each number of `file_numbers`.
-
-    Args:
-        scales: bytes of the matrix.
-        block, within: (COLUMNS,) of rows.
-        block_bytes: of the scales of 16 rows.
-    """
-    own = scales + block.to(tl.int64) * block_bytes
-    least = tl.zeros_like(within).to(tl.float32)
+    within = tl.arange(0, 16)[None, :]
+    group, mask = group[:, None], (wanted[:, None] & (within >= 0)) != 0
+    least = tl.zeros((group.shape[0], 16), tl.float32)
     if KIND == FP8:
-        at = own.to(tl.pointer_type(tl.float32)) + group * 16 + within
-        scale = tl.load(at, mask=inside, other=0.0)
+        at = scales.to(tl.pointer_type(tl.float32)) + group * 16 + within
+        scale = tl.load(at, mask=mask, other=0.0)
     elif KIND == MXFP4:
-        power = tl.load(own + group * 16 + within, mask=inside, other=0).to(tl.int32)
+        power = tl.load(scales + group * 16 + within, mask=mask, other=0).to(tl.int32)
         # 2 ** (power - 127); the least of them has no exponent of its own.
         scale = tl.where(power == 0, 1 << 22, power << 23).to(tl.float32, bitcast=True)
     elif KIND <= OFFSET:
-        NUMBERS: tl.constexpr = KIND
-        at = own.to(tl.pointer_type(tl.float16)) + group * (16 * NUMBERS) + within
-        scale = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        NUMBERS: tl.constexpr = 2 if KIND == OFFSET else 1
+        at = scales.to(tl.pointer_type(tl.float16)) + group * (16 * NUMBERS) + within
+        scale = tl.load(at, mask=mask, other=0.0).to(tl.float32)
         if KIND == OFFSET:
-            least = tl.load(at + 16, mask=inside, other=0.0).to(tl.float32)
+            least = tl.load(at + 16, mask=mask, other=0.0).to(tl.float32)
     else:
         GROUPS: tl.constexpr = 256 // GROUP
         HEAD: tl.constexpr = 32 if KIND == SUPER else 64
         EACH: tl.constexpr = 32 if KIND == SUPER_OFFSET else 16
-        own += group // GROUPS * (HEAD + EACH * GROUPS)
+        own = scales + group // GROUPS * (HEAD + EACH * GROUPS)
         outer = own.to(tl.pointer_type(tl.float16)) + within
-        scale = tl.load(outer, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(outer, mask=mask, other=0.0).to(tl.float32)
         at = own + HEAD + group % GROUPS * EACH + within
-        inner = tl.load(at, mask=inside, other=0)
+        inner = tl.load(at, mask=mask, other=0)
         if KIND == SUPER:
             scale *= inner.to(tl.int8, bitcast=True).to(tl.float32)
         else:
-            outer_least = tl.load(outer + 16, mask=inside, other=0.0).to(tl.float32)
+            outer_least = tl.load(outer + 16, mask=mask, other=0.0).to(tl.float32)
             if KIND == SUPER_OFFSET:
-                minimum = tl.load(at + 16, mask=inside, other=0)
+                minimum = tl.load(at + 16, mask=mask, other=0)
             else:
                 minimum = inner >> 4
                 inner = inner & 15
