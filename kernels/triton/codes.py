@@ -17,12 +17,41 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton import language
+
+INTERPRETED = tl.constexpr(language.INTERPRETED)
 CENTRED = tl.constexpr(1)
 """Numbers of the kinds of scales, by their order in kernels/scales.py; 0 is symmetric."""
 OFFSET, SUPER, SUPER_OFFSET, SUPER_NIBBLES, FP8, MXFP4 = map(tl.constexpr, range(2, 8))
 WIDTH = tl.constexpr(4 if triton.__version__ < "3.7" else 2)
 """Neighbouring columns of a thread, of the operand that Triton makes of joined tensors. Where it is
 wrong, products are right, but slow."""
+
+
+@triton.jit
+def and_or(word, MASK: tl.constexpr, MORE: tl.constexpr):
+    """``(word & MASK) | MORE``, in one instruction: the compiler makes two."""
+    if INTERPRETED:
+        return (word & MASK) | MORE
+    else:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r",
+            [word, tl.full(word.shape, MASK, tl.uint32), tl.full(word.shape, MORE, tl.uint32)],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def chosen(word, other, MASK: tl.constexpr):
+    """Bits of `word` where MASK has some, else those of `other`; see `and_or`."""
+    if INTERPRETED:
+        return (word & MASK) | (other & (0xFFFFFFFF ^ MASK))
+    else:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r",
+            [word, other, tl.full(word.shape, MASK, tl.uint32)],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -44,10 +73,7 @@ def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MAS
     if BITS == 1:
         lane = q[None, :, None] * 4 + u[:, None, None]
         at = begin[None, None, :] + (lane // 2 if TAIL else lane)
-        if MASKED:
-            words = tl.load(plane + at, mask=wanted[None, None, :], other=0)
-        else:
-            words = tl.load(plane + at)
+        words = load(plane + at, wanted[None, None, :], MASKED)
         if TAIL:
             words = words >> (u % 2).to(tl.uint32)[:, None, None]
     else:
@@ -57,10 +83,7 @@ def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MAS
         at = begin[None, None, :, None] + lane * OWN + (own % OWN)
         if not TAIL:
             at = begin[None, None, :, None] + lane * OWN + own
-        if MASKED:
-            words = tl.load(plane + at, mask=wanted[None, None, :, None], other=0)
-        else:
-            words = tl.load(plane + at)
+        words = load(plane + at, wanted[None, None, :, None], MASKED)
     return words
 
 
@@ -84,7 +107,7 @@ def half_of(words, T: tl.constexpr):
 def arranged(a0, a1, a2, a3, b0, b1, b2, b3):
     """(S, 16, 32) numbers of (u, q, S, h) pairs: of both rows of a thread, p from 0 to 3.
 
-    Columns are in the order (p // 2, u, p % 2, h), or with pairs apart (p, u, h): that of the
+    Columns are in the order (p % 2, u, p // 2, h), or where WIDTH is 2 (p, u, h): that of the
     operands, so that nothing moves. `load_rows` has the same.
     """
     S: tl.constexpr = a0.shape[2]
@@ -92,7 +115,7 @@ def arranged(a0, a1, a2, a3, b0, b1, b2, b3):
     second = tl.join(tl.join(b0, b2), tl.join(b1, b3))
     numbers = tl.join(first, second)  # u q S h p1 p0 c
     if WIDTH == 4:
-        numbers = tl.permute(numbers, (2, 6, 1, 4, 0, 5, 3))
+        numbers = tl.permute(numbers, (2, 6, 1, 5, 0, 4, 3))
     else:
         numbers = tl.permute(numbers, (2, 6, 1, 4, 5, 0, 3))
     return tl.reshape(numbers, (S, 16, 32))
@@ -103,7 +126,7 @@ def in_order(numbers):
     """(S, 16, 32) numbers of `arranged`, column by column."""
     S: tl.constexpr = numbers.shape[0]
     if WIDTH == 4:
-        numbers = tl.permute(tl.reshape(numbers, (S, 16, 2, 4, 4)), (0, 1, 3, 2, 4))
+        numbers = tl.permute(tl.reshape(numbers, (S, 16, 2, 4, 2, 2)), (0, 1, 3, 4, 2, 5))
     else:
         numbers = tl.permute(tl.reshape(numbers, (S, 16, 4, 4, 2)), (0, 1, 3, 2, 4))
     return tl.reshape(numbers, (S, 16, 32))
@@ -126,15 +149,12 @@ def load_rows(
     depth = u[:, None, None, None, None] * 8 + own[None, None, None, None, :]
     at = column[None, None, :, None, None] + depth
     pointers = from_x[None, :, None, :, None] + at
-    if MASKED:
-        x = tl.load(pointers, mask=at < K, other=0.0)
-    else:
-        x = tl.load(pointers)
+    x = load(pointers, at < K, MASKED)
     if HALF >= 0:
         x = tl.where((u // 2 == HALF)[:, None, None, None, None], x, 0.0)
     x = tl.reshape(x.to(COMPUTE), (4, 8, S, MORE, 2, 2, 2))  # u r S i p1 p0 h
     if WIDTH == 4:
-        x = tl.permute(x, (2, 4, 0, 5, 6, 3, 1))
+        x = tl.permute(x, (2, 5, 0, 4, 6, 3, 1))
     else:
         x = tl.permute(x, (2, 4, 5, 0, 6, 3, 1))
     return tl.reshape(x, (S, 32, 8 * MORE))
@@ -147,15 +167,15 @@ def pair_of(word, P: tl.constexpr, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
     The bits of a bf16 are those of 128 and of a whole number below 128, or of a float16 those of
     1024 and one below 1024: no conversion is needed.
     """
-    own = (word << 1 if P == 0 else word >> (4 * P - 1)) & 0x001E001E
+    own = word << 1 if P == 0 else word >> (4 * P - 1)
     if tl.float32 == COMPUTE:
-        own = own | (CENTRE * 0x00010001)
+        own = and_or(own, 0x001E001E, CENTRE * 0x00010001)
         low, high = (own & 0xFFFF).to(tl.float32), (own >> 16).to(tl.float32)
     else:
         if tl.bfloat16 == COMPUTE:
-            own = own | (0x43004300 + CENTRE * 0x00010001)
+            own = and_or(own, 0x001E001E, 0x43004300 + CENTRE * 0x00010001)
         else:
-            own = own | (0x64006400 + CENTRE * 0x00010001)
+            own = and_or(own, 0x001E001E, 0x64006400 + CENTRE * 0x00010001)
         low = (own & 0xFFFF).to(tl.int16).to(COMPUTE, bitcast=True)
         high = (own >> 16).to(tl.int16).to(COMPUTE, bitcast=True)
     return tl.join(low, high)
@@ -188,13 +208,15 @@ def symmetric_numbers(
     Missing bits stand for the middle of the codes that begin with the others.
     """
     high = half_of(words0, T)
-    first, second = (high << 2) & 0xCCCCCCCC, high & 0xCCCCCCCC
-    if PLANES >= 2:
-        low = (words1 if T else words1 << 1) & 0xAAAAAAAA
-        if PLANES >= 3:
-            low |= (words2 >> T) & 0x55555555
-        first |= low & 0x33333333
-        second |= (low >> 2) & 0x33333333
+    if PLANES == 1:
+        first, second = (high << 2) & 0xCCCCCCCC, high & 0xCCCCCCCC
+    else:
+        low = words1 if T else words1 << 1
+        if PLANES == 2:
+            low = low & 0xAAAAAAAA
+        else:
+            low = chosen(low, words2 >> T, 0xAAAAAAAA)
+        first, second = chosen(high << 2, low, 0xCCCCCCCC), chosen(high, low >> 2, 0xCCCCCCCC)
     if PLANES >= 3:
         numbers = doubled(first, second, 0, COMPUTE)
     elif PLANES == 2:
@@ -304,46 +326,58 @@ def float_numbers(words, T: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.conste
 
 
 @triton.jit
-def group_scale(scales, group, wanted, BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr):
-    """(S, 16) float32 scales of groups, and what is added for each number of `file_numbers`.
+def load(pointers, mask, MASKED: tl.constexpr):
+    """What lies there; 0 where it is masked."""
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0)
+    else:
+        return tl.load(pointers)
 
-    Symmetric codes have theirs times 8, but not of 8 bits.
+
+@triton.jit
+def group_scale(
+    scales, group, wanted,
+    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """(S, 16) float32 scales of groups, and what is added for each number of `file_numbers`.
 
     Args:
         scales: bytes of the block of rows.
         group, wanted: (S,); the scale of a group that is not wanted is 0.
     """
     within = tl.arange(0, 16)[None, :]
-    group, mask = group[:, None], (wanted[:, None] & (within >= 0)) != 0
+    group, mask = group[:, None], None
+    if MASKED:
+        mask = (wanted[:, None] & (within >= 0)) != 0
     least = tl.zeros((group.shape[0], 16), tl.float32)
     if KIND == FP8:
         at = scales.to(tl.pointer_type(tl.float32)) + group * 16 + within
-        scale = tl.load(at, mask=mask, other=0.0)
+        scale = load(at, mask, MASKED)
     elif KIND == MXFP4:
-        power = tl.load(scales + group * 16 + within, mask=mask, other=0).to(tl.int32)
+        power = load(scales + group * 16 + within, mask, MASKED).to(tl.int32)
         # 2 ** (power - 127); the least of them has no exponent of its own.
         scale = tl.where(power == 0, 1 << 22, power << 23).to(tl.float32, bitcast=True)
     elif KIND <= OFFSET:
         NUMBERS: tl.constexpr = 2 if KIND == OFFSET else 1
         at = scales.to(tl.pointer_type(tl.float16)) + group * (16 * NUMBERS) + within
-        scale = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+        scale = load(at, mask, MASKED).to(tl.float32)
         if KIND == OFFSET:
-            least = tl.load(at + 16, mask=mask, other=0.0).to(tl.float32)
+            least = load(at + 16, mask, MASKED).to(tl.float32)
     else:
         GROUPS: tl.constexpr = 256 // GROUP
         HEAD: tl.constexpr = 32 if KIND == SUPER else 64
         EACH: tl.constexpr = 32 if KIND == SUPER_OFFSET else 16
         own = scales + group // GROUPS * (HEAD + EACH * GROUPS)
         outer = own.to(tl.pointer_type(tl.float16)) + within
-        scale = tl.load(outer, mask=mask, other=0.0).to(tl.float32)
+        scale = load(outer, mask, MASKED).to(tl.float32)
         at = own + HEAD + group % GROUPS * EACH + within
-        inner = tl.load(at, mask=mask, other=0)
+        inner = load(at, mask, MASKED)
         if KIND == SUPER:
             scale *= inner.to(tl.int8, bitcast=True).to(tl.float32)
         else:
-            outer_least = tl.load(outer + 16, mask=mask, other=0.0).to(tl.float32)
+            outer_least = load(outer + 16, mask, MASKED).to(tl.float32)
             if KIND == SUPER_OFFSET:
-                minimum = tl.load(at + 16, mask=mask, other=0)
+                minimum = load(at + 16, mask, MASKED)
             else:
                 minimum = inner >> 4
                 inner = inner & 15

@@ -63,9 +63,8 @@ def words_at(entry, PLANE: tl.constexpr):
 def plane_bases(entry, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.constexpr):
     """Where a block of 16 rows begins in each plane, and in the scales' bytes."""
     before = block.to(tl.int64) * chunks * 16
-    FLOATS: tl.constexpr = KIND >= FP8
-    FIRST: tl.constexpr = BITS if FLOATS else (2 if KIND == 0 or BITS < 4 else 4)
-    SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 4 or BITS - 4 < 1 else BITS - 4
+    FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
+    SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
     plane0 = words_at(entry, 0) + before * FIRST
     plane1 = words_at(entry, 1) + before * SECOND
     plane2, plane3 = words_at(entry, 2) + before, words_at(entry, 3) + before * 4
@@ -75,112 +74,114 @@ def plane_bases(entry, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.
 
 @triton.jit
 def load_unit(
-    plane0, plane1, plane2, plane3, chunk, wanted,
-    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr,
+    bases, unit, wanted,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
     TAIL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Each thread's words of the planes that there are; of others, those of the first."""
+    """Each thread's words of four planes, then scales and offsets of the groups of a unit: of its
+    first half, of that one's last 16 columns, and likewise of the second half. What there is not is
+    what came before."""
     FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
-    SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 4 or BITS - 4 < 1 else BITS - 4
-    words0 = load_words(plane0, chunk, wanted, FIRST, TAIL, MASKED)
+    SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
+    words0 = load_words(bases[0], 2 * unit, wanted, FIRST, TAIL, MASKED)
     words1, words2, words3 = words0, words0, words0
     if PLANES >= 2:
-        words1 = load_words(plane1, chunk, wanted, SECOND, TAIL, MASKED)
+        words1 = load_words(bases[1], 2 * unit, wanted, SECOND, TAIL, MASKED)
     if KIND == 0 and PLANES >= 3:
-        words2 = load_words(plane2, chunk, wanted, 1, TAIL, MASKED)
+        words2 = load_words(bases[2], 2 * unit, wanted, 1, TAIL, MASKED)
     if KIND == 0 and PLANES >= 4:
-        words3 = load_words(plane3, chunk, wanted, 4, TAIL, MASKED)
-    return words0, words1, words2, words3
+        words3 = load_words(bases[3], 2 * unit, wanted, 4, TAIL, MASKED)
+    group = unit * 64 // GROUP if GROUP >= 64 else unit * (64 // GROUP)
+    scale0, least0 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED)
+    scale1, least1, scale2, least2, scale3, least3 = scale0, least0, scale0, least0, scale0, least0
+    if GROUP == 16:
+        scale1, least1 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED)
+    if GROUP < 64 and not TAIL:
+        group += 32 // GROUP
+        scale2, least2 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED)
+        if GROUP == 16:
+            scale3, least3 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED)
+    return (
+        words0, words1, words2, words3,
+        scale0, least0, scale1, least1, scale2, least2, scale3, least3,
+    )  # fmt: skip
 
 
 @triton.jit
 def numbers_of(
-    words0, words1, words2, words3, T: tl.constexpr,
+    own, T: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
+    """(S, 16, 32) numbers of half a unit, of what `load_unit` returned."""
     if KIND == 0:
-        return symmetric_numbers(words0, words1, words2, words3, T, PLANES, COMPUTE)
+        return symmetric_numbers(own[0], own[1], own[2], own[3], T, PLANES, COMPUTE)
     elif KIND >= FP8:
-        return float_numbers(words0, T, BITS, COMPUTE)
+        return float_numbers(own[0], T, BITS, COMPUTE)
     else:
-        return file_numbers(words0, words1, T, BITS, PLANES, COMPUTE)
-
-
-@triton.jit
-def add_group(
-    sums, dot, whole, scales, group, wanted,
-    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """`sums` and the products of one scale group, or of a part of it, times its scale.
-
-    Offsets count as often as the sum of the group's activations says.
-    """
-    scale, least = group_scale(scales, group, wanted, BITS, KIND, GROUP)
-    if KIND == 0 and PLANES < 4:
-        scale *= 8.0
-    sums += dot * scale[:, :, None]
-    if KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8):
-        sums += whole * least[:, :, None]
-    return sums
+        return file_numbers(own[0], own[1], T, BITS, PLANES, COMPUTE)
 
 
 @triton.jit
 def add_unit(
-    sums, words0, words1, words2, words3, scales, unit, wanted, x00, x01, x10, x11,
+    sums, own, x,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr,
+    GROUP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """`sums` and the products of one unit of each warp.
+    """`sums` and the products of one unit of each warp; each scale group is summed, and then
+    multiplied by its scale. Offsets count as often as the sum of the group's activations says.
 
     Args:
-        x00, x01: (S, 32, ROWS) of its first 32 columns, and where groups have 16 columns, of the
-            last 16 of them; x10 and x11 are of the others.
+        own: from `load_unit`.
+        x: four times (S, 32, ROWS), from `load_all_rows`.
     """
     S: tl.constexpr = sums.shape[0]
     ADDS: tl.constexpr = KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8)
     # A product with ones gives the sum of a group's activations: matrix instructions have time.
     ones = tl.full((S, 16, 32), 1.0, COMPUTE)
-    zeros = tl.zeros((S, 16, ROWS), tl.float32)
-    dot, whole = zeros, zeros
+    dot = tl.zeros_like(sums)
+    whole = dot
     for T in tl.static_range(1 if TAIL else 2):
-        numbers = numbers_of(words0, words1, words2, words3, T, BITS, KIND, PLANES, COMPUTE)
-        x = x10 if T else x00
+        numbers = numbers_of(own, T, BITS, KIND, PLANES, COMPUTE)
         if GROUP < 64:
-            dot, whole = zeros, zeros
-        dot = tl.dot(numbers, x, dot, input_precision="ieee")
+            dot = tl.zeros_like(sums)
+            whole = dot
+        dot = tl.dot(numbers, x[2 * T], dot, input_precision="ieee")
         if ADDS:
-            whole = tl.dot(ones, x, whole, input_precision="ieee")
+            whole = tl.dot(ones, x[2 * T], whole, input_precision="ieee")
         if GROUP < 64:
-            group = unit * (64 // GROUP) + T * (32 // GROUP)
-            sums = add_group(sums, dot, whole, scales, group, wanted, BITS, KIND, PLANES, GROUP)
-        if GROUP == 16:
-            x = x11 if T else x01
-            dot = tl.dot(numbers, x, zeros, input_precision="ieee")
+            sums += dot * own[4 + 4 * T][:, :, None]
             if ADDS:
-                whole = tl.dot(ones, x, zeros, input_precision="ieee")
-            sums = add_group(sums, dot, whole, scales, group + 1, wanted, BITS, KIND, PLANES, GROUP)
+                sums += whole * own[5 + 4 * T][:, :, None]
+        if GROUP == 16:
+            dot = tl.dot(numbers, x[2 * T + 1], tl.zeros_like(sums), input_precision="ieee")
+            sums += dot * own[6 + 4 * T][:, :, None]
+            if ADDS:
+                whole = tl.dot(ones, x[2 * T + 1], tl.zeros_like(sums), input_precision="ieee")
+                sums += whole * own[7 + 4 * T][:, :, None]
     if GROUP >= 64:
-        group = unit * 64 // GROUP
-        sums = add_group(sums, dot, whole, scales, group, wanted, BITS, KIND, PLANES, GROUP)
+        sums += dot * own[4][:, :, None]
+        if ADDS:
+            sums += whole * own[5][:, :, None]
     return sums
 
 
 @triton.jit
 def load_all_rows(
-    from_x, unit, K, COMPUTE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr,
-    MASKED: tl.constexpr,
+    from_x, unit, K,
+    COMPUTE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """What `add_unit` takes."""
-    first: tl.constexpr = 0 if GROUP == 16 else -1
-    x00 = load_rows(from_x, unit * 64, K, COMPUTE, first, MASKED)
-    x01, x10, x11 = x00, x00, x00
+    """Activations of a unit's first half and of its second one; where groups have 16 columns, of
+    the first and of the last 16 columns of each."""
+    HALF: tl.constexpr = 0 if GROUP == 16 else -1
+    x0 = load_rows(from_x, unit * 64, K, COMPUTE, HALF, MASKED)
+    x1, x2, x3 = x0, x0, x0
     if GROUP == 16:
-        x01 = load_rows(from_x, unit * 64, K, COMPUTE, 1, MASKED)
+        x1 = load_rows(from_x, unit * 64, K, COMPUTE, 1, MASKED)
     if not TAIL:
-        x10 = load_rows(from_x, unit * 64 + 32, K, COMPUTE, first, MASKED)
+        x2 = load_rows(from_x, unit * 64 + 32, K, COMPUTE, HALF, MASKED)
         if GROUP == 16:
-            x11 = load_rows(from_x, unit * 64 + 32, K, COMPUTE, 1, MASKED)
-    return x00, x01, x10, x11
+            x3 = load_rows(from_x, unit * 64 + 32, K, COMPUTE, 1, MASKED)
+    return x0, x1, x2, x3
 
 
 @triton.jit
@@ -194,87 +195,57 @@ def sum_units(
 
     A warp adds every unit number PARTS, whatever the tile; then its parts are added.
     """
-    a0, a1, a2, a3, scales = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
-    b0, b1, b2, b3, scales_b = plane_bases(entry_b, block_b, chunks, block_bytes, BITS, KIND)
+    bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
+    bases_b = plane_bases(entry_b, block_b, chunks, block_bytes, BITS, KIND)
     sums = tl.zeros((PARTS, 16, ROWS), tl.float32)
     sums_b = sums
     part = tl.arange(0, PARTS)
     units = chunks // 2
     MASKED: tl.constexpr = not EVEN
     if AHEAD:
-        wanted = part < units
-        v0, v1, v2, v3 = load_unit(
-            a0, a1, a2, a3, 2 * part, wanted, BITS, KIND, PLANES, False, MASKED
-        )
+        own = load_unit(bases, part, part < units, BITS, KIND, PLANES, GROUP, False, True)
         if TWO:
-            w0, w1, w2, w3 = load_unit(
-                b0, b1, b2, b3, 2 * part, wanted, BITS, KIND, PLANES, False, MASKED
-            )
+            own_b = load_unit(bases_b, part, part < units, BITS, KIND, PLANES, GROUP, False, True)
         for step in range(0, tl.cdiv(units, PARTS)):
             unit = step * PARTS + part
-            wanted = unit < units
+            x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED)
             more = unit + PARTS
-            n0, n1, n2, n3 = load_unit(
-                a0, a1, a2, a3, 2 * more, more < units, BITS, KIND, PLANES, False, True
-            )
+            after = load_unit(bases, more, more < units, BITS, KIND, PLANES, GROUP, False, True)
             if TWO:
-                m0, m1, m2, m3 = load_unit(
-                    b0, b1, b2, b3, 2 * more, more < units, BITS, KIND, PLANES, False, True
+                after_b = load_unit(
+                    bases_b, more, more < units, BITS, KIND, PLANES, GROUP, False, True
                 )
-            x00, x01, x10, x11 = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED)
-            sums = add_unit(
-                sums, v0, v1, v2, v3, scales, unit, wanted, x00, x01, x10, x11,
-                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, False,
-            )  # fmt: skip
-            v0, v1, v2, v3 = n0, n1, n2, n3
+            sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
+            own = after
             if TWO:
-                sums_b = add_unit(
-                    sums_b, w0, w1, w2, w3, scales_b, unit, wanted, x00, x01, x10, x11,
-                    BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, False,
-                )  # fmt: skip
-                w0, w1, w2, w3 = m0, m1, m2, m3
+                sums_b = add_unit(sums_b, own_b, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
+                own_b = after_b
     else:
         for step in range(0, tl.cdiv(units, PARTS), UNROLL):
-            for more in tl.static_range(UNROLL):
-                unit = (step + more) * PARTS + part
-                wanted = unit < units
-                v0, v1, v2, v3 = load_unit(
-                    a0, a1, a2, a3, 2 * unit, wanted, BITS, KIND, PLANES, False, MASKED
+            for index in tl.static_range(UNROLL):
+                unit = (step + index) * PARTS + part
+                own = load_unit(
+                    bases, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED
                 )
-                x00, x01, x10, x11 = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED)
                 if TWO:
-                    w0, w1, w2, w3 = load_unit(
-                        b0, b1, b2, b3, 2 * unit, wanted, BITS, KIND, PLANES, False, MASKED
+                    own_b = load_unit(
+                        bases_b, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED
                     )
-                sums = add_unit(
-                    sums, v0, v1, v2, v3, scales, unit, wanted, x00, x01, x10, x11,
-                    BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, False,
-                )  # fmt: skip
+                x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED)
+                sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
                 if TWO:
-                    sums_b = add_unit(
-                        sums_b, w0, w1, w2, w3, scales_b, unit, wanted, x00, x01, x10, x11,
-                        BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, False,
-                    )  # fmt: skip
+                    sums_b = add_unit(sums_b, own_b, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
     if not EVEN:
         if chunks % 2 != 0:
             unit = units + part
-            wanted = part == 0
-            x00, x01, x10, x11 = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True)
-            v0, v1, v2, v3 = load_unit(
-                a0, a1, a2, a3, 2 * unit, wanted, BITS, KIND, PLANES, True, True
-            )
-            sums = add_unit(
-                sums, v0, v1, v2, v3, scales, unit, wanted, x00, x01, x10, x11,
-                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, True,
-            )  # fmt: skip
+            x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True)
+            own = load_unit(bases, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
+            sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
             if TWO:
-                v0, v1, v2, v3 = load_unit(
-                    b0, b1, b2, b3, 2 * unit, wanted, BITS, KIND, PLANES, True, True
-                )
-                sums_b = add_unit(
-                    sums_b, v0, v1, v2, v3, scales_b, unit, wanted, x00, x01, x10, x11,
-                    BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, True,
-                )  # fmt: skip
+                own = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
+                sums_b = add_unit(sums_b, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
+    if KIND == 0 and PLANES < 4:  # numbers are an eighth
+        sums, sums_b = sums * 8.0, sums_b * 8.0
     return tl.sum(sums, 0), tl.sum(sums_b, 0)
 
 
@@ -464,7 +435,7 @@ def project_planes(
 
 @triton.jit
 def dequantize_unit(
-    bases0, bases1, bases2, bases3, scales, to, unit, wanted, inside, K,
+    bases, to, unit, wanted, inside, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
@@ -475,20 +446,14 @@ def dequantize_unit(
         inside: (8, 1, 2, 1) of these.
     """
     PARTS: tl.constexpr = unit.shape[0]
-    words0, words1, words2, words3 = load_unit(
-        bases0, bases1, bases2, bases3, 2 * unit, wanted, BITS, KIND, PLANES, TAIL, True
-    )
+    own = load_unit(bases, unit, wanted, BITS, KIND, PLANES, GROUP, TAIL, True)
     for T in tl.static_range(1 if TAIL else 2):
-        numbers = numbers_of(words0, words1, words2, words3, T, BITS, KIND, PLANES, COMPUTE)
-        numbers = in_order(numbers.to(tl.float32))
-        group = unit * 64 // GROUP if GROUP >= 64 else unit * (64 // GROUP) + T * (32 // GROUP)
-        scale, least = group_scale(scales, group, wanted, BITS, KIND, GROUP)
+        numbers = in_order(numbers_of(own, T, BITS, KIND, PLANES, COMPUTE)).to(tl.float32)
         if KIND == 0 and PLANES < 4:
-            scale *= 8.0
-        weights = numbers * scale[:, :, None] + least[:, :, None]
+            numbers *= 8.0
+        weights = numbers * own[4 + 4 * T][:, :, None] + own[5 + 4 * T][:, :, None]
         if GROUP == 16:
-            scale, least = group_scale(scales, group + 1, wanted, BITS, KIND, GROUP)
-            late = numbers * scale[:, :, None] + least[:, :, None]
+            late = numbers * own[6 + 4 * T][:, :, None] + own[7 + 4 * T][:, :, None]
             weights = tl.where((tl.arange(0, 32) < 16)[None, None, :], weights, late)
         # Each thread has 8 neighbouring columns of two rows.
         weights = tl.permute(tl.reshape(weights, (PARTS, 2, 8, 32)), (2, 0, 1, 3))
@@ -503,19 +468,17 @@ def dequantize_block(
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    a0, a1, a2, a3, scales = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
+    bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
     part, units = tl.arange(0, PARTS), chunks // 2
     for step in range(0, tl.cdiv(units, PARTS)):
         unit = step * PARTS + part
         dequantize_unit(
-            a0, a1, a2, a3, scales, to, unit, unit < units, inside, K,
-            BITS, KIND, PLANES, COMPUTE, GROUP, False,
-        )  # fmt: skip
+            bases, to, unit, unit < units, inside, K, BITS, KIND, PLANES, COMPUTE, GROUP, False
+        )
     if chunks % 2 != 0:
         dequantize_unit(
-            a0, a1, a2, a3, scales, to, units + part, part == 0, inside, K,
-            BITS, KIND, PLANES, COMPUTE, GROUP, True,
-        )  # fmt: skip
+            bases, to, units + part, part == 0, inside, K, BITS, KIND, PLANES, COMPUTE, GROUP, True
+        )
 
 
 @triton.jit
