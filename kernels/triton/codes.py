@@ -3,8 +3,8 @@
 A *unit* is 64 columns of 16 rows. Each thread of a warp loads its own words of a plane and unpacks
 them where they are: nothing passes through shared memory on the way to the matrix instruction.
 
-Codes become whole numbers, or halves where bits are missing, which bf16 and float16 hold exactly:
-`symmetric_numbers` those of symmetric codes, `file_numbers` those that a file had quantised, whose
+Codes become whole numbers, which bf16 and float16 hold exactly, of 8 bits in two pieces, and all
+twice their size: `symmetric_numbers` those of symmetric codes, `file_numbers` those that a file had quantised, whose
 scales and offsets `group_scale` reads as kernels/scales.py has them. Codes that are floating point
 numbers stay exact, too: `widened` moves their bits to where wider types have them.
 
@@ -56,7 +56,7 @@ def chosen(word, other, MASK: tl.constexpr):
 
 @triton.jit
 def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr):
-    """(u, q, S, BITS) words of a plane, one each of 1 bit: (u, q, S).
+    """(u, q, S, BITS) words of a plane; (u, q, S) of 1 bit, and (u, q, S, 2, 4) of 8.
 
     Dimensions go from the one that is nearest in memory on, but for a thread's own words:
     so each thread loads what it unpacks.
@@ -76,6 +76,13 @@ def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MAS
         words = load(plane + at, wanted[None, None, :], MASKED)
         if TAIL:
             words = words >> (u % 2).to(tl.uint32)[:, None, None]
+    elif BITS == 8:  # a thread takes 16 bytes at once
+        lane = q[None, :, None, None, None] * 4 + u[:, None, None, None, None]
+        half, own = tl.arange(0, 2)[None, None, None, :, None], tl.arange(0, 4)
+        at = lane * 4 if TAIL else lane * 8 + half * 4
+        at = begin[None, None, :, None, None] + at + own[None, None, None, None, :]
+        at, _ = tl.broadcast(at, half)
+        words = load(plane + at, wanted[None, None, :, None, None], MASKED)
     else:
         OWN: tl.constexpr = BITS // 2 if TAIL else BITS
         own = tl.arange(0, BITS)[None, None, None, :]
@@ -90,12 +97,13 @@ def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MAS
 @triton.jit
 def half_of(words, T: tl.constexpr):
     """The half T of a thread's words: (u, q, S, W / 2), or (u, q, S) of two."""
-    if words.shape[3] == 2:
+    if len(words.shape) == 5:
+        first, second = tl.split(tl.permute(words, (0, 1, 2, 4, 3)))
+    elif words.shape[3] == 2:
         first, second = tl.split(words)
     else:
         S: tl.constexpr = words.shape[2]
-        REST: tl.constexpr = words.shape[3] // 2
-        by_half = tl.permute(tl.reshape(words, (4, 8, S, 2, REST)), (0, 1, 2, 4, 3))
+        by_half = tl.permute(tl.reshape(words, (4, 8, S, 2, 2)), (0, 1, 2, 4, 3))
         first, second = tl.split(by_half)
     if T == 0:
         return first
@@ -161,73 +169,78 @@ def load_rows(
 
 
 @triton.jit
-def pair_of(word, P: tl.constexpr, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
-    """``2 * nibble + CENTRE`` of the two columns p of each word: (u, q, S, h).
+def pair_of(word, P: tl.constexpr, CENTRE: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr):
+    """``STEP * (2 * nibble + CENTRE)``, and 128 times STEP more of bf16 or 1024 times of float16, of
+    the two columns p of each word: (u, q, S, h).
 
     The bits of a bf16 are those of 128 and of a whole number below 128, or of a float16 those of
-    1024 and one below 1024: no conversion is needed.
+    1024 and one below 1024, both times STEP, a power of two: no conversion is needed.
     """
     own = word << 1 if P == 0 else word >> (4 * P - 1)
     if tl.float32 == COMPUTE:
         own = and_or(own, 0x001E001E, CENTRE * 0x00010001)
-        low, high = (own & 0xFFFF).to(tl.float32), (own >> 16).to(tl.float32)
+        low, high = (own & 0xFFFF).to(tl.float32) * STEP, (own >> 16).to(tl.float32) * STEP
     else:
+        EXPONENT: tl.constexpr = (STEP >= 2) + (STEP >= 4) + (STEP >= 8) + (STEP >= 16)
         if tl.bfloat16 == COMPUTE:
-            own = and_or(own, 0x001E001E, 0x43004300 + CENTRE * 0x00010001)
+            own = and_or(own, 0x001E001E, (0x4300 + EXPONENT * 0x80 + CENTRE) * 0x00010001)
         else:
-            own = and_or(own, 0x001E001E, 0x64006400 + CENTRE * 0x00010001)
+            own = and_or(own, 0x001E001E, (0x6400 + EXPONENT * 0x400 + CENTRE) * 0x00010001)
         low = (own & 0xFFFF).to(tl.int16).to(COMPUTE, bitcast=True)
         high = (own >> 16).to(tl.int16).to(COMPUTE, bitcast=True)
     return tl.join(low, high)
 
 
 @triton.jit
-def doubled(first, second, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
-    """(S, 16, 32) numbers ``2 * (nibble - 8) + CENTRE`` of a thread's words of both rows."""
+def doubled(
+    first, second,
+    CENTRE: tl.constexpr, LESS: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """(S, 16, 32) numbers ``STEP * (2 * nibble + CENTRE - LESS)`` of a thread's words of both
+    rows."""
     numbers = arranged(
-        pair_of(first, 0, CENTRE, COMPUTE), pair_of(first, 1, CENTRE, COMPUTE),
-        pair_of(first, 2, CENTRE, COMPUTE), pair_of(first, 3, CENTRE, COMPUTE),
-        pair_of(second, 0, CENTRE, COMPUTE), pair_of(second, 1, CENTRE, COMPUTE),
-        pair_of(second, 2, CENTRE, COMPUTE), pair_of(second, 3, CENTRE, COMPUTE),
+        pair_of(first, 0, CENTRE, STEP, COMPUTE), pair_of(first, 1, CENTRE, STEP, COMPUTE),
+        pair_of(first, 2, CENTRE, STEP, COMPUTE), pair_of(first, 3, CENTRE, STEP, COMPUTE),
+        pair_of(second, 0, CENTRE, STEP, COMPUTE), pair_of(second, 1, CENTRE, STEP, COMPUTE),
+        pair_of(second, 2, CENTRE, STEP, COMPUTE), pair_of(second, 3, CENTRE, STEP, COMPUTE),
     )  # fmt: skip
     if tl.float32 == COMPUTE:
-        numbers -= 16.0
+        return numbers - LESS * STEP
     elif tl.bfloat16 == COMPUTE:
-        numbers -= 144.0
+        return numbers - (128 + LESS) * STEP
     else:
-        numbers -= 1040.0
-    return numbers
+        return numbers - (1024 + LESS) * STEP
 
 
 @triton.jit
 def symmetric_numbers(
-    words0, words1, words2, words3, T: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr
+    own, T: tl.constexpr, PIECE: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    """(S, 16, 32) whole numbers of a unit's half T: ``code - 136`` of 8 bits, else an eighth of it.
+    """(S, 16, 32) whole numbers of a unit's half T: twice ``code - 136``, of 8 bits the sum of two
+    pieces.
 
     Missing bits stand for the middle of the codes that begin with the others.
+
+    Args:
+        own: each thread's words of the planes.
     """
-    high = half_of(words0, T)
-    if PLANES == 1:
-        first, second = (high << 2) & 0xCCCCCCCC, high & 0xCCCCCCCC
+    if PIECE == 1:
+        first, second = tl.split(half_of(own[3], T))
+        return doubled(first, second, 0, 16, 1, COMPUTE)
     else:
-        low = words1 if T else words1 << 1
-        if PLANES == 2:
-            low = low & 0xAAAAAAAA
+        high = half_of(own[0], T)
+        if PLANES == 1:
+            first, second = (high << 2) & 0xCCCCCCCC, high & 0xCCCCCCCC
         else:
-            low = chosen(low, words2 >> T, 0xAAAAAAAA)
-        first, second = chosen(high << 2, low, 0xCCCCCCCC), chosen(high, low >> 2, 0xCCCCCCCC)
-    if PLANES >= 3:
-        numbers = doubled(first, second, 0, COMPUTE)
-    elif PLANES == 2:
-        numbers = doubled(first, second, 1, COMPUTE)
-    else:
-        numbers = doubled(first, second, 3, COMPUTE)
-    if PLANES == 4:
-        first, second = tl.split(half_of(words3, T))
-        # 16 (high - 8) + (low - 8), all of it exact.
-        numbers = numbers * 8.0 + doubled(first, second, 0, COMPUTE) * 0.5
-    return numbers
+            low = own[1] if T else own[1] << 1
+            if PLANES == 2:
+                low = low & 0xAAAAAAAA
+            else:
+                low = chosen(low, own[2] >> T, 0xAAAAAAAA)
+            first = chosen(high << 2, low, 0xCCCCCCCC)
+            second = chosen(high, low >> 2, 0xCCCCCCCC)
+        CENTRE: tl.constexpr = 3 if PLANES == 1 else (1 if PLANES == 2 else 0)
+        return doubled(first, second, CENTRE, 16, 16, COMPUTE)
 
 
 @triton.jit
@@ -245,39 +258,34 @@ def nibbles_of(words, BITS: tl.constexpr, T: tl.constexpr):
 
 @triton.jit
 def file_numbers(
-    words0, words1,
-    T: tl.constexpr, BITS: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+    own, T: tl.constexpr, PIECE: tl.constexpr,
+    BITS: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """(S, 16, 32) numbers of a unit's half T: the code less half of what BITS can count.
+    """(S, 16, 32) numbers of a unit's half T: twice the code less what BITS can count, of more than
+    4 bits the sum of two pieces.
 
     Missing bits stand for the middle of the codes that begin with the others.
 
     Args:
+        own: each thread's words of the planes.
         PLANES: that there are, 1 or 2.
     """
-    first, second = nibbles_of(words0, 4 if BITS >= 4 else 2, T)
-    if BITS == 3:
-        first, second = first << 1, second << 1
-        if PLANES == 2:
-            low, more = nibbles_of(words1, 1, T)
-            first, second = first | low, second | more
-    # Twice a nibble less 8.
-    numbers = doubled(first, second, 0, COMPUTE)
-    if BITS == 2:
-        numbers = numbers * 0.5 + 6.0
-    elif BITS == 3:
-        numbers = numbers * 0.5 + (4.0 if PLANES == 2 else 4.5)
-    elif BITS == 4:
-        numbers = numbers * 0.5
+    if PIECE == 1:
+        first, second = nibbles_of(own[1], BITS - 4, T)
+        return doubled(first, second, 0, 0, 1, COMPUTE)
     else:
-        STEP: tl.constexpr = 2 ** (BITS - 4)
-        numbers = numbers * (STEP / 2.0)
-        if PLANES == 2:
-            first, second = nibbles_of(words1, BITS - 4, T)
-            numbers = numbers + (doubled(first, second, 0, COMPUTE) * 0.5 + 8.0)
-        else:
-            numbers = numbers + (STEP - 1) / 2.0
-    return numbers
+        first, second = nibbles_of(own[0], 4 if BITS >= 4 else 2, T)
+        if BITS == 3:
+            first, second = first << 1, second << 1
+            if PLANES == 2:
+                low, more = nibbles_of(own[1], 1, T)
+                first, second = first | low, second | more
+        CENTRE: tl.constexpr = 1 if BITS == 3 and PLANES == 1 else 0
+        STEP: tl.constexpr = 2 ** (BITS - 4) if BITS > 4 else 1
+        numbers = doubled(first, second, CENTRE, 2**BITS // STEP, STEP, COMPUTE)
+        if PLANES == 1 and STEP > 1:
+            numbers += STEP - 1
+        return numbers
 
 
 @triton.jit
@@ -306,7 +314,8 @@ def float_numbers(words, T: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.conste
     """(S, 16, 32) numbers of a unit's half T; codes of 8 bits are E4M3, those of 4 bits E2M1."""
     if BITS == 8:
         S: tl.constexpr = words.shape[2]
-        early, late = tl.split(tl.permute(tl.reshape(half_of(words, T), (4, 8, S, 2, 2)), (0, 1, 2, 4, 3)))
+        pairs = tl.reshape(half_of(words, T), (4, 8, S, 2, 2))
+        early, late = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
         a, b = tl.split(early)
         c, d = tl.split(late)
         return arranged(
@@ -339,7 +348,7 @@ def group_scale(
     scales, group, wanted,
     BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(S, 16) float32 scales of groups, and what is added for each number of `file_numbers`.
+    """(S, 16) float32 scales of groups, and what is added for each code less its middle.
 
     Args:
         scales: bytes of the block of rows.

@@ -109,16 +109,30 @@ def load_unit(
 
 @triton.jit
 def numbers_of(
-    own, T: tl.constexpr,
+    own, T: tl.constexpr, PIECE: tl.constexpr,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """(S, 16, 32) numbers of half a unit, of what `load_unit` returned."""
     if KIND == 0:
-        return symmetric_numbers(own[0], own[1], own[2], own[3], T, PLANES, COMPUTE)
+        return symmetric_numbers(own, T, PIECE, PLANES, COMPUTE)
     elif KIND >= FP8:
         return float_numbers(own[0], T, BITS, COMPUTE)
     else:
-        return file_numbers(own[0], own[1], T, BITS, PLANES, COMPUTE)
+        return file_numbers(own, T, PIECE, BITS, PLANES, COMPUTE)
+
+
+@triton.jit
+def add_products(
+    dot, own, x, T: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """`dot` and the products of half a unit: of each piece of the codes."""
+    numbers = numbers_of(own, T, 0, BITS, KIND, PLANES, COMPUTE)
+    dot = tl.dot(numbers, x, dot, input_precision="ieee")
+    if (KIND == 0 and PLANES == 4) or (KIND > 0 and KIND < FP8 and BITS > 4 and PLANES == 2):
+        numbers = numbers_of(own, T, 1, BITS, KIND, PLANES, COMPUTE)
+        dot = tl.dot(numbers, x, dot, input_precision="ieee")
+    return dot
 
 
 @triton.jit
@@ -130,6 +144,8 @@ def add_unit(
     """`sums` and the products of one unit of each warp; each scale group is summed, and then
     multiplied by its scale. Offsets count as often as the sum of the group's activations says.
 
+    Codes that are no floating point numbers are doubled, and so is all that is added.
+
     Args:
         own: from `load_unit`.
         x: four times (S, 32, ROWS), from `load_all_rows`.
@@ -137,26 +153,26 @@ def add_unit(
     S: tl.constexpr = sums.shape[0]
     ADDS: tl.constexpr = KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8)
     # A product with ones gives the sum of a group's activations: matrix instructions have time.
-    ones = tl.full((S, 16, 32), 1.0, COMPUTE)
+    twos = tl.full((S, 16, 32), 2.0, COMPUTE)
     dot = tl.zeros_like(sums)
     whole = dot
     for T in tl.static_range(1 if TAIL else 2):
-        numbers = numbers_of(own, T, BITS, KIND, PLANES, COMPUTE)
         if GROUP < 64:
             dot = tl.zeros_like(sums)
             whole = dot
-        dot = tl.dot(numbers, x[2 * T], dot, input_precision="ieee")
+        dot = add_products(dot, own, x[2 * T], T, BITS, KIND, PLANES, COMPUTE)
         if ADDS:
-            whole = tl.dot(ones, x[2 * T], whole, input_precision="ieee")
+            whole = tl.dot(twos, x[2 * T], whole, input_precision="ieee")
         if GROUP < 64:
             sums += dot * own[4 + 4 * T][:, :, None]
             if ADDS:
                 sums += whole * own[5 + 4 * T][:, :, None]
         if GROUP == 16:
-            dot = tl.dot(numbers, x[2 * T + 1], tl.zeros_like(sums), input_precision="ieee")
+            dot = tl.zeros_like(sums)
+            dot = add_products(dot, own, x[2 * T + 1], T, BITS, KIND, PLANES, COMPUTE)
             sums += dot * own[6 + 4 * T][:, :, None]
             if ADDS:
-                whole = tl.dot(ones, x[2 * T + 1], tl.zeros_like(sums), input_precision="ieee")
+                whole = tl.dot(twos, x[2 * T + 1], tl.zeros_like(sums), input_precision="ieee")
                 sums += whole * own[7 + 4 * T][:, :, None]
     if GROUP >= 64:
         sums += dot * own[4][:, :, None]
@@ -244,8 +260,8 @@ def sum_units(
             if TWO:
                 own = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
                 sums_b = add_unit(sums_b, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
-    if KIND == 0 and PLANES < 4:  # numbers are an eighth
-        sums, sums_b = sums * 8.0, sums_b * 8.0
+    if KIND < FP8:
+        sums, sums_b = sums * 0.5, sums_b * 0.5
     return tl.sum(sums, 0), tl.sum(sums_b, 0)
 
 
@@ -448,9 +464,12 @@ def dequantize_unit(
     PARTS: tl.constexpr = unit.shape[0]
     own = load_unit(bases, unit, wanted, BITS, KIND, PLANES, GROUP, TAIL, True)
     for T in tl.static_range(1 if TAIL else 2):
-        numbers = in_order(numbers_of(own, T, BITS, KIND, PLANES, COMPUTE)).to(tl.float32)
-        if KIND == 0 and PLANES < 4:
-            numbers *= 8.0
+        numbers = numbers_of(own, T, 0, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
+        if (KIND == 0 and PLANES == 4) or (KIND > 0 and KIND < FP8 and BITS > 4 and PLANES == 2):
+            numbers += numbers_of(own, T, 1, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
+        numbers = in_order(numbers)
+        if KIND < FP8:
+            numbers *= 0.5
         weights = numbers * own[4 + 4 * T][:, :, None] + own[5 + 4 * T][:, :, None]
         if GROUP == 16:
             late = numbers * own[6 + 4 * T][:, :, None] + own[7 + 4 * T][:, :, None]

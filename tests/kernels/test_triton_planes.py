@@ -141,7 +141,7 @@ def test_every_tile_adds_the_same_numbers(
     expected = linear_forward(x, matrix)
     monkeypatch.setattr(triton_experts, "PLANES", (tile,))
     # The interpreter's products round as numpy's do, by the number of rows.
-    torch.testing.assert_close(linear_forward(x, matrix), expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(linear_forward(x, matrix), expected, rtol=1e-5, atol=1e-4)
     whole = x.double() @ dequantize(matrix.planes, matrix.scales, matrix.layout).double().T
     torch.testing.assert_close(expected.double(), whole, rtol=1e-4, atol=1e-3)
 
