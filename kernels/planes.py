@@ -325,14 +325,20 @@ def _arranged(plane: Tensor, bits: int, chunks: int, arrangement: Arrangement) -
         pairs, last = codes.tensor_split([chunks // 2 * 2], -7)
         words = _to_words(pairs.unflatten(-7, (-1, 2)), bits).flatten(-2)
         if chunks % 2:
-            words = torch.cat([words, _to_words(last[..., None, :, :, :, :, :, :], bits)[..., 0, :]], -1)
+            words = torch.cat(
+                [words, _to_words(last[..., None, :, :, :, :, :, :], bits)[..., 0, :]], -1
+            )
         return words.flatten(len(lead))
     each = _STEP_CODES * bits
     pairs, last = plane.view(*lead, -1, chunks * each).tensor_split([chunks // 2 * 2 * each], -1)
     codes = _from_words(pairs.unflatten(-1, (-1, 2 * each)), bits).flatten(-8, -7)
     if chunks % 2:
-        codes = torch.cat([codes, _from_words(last[..., None, :], bits)[..., 0, :, :, :, :, :, :, :]], -7)
-    codes = codes.reshape(*lead, -1, chunks, BLOCK_ROWS, bits, 8 // bits, STEP_COLUMNS)  # B C R v i b
+        codes = torch.cat(
+            [codes, _from_words(last[..., None, :], bits)[..., 0, :, :, :, :, :, :, :]], -7
+        )
+    codes = codes.reshape(
+        *lead, -1, chunks, BLOCK_ROWS, bits, 8 // bits, STEP_COLUMNS
+    )  # B C R v i b
     steps = codes << codes.new_tensor(_POSITIONS[bits])[:, None]
     return steps.sum(-2, dtype=torch.uint8).movedim(-2, -3).flatten(len(lead))  # B C v R b
 
@@ -357,7 +363,9 @@ def _from_words(units: Tensor, bits: int) -> Tensor:
     """The inverse of `_to_words`, of ``(..., bytes)`` with one or two t."""
     two = units.shape[-1] // (_STEP_CODES * bits)
     if bits == 8:
-        return units.unflatten(-1, (8, 4, two, 2, 2, 2, 2)).movedim(_LAST, (-5, -4, -7, -3, -6, -1, -2))
+        return units.unflatten(-1, (8, 4, two, 2, 2, 2, 2)).movedim(
+            _LAST, (-5, -4, -7, -3, -6, -1, -2)
+        )
     if bits == 4:
         own = units.unflatten(-1, (8, 4, two, 2, 2, 2))
     elif bits == 2:

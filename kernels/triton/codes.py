@@ -3,10 +3,11 @@
 A *unit* is 64 columns of 16 rows. Each thread of a warp loads its own words of a plane and unpacks
 them where they are: nothing passes through shared memory on the way to the matrix instruction.
 
-Codes become whole numbers, which bf16 and float16 hold exactly, of 8 bits in two pieces, and all
-twice their size: `symmetric_numbers` those of symmetric codes, `file_numbers` those that a file had quantised, whose
-scales and offsets `group_scale` reads as kernels/scales.py has them. Codes that are floating point
-numbers stay exact, too: `widened` moves their bits to where wider types have them.
+Codes become whole numbers, which bf16 and float16 hold exactly, of 8 bits in two pieces:
+`symmetric_numbers` of symmetric codes, `file_numbers` of those that a file had quantised, both
+twice their size. Scales and offsets `group_scale` reads as kernels/scales.py has them. Codes that
+are floating point numbers stay exact, too: `widened` moves their bits to where wider types have
+them.
 
 Shape legend: S units side by side, one of each warp; u and q, a thread's place in its warp, from 0
 to 3 and from 0 to 7; c, p and h as in kernels/planes.py.
@@ -23,9 +24,12 @@ INTERPRETED = tl.constexpr(language.INTERPRETED)
 CENTRED = tl.constexpr(1)
 """Numbers of the kinds of scales, by their order in kernels/scales.py; 0 is symmetric."""
 OFFSET, SUPER, SUPER_OFFSET, SUPER_NIBBLES, FP8, MXFP4 = map(tl.constexpr, range(2, 8))
-WIDTH = tl.constexpr(4 if triton.__version__ < "3.7" else 2)
-"""Neighbouring columns of a thread, of the operand that Triton makes of joined tensors. Where it is
-wrong, products are right, but slow."""
+_EARLIER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+WIDTH = tl.constexpr(4 if _EARLIER else 2)
+"""Neighbouring columns of a thread, of the operand that Triton makes of joined tensors."""
+LAST_FIRST = tl.constexpr(not _EARLIER)
+"""Neighbouring threads have neighbours of the last dimension, not of the first one, where memory
+does not decide. Where one of both is wrong, products are right, but slow."""
 
 
 @triton.jit
@@ -55,6 +59,40 @@ def chosen(word, other, MASK: tl.constexpr):
 
 
 @triton.jit
+def load(pointers, mask, MASKED: tl.constexpr):
+    """What lies there; 0 where it is masked."""
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def load_by_thread(pointers, mask, MASKED: tl.constexpr):
+    """As `load`, of (u, q, S) or (u, q, S, ...); the first dimension is that of neighbouring
+    threads, the third that of warps."""
+    if not LAST_FIRST:
+        return load(pointers, mask, MASKED)
+    if MASKED:
+        mask = tl.broadcast_to(mask, pointers.shape)
+    if len(pointers.shape) == 3:
+        pointers = tl.permute(pointers, (2, 1, 0))
+        if MASKED:
+            mask = tl.permute(mask, (2, 1, 0))
+        return tl.permute(load(pointers, mask, MASKED), (2, 1, 0))
+    elif len(pointers.shape) == 4:
+        pointers = tl.permute(pointers, (2, 1, 0, 3))
+        if MASKED:
+            mask = tl.permute(mask, (2, 1, 0, 3))
+        return tl.permute(load(pointers, mask, MASKED), (2, 1, 0, 3))
+    else:
+        pointers = tl.permute(pointers, (3, 2, 1, 0, 4))
+        if MASKED:
+            mask = tl.permute(mask, (3, 2, 1, 0, 4))
+        return tl.permute(load(pointers, mask, MASKED), (3, 2, 1, 0, 4))
+
+
+@triton.jit
 def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr):
     """(u, q, S, BITS) words of a plane; (u, q, S) of 1 bit, and (u, q, S, 2, 4) of 8.
 
@@ -67,13 +105,12 @@ def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MAS
         wanted: (S,) with MASKED; the words of others are 0.
         TAIL: the last 32 columns, which have no neighbour; the other half is junk.
     """
-    S: tl.constexpr = chunk.shape[0]
     u, q = tl.arange(0, 4), tl.arange(0, 8)
     begin = chunk * (16 * BITS)
     if BITS == 1:
         lane = q[None, :, None] * 4 + u[:, None, None]
         at = begin[None, None, :] + (lane // 2 if TAIL else lane)
-        words = load(plane + at, wanted[None, None, :], MASKED)
+        words = load_by_thread(plane + at, wanted[None, None, :], MASKED)
         if TAIL:
             words = words >> (u % 2).to(tl.uint32)[:, None, None]
     elif BITS == 8:  # a thread takes 16 bytes at once
@@ -82,7 +119,7 @@ def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MAS
         at = lane * 4 if TAIL else lane * 8 + half * 4
         at = begin[None, None, :, None, None] + at + own[None, None, None, None, :]
         at, _ = tl.broadcast(at, half)
-        words = load(plane + at, wanted[None, None, :, None, None], MASKED)
+        words = load_by_thread(plane + at, wanted[None, None, :, None, None], MASKED)
     else:
         OWN: tl.constexpr = BITS // 2 if TAIL else BITS
         own = tl.arange(0, BITS)[None, None, None, :]
@@ -90,7 +127,7 @@ def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MAS
         at = begin[None, None, :, None] + lane * OWN + (own % OWN)
         if not TAIL:
             at = begin[None, None, :, None] + lane * OWN + own
-        words = load(plane + at, wanted[None, None, :, None], MASKED)
+        words = load_by_thread(plane + at, wanted[None, None, :, None], MASKED)
     return words
 
 
@@ -157,21 +194,18 @@ def load_rows(
     depth = u[:, None, None, None, None] * 8 + own[None, None, None, None, :]
     at = column[None, None, :, None, None] + depth
     pointers = from_x[None, :, None, :, None] + at
-    x = load(pointers, at < K, MASKED)
+    x = load_by_thread(pointers, at < K, MASKED)
     if HALF >= 0:
         x = tl.where((u // 2 == HALF)[:, None, None, None, None], x, 0.0)
     x = tl.reshape(x.to(COMPUTE), (4, 8, S, MORE, 2, 2, 2))  # u r S i p1 p0 h
-    if WIDTH == 4:
-        x = tl.permute(x, (2, 5, 0, 4, 6, 3, 1))
-    else:
-        x = tl.permute(x, (2, 4, 5, 0, 6, 3, 1))
+    x = tl.permute(x, (2, 5, 0, 4, 6, 3, 1) if WIDTH == 4 else (2, 4, 5, 0, 6, 3, 1))
     return tl.reshape(x, (S, 32, 8 * MORE))
 
 
 @triton.jit
 def pair_of(word, P: tl.constexpr, CENTRE: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr):
-    """``STEP * (2 * nibble + CENTRE)``, and 128 times STEP more of bf16 or 1024 times of float16, of
-    the two columns p of each word: (u, q, S, h).
+    """``STEP * (2 * nibble + CENTRE)``, and 128 times STEP more of bf16 or 1024 times of float16,
+    of the two columns p of each word: (u, q, S, h).
 
     The bits of a bf16 are those of 128 and of a whole number below 128, or of a float16 those of
     1024 and one below 1024, both times STEP, a power of two: no conversion is needed.
@@ -233,10 +267,7 @@ def symmetric_numbers(
             first, second = (high << 2) & 0xCCCCCCCC, high & 0xCCCCCCCC
         else:
             low = own[1] if T else own[1] << 1
-            if PLANES == 2:
-                low = low & 0xAAAAAAAA
-            else:
-                low = chosen(low, own[2] >> T, 0xAAAAAAAA)
+            low = low & 0xAAAAAAAA if PLANES == 2 else chosen(low, own[2] >> T, 0xAAAAAAAA)
             first = chosen(high << 2, low, 0xCCCCCCCC)
             second = chosen(high, low >> 2, 0xCCCCCCCC)
         CENTRE: tl.constexpr = 3 if PLANES == 1 else (1 if PLANES == 2 else 0)
@@ -332,15 +363,6 @@ def float_numbers(words, T: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.conste
             widened(b << 12, 2, 1, COMPUTE), widened(b << 8, 2, 1, COMPUTE),
             widened(b << 4, 2, 1, COMPUTE), widened(b, 2, 1, COMPUTE),
         )  # fmt: skip
-
-
-@triton.jit
-def load(pointers, mask, MASKED: tl.constexpr):
-    """What lies there; 0 where it is masked."""
-    if MASKED:
-        return tl.load(pointers, mask=mask, other=0)
-    else:
-        return tl.load(pointers)
 
 
 @triton.jit

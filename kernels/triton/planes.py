@@ -205,7 +205,7 @@ def sum_units(
     entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Two times (16, ROWS) float32: products of a block, and with TWO of another one.
 
@@ -240,9 +240,7 @@ def sum_units(
         for step in range(0, tl.cdiv(units, PARTS), UNROLL):
             for index in tl.static_range(UNROLL):
                 unit = (step + index) * PARTS + part
-                own = load_unit(
-                    bases, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED
-                )
+                own = load_unit(bases, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED)
                 if TWO:
                     own_b = load_unit(
                         bases_b, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED
@@ -251,15 +249,14 @@ def sum_units(
                 sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
                 if TWO:
                     sums_b = add_unit(sums_b, own_b, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
-    if not EVEN:
-        if chunks % 2 != 0:
-            unit = units + part
-            x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True)
-            own = load_unit(bases, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
-            sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
-            if TWO:
-                own = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
-                sums_b = add_unit(sums_b, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
+    if TAIL:
+        unit = units + part
+        x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True)
+        own = load_unit(bases, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
+        sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
+        if TWO:
+            own = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
+            sums_b = add_unit(sums_b, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
     if KIND < FP8:
         sums, sums_b = sums * 0.5, sums_b * 0.5
     return tl.sum(sums, 0), tl.sum(sums_b, 0)
@@ -273,7 +270,7 @@ def planes_kernel(
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, DENSE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """PLANES: that all experts have; 0 if they differ, or are not known."""
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
@@ -307,42 +304,42 @@ def planes_kernel(
         if PLANES > 0:
             sums, more = sum_units(
                 entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN,
+                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
             )  # fmt: skip
         elif tl.load(entry + 1) != 0:
             sums, more = sum_units(
                 entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN,
+                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
             )  # fmt: skip
         else:
             sums, more = sum_units(
                 entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN,
+                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
             )  # fmt: skip
     elif PLANES > 0:
         sums, more = sum_units(
             entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN,
+            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     elif tl.load(entry + 3) != 0:
         sums, more = sum_units(
             entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN,
+            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     elif tl.load(entry + 2) != 0:
         sums, more = sum_units(
             entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN,
+            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     elif tl.load(entry + 1) != 0:
         sums, more = sum_units(
             entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN,
+            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     else:
         sums, more = sum_units(
             entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN,
+            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     units = block * 16 + tl.arange(0, 16)
     store(sums, more, bias, output, expert, part, slots, used, units, width, N,
@@ -442,9 +439,9 @@ def project_planes(
         _block_bytes(layout), *epilogue.strides(layout.rows), *epilogue.numbers,
         PLANES=min(planes, len(layout.format.plane_bits)), COMPUTE=compute_type(x_XK.dtype),
         CURVE=epilogue.curve, GATED=gated, HAS_BIAS=bias_EW is not None, DENSE=blocks is None,
-        ROWS=tile.rows, TWO=two, PARTS=own, UNROLL=tile.unroll, AHEAD=tile.ahead,
-        EVEN=layout.columns % step == 0,
-        **_constants(layout), num_warps=own, num_stages=tile.stages, enable_fp_fusion=True,
+        TWO=two, EVEN=layout.columns % step == 0,
+        TAIL=_chunks(layout) % 2 == 1,
+        **_constants(layout), **tile.constants(own), **tile.options(own),
     )  # fmt: skip
     return output_SN
 

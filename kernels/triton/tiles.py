@@ -52,6 +52,19 @@ class PlaneTile:
     ahead: bool = False
     stages: int = 1
 
+    def constants(self, parts: int) -> dict[str, int | bool]:
+        """What the kernel is compiled for; parts of K have a warp each."""
+        return {
+            "ROWS": self.rows,
+            "PARTS": parts,
+            "UNROLL": self.unroll,
+            "AHEAD": self.ahead,
+        }
+
+    def options(self, parts: int) -> dict[str, int | bool]:
+        """See `Tile.options`."""
+        return {"num_warps": parts, "num_stages": self.stages, "enable_fp_fusion": True}
+
 
 # The first one fits the shared memory of any GPU, at any dtype.
 DECODE = (
@@ -62,8 +75,21 @@ DECODE = (
     Tile(16, 128),
 )
 PREFILL = (Tile(64, 64), Tile(64, 128), Tile(128, 64), Tile(128, 128, warps=8))
-PLANES = (PlaneTile(8), PlaneTile(8, two=True), PlaneTile(16), PlaneTile(16, two=True))
-MORE_PLANES = (PlaneTile(16), PlaneTile(32), PlaneTile(64))
+PLANES = (
+    PlaneTile(8),
+    PlaneTile(8, two=True),
+    PlaneTile(8, ahead=True),
+    PlaneTile(8, two=True, ahead=True),
+    PlaneTile(8, unroll=2),
+    PlaneTile(16, ahead=True),
+)
+MORE_PLANES = (
+    PlaneTile(16, ahead=True),
+    PlaneTile(32, two=True),
+    PlaneTile(64),
+    PlaneTile(64, two=True),
+)
+
 _chosen: dict[Hashable, Any] = {}
 _Tile = TypeVar("_Tile", bound=Hashable)
 
@@ -118,4 +144,3 @@ def _milliseconds(function: Callable[[], Tensor]) -> float:
     from triton.testing import do_bench
 
     return float(do_bench(function, warmup=5, rep=20, return_mode="median"))
-

@@ -148,11 +148,12 @@ def test_codes_of_files(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_planes_are_arranged(bits: int) -> None:
+@pytest.mark.parametrize("chunks", [20, 25])
+def test_planes_are_arranged(bits: int, chunks: int) -> None:
     plane = torch.randint(0, 256, (64 * bits * 1000,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(plane)
-    arrange(plane, target, bits)
-    assert torch.equal(target, arranged_plane(plane, bits, "cuda"))
+    arrange(plane, target, bits, chunks)
+    assert torch.equal(target, arranged_plane(plane, bits, chunks, "cuda"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
