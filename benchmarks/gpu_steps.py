@@ -392,6 +392,7 @@ def offload(scale: Scale) -> dict[str, Any]:
             "tokens_per_second": 1 / each, "slots": model.memory_plan.expert_slots,
             "hit_ratio": model.stats().get("expert_cache", {}).get("hit_ratio"),
         }  # fmt: skip
+        print(name, found[name], flush=True)
         del model
     return found
 
@@ -419,6 +420,7 @@ def drafts(scale: Scale) -> dict[str, Any]:
                 "tokens_per_verification": told.get("tokens_per_verification"),
                 "draft_seconds": told.get("draft_seconds"), "seconds": each,
             }  # fmt: skip
+            print(where, mode, found[f"{where}, {mode}"], flush=True)
             del model, answer
     return found
 

@@ -11,6 +11,7 @@ else kernels/reference.py in plain torch (gradients, unusual dtypes, other devic
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,7 +22,14 @@ from kernels.backends import Backend, Forward, choose_backend, triton_kernels
 from kernels.cpu import backend_status, choose_kernel
 from kernels.cpu.dense import MOST_CHOICES
 from kernels.megablocks import BackendError
-from kernels.planes import PlaneLayout, PlaneMatrix, QuantizedExperts, arranged, pieces_of
+from kernels.planes import (
+    PlaneLayout,
+    PlaneMatrix,
+    QuantizedExperts,
+    arranged,
+    arrangement_for,
+    pieces_of,
+)
 from kernels.reference import AnyExperts, ExpertWeights
 
 __all__ = [
@@ -31,6 +39,7 @@ __all__ = [
     "Forward",
     "PlaneMatrix",
     "QuantizedExperts",
+    "arrange_experts",
     "arrange_for_cuda",
     "backend_status",
     "choose_backend",
@@ -97,6 +106,19 @@ def arrange_for_cuda(planes: Sequence[Tensor], layouts: Sequence[PlaneLayout]) -
     for index, plane in enumerate(planes):
         for piece, bits, chunks in pieces_of(plane, index, layouts):
             triton.arrange(piece.clone(), piece, bits, chunks)
+
+
+def arrange_experts(experts: QuantizedExperts) -> QuantizedExperts:
+    """A layer arranged for the device that it is on; for a GPU, planes change where they lie."""
+    device = experts.scales[0].device
+    if arrangement_for(device) != "cuda":
+        return experts.for_device(device)
+    if experts.first.arrangement == "cuda":
+        return experts
+    for planes in experts.planes:
+        arrange_for_cuda(planes, experts.layouts)
+    first, second = (replace(x, arrangement="cuda") for x in (experts.first, experts.second))
+    return replace(experts, first=first, second=second)
 
 
 def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:

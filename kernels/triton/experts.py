@@ -34,7 +34,7 @@ _COLUMNS = 256  # of a program of `combine_kernel`
 
 
 _MANY_ROWS = 32  # of an expert, from which on taller tiles pay
-_PANEL_ROWS = 64  # of an expert, from which on its planes are dequantised first
+_PANEL_ROWS = 128  # of a matrix, from which on its planes are dequantised first
 PANEL_BYTES = 128 << 20
 """Memory of dequantised weights at most, but for one expert."""
 
@@ -83,7 +83,7 @@ def experts_forward(
 
     Products have the wider of the two dtypes, sums are float32, and each projection's output is
     rounded to hidden's dtype. A row's bits depend on its own inputs only; but planes are rounded to
-    hidden's dtype where experts have 64 rows or more on average. The host does not see the ids: a
+    hidden's dtype where experts have 128 rows or more on average. The host does not see the ids: a
     token with an id outside [-1, E) gets a row of NaN.
     """
     check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)

@@ -21,7 +21,6 @@ from kernels.triton.language import (
 from kernels.triton.routing import Blocks
 from kernels.triton.tiles import Tile
 
-_DEPTH = 64
 _NO_EPILOGUE = Epilogue()
 
 
@@ -108,6 +107,6 @@ def project_whole(
         share, begin, count, *epilogue.strides(units), width, units, size, *epilogue.numbers,
         CURVE=epilogue.curve, GATED=epilogue.gated, HAS_BIAS=bias_EW is not None,
         COMPUTE=compute_type(x_XK.dtype, weight_PWK.dtype),
-        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=_DEPTH, **tile.options,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, **tile.options,
     )  # fmt: skip
     return output_SN

@@ -5,9 +5,9 @@ become whole numbers in registers (kernels/triton/codes.py); each scale group is
 multiplied by its scale in float32, so no weight is rounded. Activations keep their dtype
 on the GPU, while the CPU quantises them (kernels/reference.py): the results differ by that.
 
-A few rows do not fill a GPU, so K is split (`splits`): as many parts as the matrix alone decides,
-summed one after the other, whether each part has a program of its own (`project_planes`, then
-`finish`) or one program sums all. So a row's bits depend on its own input only.
+A program has 16 outputs of a matrix, or 32, and each of its warps a part of K, so that a few rows
+fill a GPU. The matrix alone decides the parts, and matrix instructions add 16 columns one after the
+other whatever the number of rows: a row's bits depend on its own input only.
 
 Many rows read `dequantized` weights instead, rounded to the activations' dtype once, because
 decoding them again for every block of rows would cost more than writing them down.

@@ -1,7 +1,8 @@
-"""A router's rule in one kernel: from logits to chosen experts and their weights.
+"""A router in two kernels: from rows to the logits of all experts, and by its rule to the chosen
+ones and their weights.
 
 A program decides for one token, with all its scores in registers. Legend: T tokens, E experts, K
-slots a token.
+slots a token, H hidden.
 """
 
 from __future__ import annotations
@@ -11,7 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.language import masked_by
+
 SCORES = {"softmax": 0, "sigmoid": 1, "mixer": 2}
+LOGITS_TILE = {"ROWS": 4, "COLUMNS": 2, "DEPTH": 1024}
+LOGITS_OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
+MOST_TOKENS = 256
+"""For which `logits` pays: those of a decode step. It reads a matrix again for every few tokens."""
 
 
 def options(experts: int) -> dict[str, int | bool]:
@@ -21,11 +28,56 @@ def options(experts: int) -> dict[str, int | bool]:
 
 
 @triton.jit
+def logits_kernel(
+    rows, weight, bias, logits, tokens, experts, weight_row,
+    H: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)[None, None, :]
+    from_rows = rows + token.to(tl.int64)[:, None, None] * H + depth
+    from_weight = weight + expert.to(tl.int64)[None, :, None] * weight_row + depth
+    known = (token < tokens)[:, None, None]
+    there = (expert < experts)[None, :, None]
+    sums = tl.zeros((ROWS, COLUMNS, DEPTH), tl.float32)
+    for k in tl.static_range(0, H, DEPTH):
+        rest = depth < H - k
+        own = tl.load(from_rows + k, mask=known & rest, other=0.0)
+        tile = tl.load(from_weight + k, mask=there & rest, other=0.0)
+        sums += own * tile.to(tl.float32)
+    made = tl.sum(sums, 2)
+    if HAS_BIAS:
+        made += tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
+    to = logits + token.to(tl.int64)[:, None] * experts + expert[None, :]
+    tl.store(to, made, mask=(token < tokens)[:, None] & (expert < experts)[None, :])
+
+
+def logits(rows_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
+    """(T, E) float32 ``rows W^T + bias``, products in float32. A row's bits depend on itself only.
+
+    Args:
+        rows_TH: float32, contiguous.
+        weight_EH: of any float dtype; its rows may lie apart.
+        bias_E: float32.
+    """
+    (tokens, hidden), experts = rows_TH.shape, len(weight_EH)
+    logits_TE = torch.empty(tokens, experts, dtype=torch.float32, device=rows_TH.device)
+    tile = LOGITS_TILE
+    grid = triton.cdiv(experts, tile["COLUMNS"]), triton.cdiv(tokens, tile["ROWS"])
+    logits_kernel[grid](
+        rows_TH, weight_EH, bias_E, logits_TE, tokens, experts, weight_EH.stride(0),
+        H=hidden, HAS_BIAS=bias_E is not None, **tile, **LOGITS_OPTIONS,
+    )  # fmt: skip
+    return logits_TE
+
+
+@triton.jit
 def decide_kernel(
-    logits, correction, expert_scale, ids, weights, experts, per_group, scale, threshold,
+    logits, correction, expert_scale, places, ids, weights, experts, per_group, scale, threshold,
     SCORE: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     BY_TWO: tl.constexpr, RENORMALISE: tl.constexpr, HAS_CORRECTION: tl.constexpr,
-    HAS_SCALE: tl.constexpr, EXPERTS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_PLACES: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
@@ -81,6 +133,8 @@ def decide_kernel(
             own = own / tl.where(total != 0, total, 1.0)
     if HAS_SCALE:
         own *= tl.load(expert_scale + expert, mask=inside, other=0.0)
+    if HAS_PLACES:
+        chosen = masked_by(chosen, tl.load(places + token) >= 0)
     # The chosen ones in ascending order, then unused slots.
     count = tl.cumsum(chosen.to(tl.int32), 0)
     to = token * K + count - 1
@@ -104,6 +158,7 @@ def decide(
     scale: float = 1.0,
     threshold: float = 0.0,
     expert_scale_E: Tensor | None = None,
+    places_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(T, K) int64 ids in ascending order, -1 in unused slots, and float32 weights.
 
@@ -116,17 +171,18 @@ def decide(
         score: a key of `SCORES`.
         correction_E, expert_scale_E: float32.
         by_two: groups are ranked by their two largest scores.
+        places_T: int64; rows with a negative one are padding, which visits nobody.
     """
     tokens, experts = logits_TE.shape
     ids = torch.empty(tokens, top_k, dtype=torch.int64, device=logits_TE.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TE.device)
     if tokens:
         decide_kernel[(tokens,)](
-            logits_TE.contiguous(), correction_E, expert_scale_E, ids, weights,
+            logits_TE.contiguous(), correction_E, expert_scale_E, places_T, ids, weights,
             experts, experts // groups, scale, threshold,
             SCORE=SCORES[score], K=top_k, GROUPS=groups, KEPT=groups_kept, BY_TWO=by_two,
             RENORMALISE=renormalise, HAS_CORRECTION=correction_E is not None,
-            HAS_SCALE=expert_scale_E is not None,
+            HAS_SCALE=expert_scale_E is not None, HAS_PLACES=places_T is not None,
             EXPERTS=triton.next_power_of_2(experts), **options(experts),
         )  # fmt: skip
     return ids, weights

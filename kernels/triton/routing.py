@@ -15,10 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_SLOTS, MOST_EXPERTS = 512, 512
-"""That one program aligns: those of a decode step. Sorting pays for more."""
-ALIGN_TILE = 16
-ALIGN_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+MOST_SLOTS, MOST_EXPERTS = 2048, 512
+"""That one kernel aligns: those of a decode step. Sorting pays for more."""
 
 
 @dataclass(frozen=True)
@@ -90,39 +88,28 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int, distinct: int | None =
 @triton.jit
 def align_kernel(
     ids, order, offsets, block_expert, block_first, slots, experts, blocks, per_block,
-    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr,
+    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """One program: places are counted by comparing every slot with every other one."""
+    """A program places the slots of one expert, the last one those that are unused. Each of them
+    counts the slots of all experts, so that none waits for another."""
+    own = tl.program_id(0)
     slot = tl.arange(0, SLOTS)
-    own = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
-    own = tl.where((own < 0) | (own >= experts), experts, own)
-    place = tl.zeros((SLOTS,), tl.int32)
-    expert = tl.arange(0, EXPERTS)
-    begin = tl.zeros((EXPERTS,), tl.int32)
-    end = tl.zeros((EXPERTS,), tl.int32)
-    for start in range(0, slots, TILE):
-        other = start + tl.arange(0, TILE)
-        known = other < slots
-        theirs = tl.load(ids + other, mask=known, other=-1).to(tl.int32)
-        theirs = tl.where((theirs < 0) | (theirs >= experts), experts, theirs)
-        theirs = tl.where(known, theirs, EXPERTS)  # behind all
-        same = theirs[None, :] == own[:, None]
-        before = (theirs[None, :] < own[:, None]) | (same & (other[None, :] < slot[:, None]))
-        place += tl.sum(before.to(tl.int32), 1)
-        begin += tl.sum((theirs[None, :] < expert[:, None]).to(tl.int32), 1)
-        end += tl.sum((theirs[None, :] <= expert[:, None]).to(tl.int32), 1)
-    tl.store(order + place, slot, mask=slot < slots)
-    tl.store(offsets + expert, begin, mask=expert <= experts)
-    count = tl.where(expert < experts, (end - begin + per_block - 1) // per_block, 0)
-    last = tl.cumsum(count, 0)
-    for index in range(0, tl.max(count)):
-        mask = index < count
-        tl.store(block_expert + last - count + index, expert, mask=mask)
-        tl.store(block_first + last - count + index, begin + index * per_block, mask=mask)
+    theirs = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
+    theirs = tl.where((theirs < 0) | (theirs >= experts), experts, theirs)
+    count = tl.histogram(theirs, EXPERTS)
+    before = tl.arange(0, EXPERTS) < own
+    begin = tl.sum(tl.where(before, count, 0), 0)
+    tl.store(offsets + own, begin)
+    same = theirs == own
+    place = tl.cumsum(same.to(tl.int32), 0)
+    tl.store(order + begin + place - 1, slot, mask=same & (slot < slots))
+    first = tl.sum(tl.where(before, (count + per_block - 1) // per_block, 0), 0)
+    needed = (tl.sum(same.to(tl.int32), 0) + per_block - 1) // per_block
+    idle = own == experts
     block = tl.arange(0, BLOCKS)
-    idle = (block >= tl.sum(count)) & (block < blocks)
-    tl.store(block_expert + block, tl.full((BLOCKS,), -1, tl.int32), mask=idle)
-    tl.store(block_first + block, tl.zeros((BLOCKS,), tl.int32), mask=idle)
+    mask = (block >= first) & (block < tl.where(idle, blocks, first + needed))
+    tl.store(block_expert + block, tl.where(idle, -1, own) + block * 0, mask=mask)
+    tl.store(block_first + block, begin + (block - first) * per_block, mask=mask)
 
 
 def align(ids_S: Tensor, experts: int, rows: int, distinct: int | None = None) -> Blocks:
@@ -132,12 +119,19 @@ def align(ids_S: Tensor, experts: int, rows: int, distinct: int | None = None) -
     sizes = [slots, experts + 1, count, count]
     memory = torch.empty(sum(sizes), dtype=torch.int32, device=ids_S.device)
     order, offsets, expert_B, first_B = memory.split(sizes)
-    align_kernel[(1,)](
+    # A lane at least for each thread: counting must not meet a slot twice.
+    size = max(32, triton.next_power_of_2(slots))
+    align_kernel[experts + 1,](
         ids_S, order, offsets, expert_B, first_B, slots, experts, count, rows,
-        SLOTS=triton.next_power_of_2(slots), EXPERTS=triton.next_power_of_2(experts + 1),
-        BLOCKS=triton.next_power_of_2(count), TILE=ALIGN_TILE, **ALIGN_OPTIONS,
+        SLOTS=size, EXPERTS=triton.next_power_of_2(experts + 1),
+        BLOCKS=triton.next_power_of_2(count), **align_options(size),
     )  # fmt: skip
     return Blocks(order, offsets, expert_B, first_B, rows)
+
+
+def align_options(size: int) -> dict[str, int | bool]:
+    """What every launch for so many slots passes to Triton's compiler."""
+    return {"num_warps": min(8, size // 32), "enable_fp_fusion": False}
 
 
 def used_experts(blocks: Blocks, distinct: int) -> tuple[Tensor, Tensor]:
@@ -152,12 +146,3 @@ def used_experts(blocks: Blocks, distinct: int) -> tuple[Tensor, Tensor]:
     expert_E = torch.arange(len(used_E), dtype=torch.int32, device=used_E.device)
     expert_U = expert_E.new_full((distinct + 1,), -1).scatter_(0, places, expert_E)[:distinct]
     return expert_U, place_E[blocks.expert_B.clamp(min=0)]
-
-
-def one_group(count: int, rows: int, device: torch.device) -> Blocks:
-    """The blocks of `count` rows of one matrix, for a linear layer."""
-    place: dict[str, object] = {"device": device, "dtype": torch.int32}
-    first_B = torch.arange(0, count, rows, **place)  # type: ignore[call-overload]
-    offsets = torch.arange(0, 2 * count, count, **place)  # type: ignore[call-overload]
-    order = torch.arange(count, **place)  # type: ignore[call-overload]
-    return Blocks(order, offsets, torch.zeros_like(first_B), first_B, rows)

@@ -152,15 +152,17 @@ def store(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tenso
 
 
 def gated(first: Tensor, up: Tensor, curve: int, output: Tensor) -> None:
-    """``curve(first) * up``: all (T, I), contiguous, the output in its own dtype.
+    """``curve(first) * up``: all (T, I), the output contiguous and in its own dtype.
 
     Args:
+        first, up: rows may lie apart.
         curve: its number in kernels/cpu/activation.py.
     """
-    count = output.numel()
-    gated_kernel[triton.cdiv(count, 1024),](
-        first, up, output, count, CURVE=curve, num_warps=4, **OPTIONS
-    )
+    tokens, width = output.shape
+    gated_kernel[tokens, triton.cdiv(width, 1024)](
+        first, up, output, first.stride(0), up.stride(0), width, CURVE=curve,
+        num_warps=4, **OPTIONS,
+    )  # fmt: skip
 
 
 def _weight(norm: RowNorm | None) -> Tensor | None:
@@ -290,41 +292,43 @@ def place_kernel(
 ):  # fmt: skip
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     angles = row * angle_row
+    # Names differ by branch: Triton wants one shape of a name.
     if part < Q:
-        x = turned_head(
+        q = turned_head(
             query + row * q_token + part * q_head, query_bias + part * QD if BIASES[0] else None,
             query_weight, query_norm_bias, query_eps, cos, sin, angles,
             QD, WIDTH_Q, BIASES[0], NORMS[0], NORM_BIASES[0], LATE[0], STYLES[0], BEGINS[0], SIZE,
         )  # fmt: skip
-        i = tl.arange(0, WIDTH_Q)
-        tl.store(output + (row * Q + part) * QD + i, x.to(output.dtype.element_ty), mask=i < QD)
+        q_at = tl.arange(0, WIDTH_Q)
+        q_to = output + (row * Q + part) * QD + q_at
+        tl.store(q_to, q.to(output.dtype.element_ty), mask=q_at < QD)
     else:
         slot = tl.load(slots + row)
         if slot >= 0:
             block, within = slot // BLOCK, slot % BLOCK
             if part < Q + N:
                 head = part - Q
-                x = turned_head(
+                k = turned_head(
                     key + row * k_token + head * k_head, key_bias + head * D if BIASES[1] else None,
                     key_weight, key_norm_bias, key_eps, cos, sin, angles,
                     D, WIDTH_D, BIASES[1], NORMS[1], NORM_BIASES[1], LATE[1], STYLES[1], BEGINS[1],
                     SIZE,
                 )  # fmt: skip
-                i = tl.arange(0, WIDTH_D)
-                to = keys + block * k_block + (head * BLOCK + within) * D + i
-                tl.store(to, x.to(keys.dtype.element_ty), mask=i < D)
+                k_at = tl.arange(0, WIDTH_D)
+                k_to = keys + block * k_block + (head * BLOCK + within) * D + k_at
+                tl.store(k_to, k.to(keys.dtype.element_ty), mask=k_at < D)
             else:
                 head = part - Q - N
-                x = turned_head(
+                v = turned_head(
                     value + row * v_token + head * v_head,
                     value_bias + head * V if BIASES[2] else None,
                     value_weight, value_norm_bias, value_eps, cos, sin, angles,
                     V, WIDTH_V, BIASES[2], NORMS[2], NORM_BIASES[2], LATE[2], STYLES[2], BEGINS[2],
                     SIZE,
                 )  # fmt: skip
-                i = tl.arange(0, WIDTH_V)
-                to = values + block * v_block + (head * BLOCK + within) * V + i
-                tl.store(to, x.to(values.dtype.element_ty), mask=i < V)
+                v_at = tl.arange(0, WIDTH_V)
+                v_to = values + block * v_block + (head * BLOCK + within) * V + v_at
+                tl.store(v_to, v.to(values.dtype.element_ty), mask=v_at < V)
 
 
 @triton.jit
@@ -349,10 +353,11 @@ def store_kernel(
 
 
 @triton.jit
-def gated_kernel(first, up, output, count, CURVE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    used = at < count
-    a = tl.load(first + at, mask=used, other=0.0).to(tl.float32)
-    b = tl.load(up + at, mask=used, other=0.0).to(tl.float32)
+def gated_kernel(first, up, output, first_row, up_row, width, CURVE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * 1024 + tl.arange(0, 1024)
+    used = column < width
+    a = tl.load(first + row * first_row + column, mask=used, other=0.0).to(tl.float32)
+    b = tl.load(up + row * up_row + column, mask=used, other=0.0).to(tl.float32)
     made = activate(a, b, 1.0, float("inf"), 0.0, CURVE, True)
-    tl.store(output + at, made.to(output.dtype.element_ty), mask=used)
+    tl.store(output + row * width + column, made.to(output.dtype.element_ty), mask=used)

@@ -27,7 +27,6 @@ from moe.describe.description import Description, NotDescribed
 from moe.network.device_blocks import DeviceBlocks
 from moe.network.packed_pass import Work
 from routing import Routing
-from routing.routing import UNUSED
 
 _DOUBLING = 32
 """Rows up to which recordings are made for powers of two, and for multiples of it above."""
@@ -140,15 +139,19 @@ class GraphStep:
         return self._run(work, "", None, routed)[0]
 
     def inside(self, work: Sequence[Work], experts: InsideExperts) -> list[Tensor]:
-        logits, routings = self._run(work, "experts", self._routed)
-        for layer, routing in enumerate(routings):
-            experts.count(layer, routing)
+        logits, routing = self._run(work, "experts", self._routed)
+        if routing is not None:
+            experts.count(routing.expert_ids)
         return logits
 
     def inside_by(
         self, work: Sequence[Work], name: str, routed: RoutedExperts
     ) -> tuple[list[Tensor], list[Routing]]:
-        return self._run(work, name, routed)
+        logits, routing = self._run(work, name, routed)
+        if routing is None:
+            return logits, []
+        layers = zip(routing.expert_ids, routing.weights, strict=True)
+        return logits, [Routing(*layer) for layer in layers]
 
     def in_lockstep(
         self, work: Sequence[Work], routed: RoutedExperts, group: RankGroup
@@ -163,8 +166,9 @@ class GraphStep:
         name: str,
         inside: RoutedExperts | None,
         routed: RoutedExperts | None = None,
-    ) -> tuple[list[Tensor], list[Routing]]:
-        """By the recording of a name, with experts inside or, if None, by the host's ``routed``."""
+    ) -> tuple[list[Tensor], Routing | None]:
+        """By the recording of a name, with experts inside or, if None, by the host's ``routed``;
+        see `Recording.play`."""
         count = sum(len(item.token_ids) for item in work)
         rows = rows_for(count)
         # A step that sleeps at a layer keeps its recording; another one gets another.
@@ -172,10 +176,10 @@ class GraphStep:
         recording = idle.pop() if idle else self._record(rows, inside)
         try:
             recording.inputs.fill(work)
-            logits, routings = recording.play(count, routed)
+            logits, routing = recording.play(count, routed)
         finally:
             idle.append(recording)
-        return finish_step(work, logits), routings
+        return finish_step(work, logits), routing
 
     def _record(self, rows: int, inside: RoutedExperts | None) -> Recording:
         try:
@@ -239,14 +243,14 @@ class Recording:
                 halt = steps.send(answer)  # type: ignore[arg-type]  # None begins
                 if self._routed is None:
                     return _End(halt, torch.zeros_like(halt.rows.rounded))
-                routing = _without(halt.routing, self.inputs.padding)
-                routings.append(routing)
-                answer = self._routed(halt.layer, halt.rows.rounded, routing)
+                routings.append(halt.routing)
+                answer = self._routed(halt.layer, halt.rows.rounded, halt.routing)
         except StopIteration as end:
             return _End(None, end.value, Routing.concat(routings) if routings else None)
 
-    def play(self, count: int, routed: RoutedExperts | None) -> tuple[Tensor, list[Routing]]:
-        """Logits ``(count, V)``, and the routing of each layer whose experts ran inside."""
+    def play(self, count: int, routed: RoutedExperts | None) -> tuple[Tensor, Routing | None]:
+        """Logits ``(count, V)``, and the ``(layers, count, K)`` routing of the layers whose experts
+        ran inside; None: none did."""
         for replay, end, beside in self._segments:
             replay()
             if end.halt is not None:
@@ -263,17 +267,10 @@ class Recording:
                 end.answer[:count] = rows
         logits = end.answer[:count].clone()
         if end.routings is None:
-            return logits, []
-        ids, weights = end.routings.expert_ids.clone(), end.routings.weights.clone()
-        layers = zip(ids.split(self._rows), weights.split(self._rows), strict=True)
-        return logits, [Routing(i[:count], w[:count]) for i, w in layers]
-
-    @property
-    def _rows(self) -> int:
-        return self.inputs.tokens.shape[0]
-
-
-def _without(routing: Routing, rows: Tensor) -> Routing:
-    """The routing with no experts for these rows, ``(B,)`` bool."""
-    ids = routing.expert_ids.masked_fill(rows[:, None], UNUSED)
-    return Routing(ids, routing.weights.masked_fill(rows[:, None], 0.0))
+            return logits, None
+        rows = self.inputs.tokens.shape[0]
+        ids, weights = (
+            part.unflatten(0, (-1, rows))[:, :count].clone()
+            for part in (end.routings.expert_ids, end.routings.weights)
+        )
+        return logits, Routing(ids, weights)

@@ -9,42 +9,77 @@ Legend: B rows of a recording, H hidden, C columns of the block tables (blocks o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import is_
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels import linear_forward
+from kernels import PlaneMatrix, linear_forward
 from kernels.triton import attention
-from kernels.triton.attention import KeyRows
+from kernels.triton.attention import BLOCK, KeyRows
+from kernels.triton.router import MOST_TOKENS, logits
 from kernels.triton.rows import Heads, RowNorm, Turn, add_norm, gated, place_heads
-from moe.decode.reference import Normed
+from moe.decode.joined import readers_of
+from moe.decode.reference import Normed, chosen
 from moe.describe.description import (
     Activation,
     Attention,
     Description,
+    Experts,
     FeedForward,
     HeadNorm,
     LatentAttention,
     Norm,
+    OwnRouter,
     Projection,
+    RotaryTable,
     Rotation,
     View,
 )
-from moe.network.device_blocks import DeviceBlocks, slots_of, tables_of
+from moe.describe.parts import project
+from moe.describe.routers import MOST_EXPERTS, by_kernel
+from moe.network.device_blocks import DeviceBlocks, tables_of
 from moe.network.kv_blocks import BlockKVCache
 from moe.network.kv_cache import Shape
 from moe.network.packed_pass import Work, put_ahead
+from routing import Routing
+from routing.routing import UNUSED
 
 _CURVES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 3}
 
 
+class RowInputs(Protocol):
+    """What all layers read of the rows of a pass.
+
+    Attributes:
+        slots: ``(B,)`` int64: where each row's keys and values go; -1: nowhere.
+        firsts: by `View.span`, ``(B,)`` int32: the first key that each row sees.
+        angles: of each rotary table ``(B, size / 2)`` cosines and sines.
+    """
+
+    @property
+    def slots(self) -> Tensor: ...
+    @property
+    def firsts(self) -> Mapping[int, Tensor]: ...
+    @property
+    def angles(self) -> Mapping[RotaryTable, tuple[Tensor, Tensor]]: ...
+
+    def attend(self, query: Tensor, rows: KeyRows, firsts: Tensor, **how: Any) -> Tensor:
+        """``(B, Q, V)`` attention to the blocks of each row's sequence; ``how``: of
+        `kernels.triton.attention.attend`."""
+
+
 class GraphInputs:
     """Tokens, places and angles of at most ``count`` rows; the others are padding.
+
+    All but the tables is one piece of memory, so that a step sends one copy; tables follow when a
+    row has another sequence or a new block.
 
     Attributes:
         tokens: ``(B,)`` int64, 0 in padding.
@@ -59,77 +94,108 @@ class GraphInputs:
         device = memory.device
         attentions = [layer.attention for layer in description.layers]
         turns = [a.rotation.table for a in attentions if a.rotation is not None]
-        self._tables = list(dict.fromkeys(turns))
-        sizes = [table.cos.shape[1] for table in self._tables for _ in range(2)]
+        self._rotary = list(dict.fromkeys(turns))
         reaches = sorted({a.view.span for a in attentions})
-        self._longs = torch.zeros(2, count, dtype=torch.int64, device=device)
-        self._ints = torch.zeros(4 + len(reaches), count, dtype=torch.int32, device=device)
-        self._floats = torch.zeros(count, sum(sizes), device=device)
+        sizes = [table.cos.shape[1] for table in self._rotary for _ in range(2)]
+        self._parts = _parts(count, len(reaches), sizes)
+        self._memory = torch.zeros(self._parts[-1].end, dtype=torch.uint8, device=device)
         self.tables = torch.zeros(count, memory.count, dtype=torch.int32, device=device)
-        self.tokens, self.slots = self._longs
-        self.spans = self._ints[:4].view(count, 4)
-        self.firsts = dict(zip(reaches, self._ints[4:], strict=True))
-        parts = iter(self._floats.split(sizes, 1))
-        self.angles = dict(zip(self._tables, zip(parts, parts, strict=True), strict=True))
+        self._numbers = list[np.ndarray]()  # the blocks of each row, as `tables` has them
+        self._blocks = np.zeros((count, 0), np.int32)  # the same as one array
+        longs, ints, *angles = (
+            self._memory[part.begin : part.end].view(getattr(torch, part.kind)).view(part.shape)
+            for part in self._parts
+        )
+        self.tokens, self.slots = longs
+        self.spans, self.firsts = ints[:4].view(count, 4), dict(zip(reaches, ints[4:], strict=True))
+        pairs = iter(angles)
+        self.angles = dict(zip(self._rotary, zip(pairs, pairs, strict=True), strict=True))
         self.fill([])
 
-    @property
-    def padding(self) -> Tensor:
-        """``(B,)`` bool."""
-        return self.slots < 0
+    def attend(self, query: Tensor, rows: KeyRows, firsts: Tensor, **how: Any) -> Tensor:
+        """See `RowInputs`."""
+        placed = rows._replace(tables=self.tables)
+        return attention.attend(query, placed, self.spans, firsts, **how)
 
     def fill(self, work: Sequence[Work]) -> None:
         """Put new tokens and where their sequences are in place, without waiting for the device."""
-        count = self.tokens.shape[0]
-        longs = np.zeros((2, count), np.int64)
-        longs[1] = -1
-        ints = np.zeros(tuple(self._ints.shape), np.int32)
-        spans = ints[:4].reshape(count, 4)
-        spans[:, 1] = spans[:, 0] = np.arange(count)
-        begin, numbers = 0, list[np.ndarray]()
+        count, begins, tokens = self.tokens.shape[0], list[int](), list[int]()
+        sizes, numbers = list[int](), list[np.ndarray]()
         for item in work:
             cache, new = item.cache, len(item.token_ids)
             assert isinstance(cache, BlockKVCache)
             cache.reserve(cache.length + new)
-            positions, own = np.arange(cache.length, cache.length + new), slice(begin, begin + new)
-            longs[0, own], longs[1, own] = item.token_ids, slots_of(cache, positions)
-            spans[own, 2], spans[own, 3] = 1, positions
+            begins.append(cache.length - len(tokens))
+            tokens += item.token_ids
+            sizes.append(new)
             numbers += [cache.block_numbers] * new
-            begin += new
+        rows = np.arange(len(tokens))
+        positions = rows + np.repeat(np.array(begins, np.int64), sizes)
+        self._send_tables(numbers)
+        sent = np.zeros(self._parts[-1].end, np.uint8)
+        longs, ints, *angles = (
+            sent[part.begin : part.end].view(part.kind).reshape(part.shape) for part in self._parts
+        )
+        own = slice(len(tokens))
+        longs[0, own], longs[1] = tokens, -1
+        longs[1, own] = self._blocks[rows, positions // BLOCK] * BLOCK + positions % BLOCK
+        spans = ints[:4].reshape(count, 4)
+        spans[:, 1] = spans[:, 0] = np.arange(count)
+        spans[own, 2], spans[own, 3] = 1, positions
         for row, reach in zip(ints[4:], self.firsts, strict=True):
-            row[:begin] = _first_keys(reach, spans[:begin, 3])
-        _send(self._longs, torch.from_numpy(longs))
-        _send(self._ints, torch.from_numpy(ints))
-        put_ahead(work, self.tokens)
-        if numbers:
-            tables = tables_of(numbers)  # padding reads none
-            _send(self.tables[:begin, : tables.shape[1]], torch.from_numpy(tables))
-            self._turn(spans[:begin, 3].astype(np.int64))
-
-    def _turn(self, positions: np.ndarray) -> None:
-        if not self._tables:
-            return
-        floats = torch.zeros(tuple(self._floats.shape))
-        begin = 0
-        for table in self._tables:
-            table.reserve(int(positions.max()) + 1)
+            row[own] = first_keys(reach, positions)
+        parts = iter(angles)
+        for table in self._rotary:
+            table.reserve(int(positions.max(initial=0)) + 1)
             for values in (table.cos, table.sin):
-                end = begin + values.shape[1]
-                floats[: len(positions), begin:end] = values[positions]
-                begin = end
-        _send(self._floats, floats)
+                out = torch.from_numpy(next(parts)[own])
+                torch.index_select(values, 0, torch.from_numpy(positions), out=out)
+        _send(self._memory, sent)
+        put_ahead(work, self.tokens)
+
+    def _send_tables(self, numbers: Sequence[np.ndarray]) -> None:
+        """Send the block tables of the rows, unless the device has them. Padding reads none."""
+        if len(numbers) == len(self._numbers) and all(map(is_, numbers, self._numbers)):
+            return
+        self._numbers, self._blocks = [*numbers], tables_of(numbers)
+        if numbers:
+            rows, most = self._blocks.shape
+            _send(self.tables[:rows, :most], self._blocks)
 
 
-def _first_keys(reach: int, positions: np.ndarray) -> np.ndarray:
+class _Part(NamedTuple):
+    """An array in a piece of bytes."""
+
+    begin: int
+    end: int
+    kind: str
+    shape: tuple[int, ...]
+
+
+def _parts(count: int, reaches: int, angles: Sequence[int]) -> list[_Part]:
+    """Tokens and slots, spans and first keys, and angles of a step of so many rows; each array
+    begins at a multiple of 16 bytes."""
+    kinds: list[tuple[str, tuple[int, ...]]] = [("int64", (2, count))]
+    kinds += [("int32", (4 + reaches, count)), *(("float32", (count, size)) for size in angles)]
+    parts, end = list[_Part](), 0
+    for kind, shape in kinds:
+        begin = -(-end // 16) * 16
+        end = begin + np.dtype(kind).itemsize * math.prod(shape)
+        parts.append(_Part(begin, end, kind, shape))
+    return parts
+
+
+def _send(to: Tensor, values: np.ndarray) -> None:
+    given = torch.from_numpy(values)
+    # torch keeps a pinned block from being used again until the device has read it.
+    to.copy_(given.pin_memory() if to.is_cuda else given, non_blocking=True)
+
+
+def first_keys(reach: int, positions: np.ndarray) -> np.ndarray:
     """The first key that a query sees at each position; ``reach`` is a `View.span`."""
     if reach < 0:
         return positions // -reach * -reach
     return np.maximum(positions - reach + 1, 0) if reach else np.zeros_like(positions)
-
-
-def _send(to: Tensor, values: Tensor) -> None:
-    # torch keeps a pinned block from being used again until the device has read it.
-    to.copy_(values.pin_memory() if to.is_cuda else values, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -142,12 +208,11 @@ class DeviceOperations:
         memory: of the blocks.
     """
 
-    inputs: GraphInputs
+    inputs: RowInputs
     memory: DeviceBlocks
 
     def project(self, projection: Projection, rows: Normed | Tensor) -> Tensor:
-        output = self._product(projection, rows)
-        return output if projection.bias is None else output.float() + projection.bias
+        return _biased(projection, self._product(projection.weight, rows))
 
     def add(
         self, x: Tensor, rows: Tensor | None, scale: float, post: Norm | None, norm: Norm | None
@@ -158,32 +223,45 @@ class DeviceOperations:
         return x, normed
 
     def feed(self, feed: FeedForward, rows: Normed) -> Tensor:
-        gate, up = self.project(feed.gate, rows), self.project(feed.up, rows)
-        weight = feed.down.weight
-        dtype = weight.dtype if isinstance(weight, Tensor) else self.memory.dtype
-        output = torch.empty_like(gate, dtype=dtype)
+        both = self._products(feed, rows)
+        gate, up = map(_biased, (feed.gate, feed.up), both)
+        output = gate.new_empty(gate.shape, dtype=self._dtype_of(feed.down.weight))
         gated(gate, up, _CURVES[feed.activation], output)
         return self.project(feed.down, output)
+
+    def route(self, feed: Experts, rows: Normed) -> Routing:
+        """Padding visits nobody."""
+        router, places = feed.router, self.inputs.slots
+        if isinstance(router, OwnRouter) or feed.num_experts > MOST_EXPERTS:
+            return _without(chosen(feed, rows.exact), places < 0)
+        weight, few = router.weight.weight, len(places) <= MOST_TOKENS
+        if isinstance(weight, Tensor) and few:
+            made = logits(rows.exact, weight, router.weight.bias)
+        else:
+            made = project(router.weight, rows.exact)
+        return by_kernel(router.rule, made, places)
 
     def attend(self, a: Attention, rows: Normed) -> Tensor:
         own = self.memory.layer_rows(a.layer, Shape(a.kv_heads, a.head_dim, a.value_dim))
         assert own.values is not None
         query = own.keys.new_empty(rows.exact.shape[0], a.heads, a.head_dim)
         turn = self._turn_by(a.rotation)
-        value = self._product(a.v, rows).unflatten(1, (a.kv_heads, a.value_dim))
+        q, k, v = self._products(a, rows)
         place_heads(
-            self._heads(a.q, rows, a.heads, a.q_norm, turn),
-            self._heads(a.k, rows, a.kv_heads, a.k_norm, turn),
-            Heads(value, a.v.bias), query, own.keys, own.values, self.inputs.slots,
+            self._heads(q, a.q, a.heads, a.q_norm, turn),
+            self._heads(k, a.k, a.kv_heads, a.k_norm, turn),
+            Heads(v.unflatten(1, (a.kv_heads, a.value_dim)), a.v.bias),
+            query, own.keys, own.values, self.inputs.slots,
         )  # fmt: skip
-        return self.project(a.o, self._attend(query, own, a.view, self._dtype_of(a.o)).flatten(1))
+        dtype = self._dtype_of(a.o.weight)
+        return self.project(a.o, self._attend(query, own, a.view, dtype).flatten(1))
 
     def attend_latent(self, a: LatentAttention, rows: Normed) -> Tensor:
-        queries = rows
+        q, kv = map(_biased, readers_of(a), self._products(a, rows))
         if a.q_a is not None and a.q_a_norm is not None:
-            queries = self._norm(self.project(a.q_a, rows), a.q_a_norm)
-        both, size = self.project(a.q, queries).unflatten(1, (a.heads, -1)), a.kv_b.shape[-1]
-        kv, turn = self.project(a.kv_a, rows)[:, None], self._turn_by(a.rotation)
+            q = self.project(a.q, self._norm(q, a.q_a_norm))
+        both, kv, size = q.unflatten(1, (a.heads, -1)), kv[:, None], a.kv_b.shape[-1]
+        turn = self._turn_by(a.rotation)
         own = self.memory.layer_rows(a.layer, Shape(1, size, a.rotation.size))
         assert own.values is not None
         turned = own.keys.new_empty(both.shape[0], a.heads, a.rotation.size)
@@ -192,44 +270,56 @@ class DeviceOperations:
             Heads(kv[..., :size], norm=_row_norm(a.kv_norm)), Heads(kv[..., size:], turn=turn),
             turned, own.keys, own.values, self.inputs.slots,
         )  # fmt: skip
-        plain, matrix = both[..., : a.plain_dim].to(a.kv_b.dtype), a.kv_b
-        inward = torch.einsum("bhp,hpr->bhr", plain, matrix[:, : a.plain_dim])
+        values = self._attend_latents(a, both[..., : a.plain_dim], turned, own)
+        return self.project(a.o, values.flatten(1))
+
+    def _attend_latents(
+        self, a: LatentAttention, plain: Tensor, turned: Tensor, own: KeyRows
+    ) -> Tensor:
+        """``(B, Q, V)`` of queries ``(B, Q, plain)``, with their turned parts: they meet latents,
+        and so do the sums of them."""
+        matrix = a.kv_b
+        inward = torch.einsum("bhp,hpr->bhr", plain.to(matrix.dtype), matrix[:, : a.plain_dim])
         latent = KeyRows(own.keys, None, own.values)
         query = inward.to(self.memory.dtype).contiguous()
         sums = self._attend(query, latent, a.view, matrix.dtype, turned)
-        values = torch.einsum("bhr,hvr->bhv", sums, matrix[:, a.plain_dim :])
-        return self.project(a.o, values.flatten(1))
+        return torch.einsum("bhr,hvr->bhv", sums, matrix[:, a.plain_dim :])
 
     def _attend(
         self, query: Tensor, own: KeyRows, view: View, dtype: torch.dtype,
         second: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         how: dict[str, Any] = {name: getattr(view, name) for name in ("scale", "softcap", "sinks")}
-        inputs, placed = self.inputs, own._replace(tables=self.inputs.tables)
-        firsts = inputs.firsts[view.span]
-        return attention.attend(
-            query, placed, inputs.spans, firsts, second=second, dtype=dtype, **how
-        )
+        firsts = self.inputs.firsts[view.span]
+        return self.inputs.attend(query, own, firsts, second=second, dtype=dtype, **how)
 
     def _heads(
-        self, projection: Projection, rows: Normed, heads: int, norm: HeadNorm | None,
+        self, given: Tensor, projection: Projection, heads: int, norm: HeadNorm | None,
         turn: Turn | None,
     ) -> Heads:  # fmt: skip
-        """What a projection gives, and what the kernel makes of it."""
+        """What a projection has given, and what the kernel makes of it."""
         if norm is not None and not norm.per_head:  # of all heads at once: a launch of its own
-            normed = self._norm(self.project(projection, rows), norm.norm)
+            normed = self._norm(_biased(projection, given), norm.norm)
             return Heads(normed.exact.unflatten(1, (heads, -1)), turn=turn)
-        given = self._product(projection, rows).unflatten(1, (heads, -1))
         own = None if norm is None else _row_norm(norm.norm)
         late = norm is not None and norm.after_rotation
-        return Heads(given, projection.bias, own, turn, late)
+        return Heads(given.unflatten(1, (heads, -1)), projection.bias, own, turn, late)
 
     def _norm(self, rows: Tensor, norm: Norm) -> Normed:
-        return self.add(rows.float(), None, 1.0, None, norm)[1]
+        return self.add(rows.float().contiguous(), None, 1.0, None, norm)[1]
 
-    def _product(self, projection: Projection, rows: Normed | Tensor) -> Tensor:
-        """Without the bias, in the dtype that the product has."""
-        weight, dtype = projection.weight, self._dtype_of(projection)
+    def _products(
+        self, part: Attention | LatentAttention | FeedForward, rows: Normed
+    ) -> Sequence[Tensor]:
+        """Of the projections that read a part's rows, as `_product`."""
+        readers = readers_of(part)
+        if part.joined is None:
+            return [self._product(projection.weight, rows) for projection in readers]
+        return self._product(part.joined, rows).split([own.rows for own in readers], 1)
+
+    def _product(self, weight: Tensor | PlaneMatrix, rows: Normed | Tensor) -> Tensor:
+        """Without a bias, in the dtype that the product has."""
+        dtype = self._dtype_of(weight)
         given: Normed | Tensor = rows
         if isinstance(rows, Normed):
             given = rows.rounded if rows.rounded.dtype == dtype else rows.exact
@@ -239,9 +329,8 @@ class DeviceOperations:
             linear(given, weight) if isinstance(weight, Tensor) else linear_forward(given, weight)
         )
 
-    def _dtype_of(self, projection: Projection) -> torch.dtype:
-        """The dtype of the rows that a projection reads."""
-        weight = projection.weight
+    def _dtype_of(self, weight: Tensor | PlaneMatrix) -> torch.dtype:
+        """The dtype of the rows that a product reads."""
         return weight.dtype if isinstance(weight, Tensor) else self.memory.dtype
 
     def _turn_by(self, rotation: Rotation | None) -> Turn | None:
@@ -249,6 +338,16 @@ class DeviceOperations:
             return None
         angles = self.inputs.angles[rotation.table]
         return Turn(rotation.style, rotation.begin, rotation.size, *angles)
+
+
+def _biased(projection: Projection, output: Tensor) -> Tensor:
+    return output if projection.bias is None else output.float() + projection.bias
+
+
+def _without(routing: Routing, rows: Tensor) -> Routing:
+    """The routing with no experts for these rows, ``(B,)`` bool."""
+    ids = routing.expert_ids.masked_fill(rows[:, None], UNUSED)
+    return Routing(ids, routing.weights.masked_fill(rows[:, None], 0.0))
 
 
 def _row_norm(norm: Norm | None) -> RowNorm | None:

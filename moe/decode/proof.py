@@ -128,21 +128,41 @@ def prove_prompts(
         NotDescribed: they disagree.
     """
     for attempt in range(TRIES):
-        prompts = random_prompts(backbone, [length + attempt for length in PROMPT_LENGTHS])
-        theirs, ours = (
-            ComparedRun([kv_of(owner.new_cache(2 * len(ids))) for ids in prompts])
-            for owner in (backbone, pool)
-        )
-        for tokens in (prompts, [ids[::-1] for ids in prompts]):
-            read_plainly(backbone, tokens, theirs)
-            work = [Work(t, c, all_logits=True) for t, c in zip(tokens, ours.caches, strict=True)]
-            ours.logits += step(work, ours.routed_experts)
+        theirs, ours = read_prompts(backbone, [backbone], step, pool, attempt)
         try:
             compare(theirs, ours, caches_of(description), tolerance_of(description))
             return
         except NotDescribed as error:
             failure = error
     raise failure
+
+
+def read_prompts(
+    original: Backbone,
+    plain: Sequence[Backbone],
+    step: StepFunction,
+    pool: Backbone | BlockPool,
+    seed: int,
+) -> list[ComparedRun]:
+    """Read prompts and more tokens of each: by transformers' forward of some backbones, and, last,
+    by the step.
+
+    Args:
+        original: the model.
+        pool: makes the caches of the step.
+    """
+    prompts = random_prompts(original, [length + seed for length in PROMPT_LENGTHS])
+    runs = [
+        ComparedRun([kv_of(owner.new_cache(2 * len(ids))) for ids in prompts])
+        for owner in (*plain, pool)
+    ]
+    *theirs, ours = runs
+    for tokens in (prompts, [ids[::-1] for ids in prompts]):
+        for backbone, run in zip(plain, theirs, strict=True):
+            read_plainly(backbone, tokens, run)
+        work = [Work(t, c, all_logits=True) for t, c in zip(tokens, ours.caches, strict=True)]
+        ours.logits += step(work, ours.routed_experts)
+    return runs
 
 
 @contextmanager

@@ -22,9 +22,27 @@ from experts.linear import QuantizedLinear
 from kernels import PlaneMatrix, reads_nothing_back
 from kernels.planes import arrangement_for
 from moe.decode.cuda_graph import Capture, CudaCapture, GraphStep
-from moe.decode.proof import PROMPT_LENGTHS, TRIES, kv_of, prove, read_both_ways, read_plainly
+from moe.decode.device_prompts import DevicePrompts
+from moe.decode.joined import join, with_joined
+from moe.decode.proof import (
+    PROMPT_LENGTHS,
+    TRIES,
+    caches_of,
+    kv_of,
+    prove,
+    read_both_ways,
+    read_plainly,
+    read_prompts,
+)
 from moe.decode.reference import reference_step
-from moe.decode.step import DecodeForward, InsideExperts, RoutedExperts, StepFunction, why_outside
+from moe.decode.step import (
+    DecodeForward,
+    InsideExperts,
+    RoutedExperts,
+    StepFunction,
+    through_lane,
+    why_outside,
+)
 from moe.describe.decoder import describe
 from moe.describe.description import Description, NotDescribed, OwnRouter
 from moe.describe.observe import observe_random
@@ -88,7 +106,39 @@ def recorded_step(
         except NotDescribed as error:
             why_not = str(error)
     forward = DecodeForward(step, experts, why_not)
-    return forward, f"{reason}; {forward.where}"
+    prompts = DevicePrompts(description, memory)
+    why_plain = _why_no_prompts(shadow, prompts)
+    if not why_plain:
+        through = through_lane(experts.run)
+        backbone.prompt_forward = lambda work: prompts(work, through)
+    how = f"prompts by transformers ({why_plain})" if why_plain else "prompts described"
+    return forward, f"{reason}; {how}; {forward.where}"
+
+
+def _why_no_prompts(shadow: Shadow, prompts: DevicePrompts) -> str:
+    """Why prompts are left to transformers' modules; empty if described layers can read them."""
+    if prompts.why_not:
+        return prompts.why_not
+    try:
+        _prove_prompts(shadow, prompts)
+    except Exception as error:  # an architecture may do anything
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@torch.inference_mode()
+def _prove_prompts(shadow: Shadow, prompts: DevicePrompts) -> None:
+    """Compare prompts on the GPU with the float32 copy, as `_prove_recorded` does steps."""
+    original, copy = shadow.original, shadow.backbone
+    layers = caches_of(prompts.description)
+    for attempt in range(TRIES):
+        exact, theirs, ours = read_prompts(original, [copy, original], prompts, original, attempt)
+        try:
+            compare(exact, ours, layers, replace(ROUNDED, noise=gaps(exact, theirs, layers)))
+            return
+        except NotDescribed as error:
+            failure = error
+    raise failure
 
 
 @torch.inference_mode()
@@ -101,7 +151,7 @@ def _prove_recorded(shadow: Shadow, description: Description, step: StepFunction
     Raises:
         NotDescribed: transformers' own forward on the GPU comes clearly nearer.
     """
-    layers = [layer.attention.layer for layer in description.layers]
+    layers = caches_of(description)
     for attempt in range(TRIES):
         exact, _, _ = read_both_ways(shadow.backbone, lambda _work, _visit: [], attempt)
         theirs, ours, _ = read_both_ways(shadow.original, step, attempt)
@@ -174,7 +224,7 @@ class Shadow:
 
     def cast(self, description: Description) -> Description:
         """Turn a description of the copy into one of the original: views of copied tensors become
-        the same views of the original's.
+        the same views of the original's, whose weights are joined (`moe.decode.joined`).
 
         Raises:
             NotDescribed: a router has no known rule; calling its module might read from the device.
@@ -184,8 +234,9 @@ class Shadow:
                 raise NotDescribed("a router follows no rule that is known here")
         copy, network = self.backbone.model, self.original.model
         modules = dict(zip(copy.modules(), network.modules(), strict=True))
+        join(description, modules)
         at_home: Description = moved(description, modules, self.homes(), self.original.device)
-        return at_home
+        return with_joined(at_home)
 
     def homes(self) -> dict[int, tuple[Tensor, Tensor]]:
         """By storage address, each tensor of the copy and its original."""

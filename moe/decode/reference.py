@@ -54,7 +54,7 @@ class Halt:
 
 
 Walk = Generator[Halt, Tensor, Tensor]
-"""Takes ``(B, H)`` rows for each `Halt`; returns ``(B, V)`` float32 logits."""
+"""Takes ``(B, H)`` rows for each `Halt`; returns float32 logits, ``(B, V)`` or of some rows."""
 
 
 class Normed(NamedTuple):
@@ -84,17 +84,22 @@ class StepOperations(Protocol):
     def feed(self, feed: FeedForward, rows: Normed) -> Tensor:
         """A dense feed-forward or a shared expert."""
 
+    def route(self, feed: Experts, rows: Normed) -> Routing:
+        """The experts that each row visits."""
+
 
 def walk(
     description: Description,
     tokens: Tensor,
     means: StepOperations,
     watch: Callable[[int, Tensor], None] | None = None,
+    last: Callable[[Normed], Normed] | None = None,
 ) -> Walk:
     """Read ``(B,)`` tokens.
 
     Args:
         watch: called with each layer's index and output.
+        last: takes the rows behind the last norm, and returns those whose logits are wanted.
     """
     x = scaled(description.embedding(tokens).float(), description.embedding_scale)
     rows, scale, post = None, 1.0, None  # what the layer before leaves to be added
@@ -112,6 +117,8 @@ def walk(
     x, normed = means.add(x, rows, scale, post, description.norm)
     if watch is not None:
         watch(len(description.layers) - 1, x)
+    if last is not None:
+        normed = last(normed)
     logits = scaled(means.project(description.head, normed).float(), description.logit_scale)
     cap = description.logit_softcap
     return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -125,11 +132,7 @@ def scaled(rows: Tensor, scale: float) -> Tensor:
 def _feed(feed: FeedForward | Experts, rows: Normed, means: StepOperations) -> Walk:
     if isinstance(feed, FeedForward):
         return means.feed(feed, rows)
-    router = feed.router
-    if isinstance(router, OwnRouter):
-        routing = Routing.from_router(*router.forward(rows.exact), feed.num_experts)
-    else:
-        routing = route(router, rows.exact)
+    routing = means.route(feed, rows)
     shared = (
         None if feed.shared is None else cache(partial(_shared, feed, feed.shared, rows, means))
     )
@@ -144,6 +147,14 @@ def _shared(feed: Experts, expert: FeedForward, rows: Normed, means: StepOperati
     if feed.shared_gate is None:
         return shared
     return shared * torch.sigmoid(means.project(feed.shared_gate, rows).float())
+
+
+def chosen(feed: Experts, rows: Tensor) -> Routing:
+    """The experts that float32 rows ``(B, H)`` visit."""
+    router = feed.router
+    if isinstance(router, OwnRouter):
+        return Routing.from_router(*router.forward(rows), feed.num_experts)
+    return route(router, rows)
 
 
 def _normed(norm: Norm | None, rows: Tensor) -> Tensor:
@@ -192,6 +203,9 @@ class _Plain:
     def feed(self, feed: FeedForward, rows: Normed) -> Tensor:
         gate, up = self.project(feed.gate, rows), self.project(feed.up, rows)
         return self.project(feed.down, ACTIVATIONS[feed.activation](gate) * up)
+
+    def route(self, feed: Experts, rows: Normed) -> Routing:
+        return chosen(feed, rows.exact)
 
     def attend(self, a: Attention, rows: Normed) -> Tensor:
         q = self._turned(self.project(a.q, rows), a.heads, a.q_norm, a)

@@ -23,9 +23,10 @@ in lockstep         `DecodeStep.in_lockstep`    the same where ranks share the e
                                                 code
 ==================  ==========================  ====================================================
 
-`Backbone.lanes` chooses the first way, `DecodeForward` the others. Prompts are read by a compiled
-step with a call per MoE layer, or through transformers' layers: all prompts of a model in the same
-way, as how a prompt is cut must not change its bits.
+`Backbone.lanes` chooses the first way, `DecodeForward` the others. Prompts are read by described
+layers with a call per MoE layer (compiled ones on a CPU, `moe.decode.device_prompts` on a GPU), or
+through transformers' layers: all prompts of a model in the same way, as how a prompt is cut must
+not change its bits.
 Legend: B rows, each one new token; H hidden, V vocabulary.
 """
 
@@ -124,9 +125,9 @@ class InsideExperts:
         self._statistics, self._phase, self._order = statistics, phase, order
         self._in_turn = is_in_turn(order)
 
-    def count(self, layer: int, routing: Routing) -> None:
-        """The step has run the experts of an MoE layer."""
-        self._statistics.record(layer, {self._phase: routing})
+    def count(self, ids_LBK: Tensor) -> None:
+        """The step has run these experts, of all MoE layers in turn."""
+        self._statistics.record_layers(0, self._phase, ids_LBK)
 
     def passed(self, first: int, end: int, step: CompiledPass) -> None:
         """A compiled step has run the experts of its visits from ``first`` on without a stop."""

@@ -115,6 +115,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     value_dim: int
+    joined: Tensor | PlaneMatrix | None = None  # q, k and v, where they lie one behind the other
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ class LatentAttention:
     heads: int
     plain_dim: int
     value_dim: int
+    joined: Tensor | PlaneMatrix | None = None  # q_a (or q) and kv_a, likewise
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class FeedForward:
     up: Projection
     down: Projection
     activation: Activation
+    joined: Tensor | PlaneMatrix | None = None  # gate and up, likewise
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,12 @@ from routing import PolicyChain, Routing, RoutingError
 from routing.routers import GroupScore, RouterRule, Score
 from routing.routing import UNUSED
 
+MOST_EXPERTS = 512
+"""Whose scores fit into the registers of the kernel."""
 _ROWS = 256
 _TOLERANCE = 1e-4
 _SAME_SCALE = 1e-5
 _SAME_WEIGHTS = 1e-4
-_MOST_EXPERTS = 512  # whose scores fit into the registers of the kernel
 _ROUNDINGS = 8  # of half precision, by which scores may differ
 
 
@@ -287,21 +288,21 @@ def route(router: Router, rows: Tensor) -> Routing:
 
 def decide(rule: RouterRule, logits: Tensor) -> Routing:
     """The rule's decision for each row of logits ``(T, E)``; on a GPU by one kernel."""
-    fits = logits.is_cuda and logits.shape[-1] <= _MOST_EXPERTS
+    fits = logits.is_cuda and logits.shape[-1] <= MOST_EXPERTS
     if fits and triton_status()["name"] == "triton":
         return by_kernel(rule, logits)
     return rule.select(rule.scores(logits))
 
 
-def by_kernel(rule: RouterRule, logits: Tensor) -> Routing:
-    """`decide` by Triton's kernel."""
+def by_kernel(rule: RouterRule, logits: Tensor, places: Tensor | None = None) -> Routing:
+    """`decide` by Triton's kernel; ``(T,)`` places are negative in rows that visit nobody."""
     from kernels.triton import router
 
     ids, weights = router.decide(
         logits, min(rule.top_k, logits.shape[-1]), score=rule.score,
         correction_E=rule.correction, groups=rule.groups, groups_kept=rule.groups_kept,
         by_two=rule.group_score == "top2", renormalise=rule.renormalise, scale=rule.scale,
-        threshold=rule.mixer_threshold, expert_scale_E=rule.expert_scale,
+        threshold=rule.mixer_threshold, expert_scale_E=rule.expert_scale, places_T=places,
     )  # fmt: skip
     return Routing(ids, weights)
 

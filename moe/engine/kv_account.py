@@ -53,8 +53,10 @@ class KVAccount:
         if cache is None:
             return self._whole(tokens)
         unread = tokens - cache.length
+        if unread <= 0:
+            return self._whole(tokens) - cache.shared_tokens
         kept = self._windows.held_tokens(tokens) - self._windows.held_tokens(cache.length)
-        if unread > 0 and self.policy is not None and isinstance(cache, KVCache):
+        if self.policy is not None and isinstance(cache, KVCache):
             most = self.policy.most_held(len(sequence.prompt_token_ids), tokens)
             kept = min(kept, max(most - cache.length + cache.dropped_tokens, 0))
         return self._whole(tokens - max(unread - kept, 0)) - cache.shared_tokens

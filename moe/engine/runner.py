@@ -16,7 +16,7 @@ takes too long holds its logits and is left out of passes until it is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -72,9 +72,10 @@ class ModelRunner:
         that sequence only.
         """
         prefill = self._begin_prefill(step.prefill)
-        decode = [sequence for sequence in step.decode if _num_unread(sequence)]
-        held = [sequence for sequence in step.decode if not _num_unread(sequence)]
-        unread = [_num_unread(sequence) for sequence in decode]
+        counts = [_num_unread(sequence) for sequence in step.decode]
+        decode = [s for s, count in zip(step.decode, counts, strict=True) if count]
+        held = [s for s, count in zip(step.decode, counts, strict=True) if not count]
+        unread = [count for count in counts if count]
         speculator = self._speculator if max(unread, default=0) == 1 else None
         proposed = None
         if speculator is not None:
@@ -274,13 +275,16 @@ def _results(
 
 def _lost_of(lanes: Sequence[Lane[list[Tensor]]], work: Sequence[Work]) -> list[Lost]:
     """Of each item of work, what says whether it lacked an expert of another rank."""
-    found, items = list[Lost](), iter(work)
-    for lane in lanes:
-        start = 0
-        for item in islice(items, lane.pieces):
-            found.append(partial(lane.lost_error, range(start, start + len(item.token_ids))))
-            start += len(item.token_ids)
-    return found
+    items = iter(work)
+    return [lost for lane in lanes for lost in _lost_in(lane, islice(items, lane.pieces))]
+
+
+def _lost_in(lane: Lane[list[Tensor]], work: Iterable[Work]) -> Iterator[Lost]:
+    start = 0
+    for item in work:
+        end = start + len(item.token_ids)
+        yield partial(lane.lost_error, range(start, end))
+        start = end
 
 
 def _lost_later(
@@ -288,7 +292,7 @@ def _lost_later(
 ) -> list[tuple[Tensor | Exception, Lost | None]]:
     """Logits, NaN where an expert of another rank was missing and only the device knows; and what
     says why."""
-    found, lost, first = list[tuple[Tensor | Exception, Lost | None]](), _lost_of(lanes, work), 0
+    found, first = list[tuple[Tensor | Exception, Lost | None]](), 0
     for lane in lanes:
         own = slice(first, first + lane.pieces)
         first = own.stop
@@ -296,9 +300,12 @@ def _lost_later(
         whole = len(logits) == lane.pieces
         if whole and (lost_T := lane.lost_there()) is not None:
             sizes = [len(item.token_ids) for item in work[own]]
-            found += zip(_voided(logits, sizes, lost_T), lost[own], strict=True)
+            found += zip(_voided(logits, sizes, lost_T), _lost_in(lane, work[own]), strict=True)
             continue
-        for row, why in zip(rows[own], lost[own], strict=True):
+        if not logits or not lane.lost():
+            found += [(row, None) for row in rows[own]]
+            continue
+        for row, why in zip(rows[own], _lost_in(lane, work[own]), strict=True):
             error = None if isinstance(row, Exception) else why()
             found.append((row if error is None else error, None))
     return found
@@ -348,8 +355,9 @@ def _sample(ends: Sequence[_End], speculator: Speculator | None) -> list[Outcome
         outcomes[end.sequence] = end.rows if isinstance(end.rows, Exception) else []
         # A preempted sequence has its next tokens already.
         if not isinstance(end.rows, Exception) and _num_unread(end.sequence) <= 0:
-            guesses = end.guesses
-            drawn.append((end, guesses, end.rows[-1 - len(guesses) :]))
+            guesses, rows = end.guesses, end.rows
+            many = len(rows) > 1 + len(guesses)
+            drawn.append((end, guesses, rows[-1 - len(guesses) :] if many else rows))
         elif end.lost is not None and (lost := end.lost()) is not None:
             outcomes[end.sequence] = lost
     samplers = [end.sequence.sampler for end, *_ in drawn]

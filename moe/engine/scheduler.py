@@ -106,16 +106,17 @@ class Scheduler:
     def schedule(self) -> ScheduledStep:
         """The next step. `update` must follow with what became of it."""
         self._num_steps += 1
-        while self.num_used_tokens() + len(self.running) > self.kv_tokens:
+        while (used := self.num_used_tokens()) + len(self.running) > self.kv_tokens:
             if not self._preempt():
                 break
         if self.prefilling is not None:
             self.prefilling.layer_group += 1
-        else:
+        elif self.waiting:
             self.prefilling = self._next_batch()
             if self.prefilling is None and not self.running and self._has_read():
                 self.prefilling = self._next_batch()
-        spare = self.kv_tokens - self.num_used_tokens() - len(self.running)
+            used = self.num_used_tokens()
+        spare = self.kv_tokens - used - len(self.running)
         if spare < (self.account.unit - 1) * len(self.running):  # drafts may need a block of each
             spare = 0
         return ScheduledStep(list(self.running), self.prefilling, max(0, spare))

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from experts.layer_file import WHOLE
 from experts.linear import QuantizedLinear
 from experts.weights import quantize_experts
-from kernels import ExpertWeights, QuantizedExperts
+from kernels import ExpertWeights, QuantizedExperts, arrange_experts
 from kernels.planes import PREFIX_BITS, PlaneLayout, PrefixBits
 from kernels.reference import AnyExperts
 from moe.errors import CheckpointError
@@ -178,7 +178,7 @@ def keep_layer(settings: ModelSettings, layer: AnyExperts) -> AnyExperts:
     if isinstance(layer, ExpertWeights) and bits is not None and quantizes(bits):
         layer = quantize_experts(layer, settings.group_size, bits)
     if isinstance(layer, QuantizedExperts):
-        return layer.for_device(layer.scales[0].device)
+        return arrange_experts(layer)
     if settings.expert_dtype == "auto":
         return layer
     names = ("gate_up_EGH", "down_EHF", "gate_up_bias_EG", "down_bias_EH")

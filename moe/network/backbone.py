@@ -26,7 +26,7 @@ from moe.errors import UnsupportedModelError
 from moe.network.attention import PACKED, packed_pass
 from moe.network.block_diffusion import writes_blocks
 from moe.network.hidden import KEPT, HiddenRows
-from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
+from moe.network.kv_blocks import BlockPool, Windows
 from moe.network.kv_cache import KVCache, SequenceCache, TransformersCache
 from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import Lane
@@ -259,9 +259,7 @@ class Backbone:
         """The same for all prompts of a profile. Not while somebody observes the modules."""
         if self.prompt_forward is None or self.watched or self.contrast is not None:
             return False
-        if self.model.config._attn_implementation != PACKED:
-            return False
-        return self.blocks is not None and isinstance(self.blocks.memory, HostBlocks)
+        return self.blocks is not None and self.model.config._attn_implementation == PACKED
 
     def forward_packed(
         self, work: Sequence[Work], *, decoding: bool = False, watched: bool = False

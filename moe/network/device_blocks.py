@@ -5,12 +5,14 @@ of all blocks, made when the layer is first written, which probes do while a mod
 sequence lists its blocks by number, the same ones in all layers; forks and cached prefixes list the
 same blocks. `DevicePass` is what one packed pass of prompts reads and writes, with one launch a
 layer for each; recorded decode steps (`moe.decode.cuda_graph`) read the same tables.
-Legend: P blocks, N key/value heads, D key size, V value size, T new tokens of all sequences.
+Legend: P blocks, Q query heads, N key/value heads, D key size, V value size, T new tokens of all
+sequences, S sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from moe.network.kv_blocks import BlockKVCache
 from moe.network.kv_cache import KVCache, KVFormat, LayerKey, Shape
 from moe.settings.device import to_device
 
-_WIDEST = 256
+WIDEST = 256
 """Numbers of the widest head that the kernel for prompts takes."""
 
 
@@ -118,6 +120,11 @@ class DevicePass:
     Args:
         sequences: in the order of the packed row.
         sizes: new tokens of each.
+
+    Attributes:
+        positions: ``(T,)`` int64 of the new tokens, on the host.
+        slots: ``(T,)`` int64: where the new tokens' rows go, see `slots_of`.
+        tables: ``(S, most blocks)`` int32: the blocks of each sequence.
     """
 
     def __init__(
@@ -125,24 +132,31 @@ class DevicePass:
     ) -> None:
         self._memory, self._sequences = memory, sequences
         self._sizes, self._ends = list(sizes), []
-        found = []
+        found, positions = [], []
         for sequence, size in zip(sequences, sizes, strict=True):
             end = sequence.length + size
             sequence.reserve(end)
-            found.append(slots_of(sequence, np.arange(sequence.length, end)))
+            positions.append(np.arange(sequence.length, end))
+            found.append(slots_of(sequence, positions[-1]))
             self._ends.append(end)
-        self._slots = to_device(np.concatenate(found), memory.device)
-        self._tables = to_device(
+        self.positions = np.concatenate(positions)
+        self.slots = to_device(np.concatenate(found), memory.device)
+        self.tables = to_device(
             tables_of([sequence.block_numbers for sequence in sequences]), memory.device
         )
         self._spans: dict[tuple[int, bool], Tensor] = {}
         self._firsts: dict[object, Tensor | None] = {}
+        self._history: Tensor | None = None
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         shape = Shape(keys.shape[1], keys.shape[3], values.shape[3])
+        self.give_shape(layer, shape)
+        self._memory.store(layer, shape, keys, values, self.slots)
+
+    def give_shape(self, layer: LayerKey, shape: Shape) -> None:
+        """Rows of a layer are about to be written."""
         for sequence in self._sequences:
             sequence.give_shape(layer, shape)
-        self._memory.store(layer, shape, keys, values, self._slots)
 
     def attend(
         self,
@@ -157,26 +171,49 @@ class DevicePass:
     ) -> Tensor | None:
         if made is None:
             found = self._memory.layer_rows(layer, self._sequences[0].shapes[layer])
-            found = found._replace(tables=self._tables)
+            found = found._replace(tables=self.tables)
         else:
             key, value = (_side_by_side(part[0]) for part in made)
             found = KeyRows(key, value)
         assert found.values is not None
-        size, value_size = query.shape[-1], found.values.shape[-1]
-        if max(size, value_size) > _WIDEST or (sinks is not None and sinks.ndim != 1):
+        size = query.shape[-1]
+        if max(size, found.values.shape[-1]) > WIDEST or (sinks is not None and sinks.ndim != 1):
             return None
         firsts = self._first_keys(first_keys, rule)
         if firsts is None:
             return None
-        group = query.shape[1] // found.keys.shape[-3]
-        most = attention.prompt_queries(group, size, value_size, self._memory.dtype)
         rows_TQD = _side_by_side(query[0].transpose(0, 1)).to(found.keys.dtype)
-        return attention.attend(
-            rows_TQD, found, self._spans_of(most, made is None), firsts,
-            scale=size**-0.5 if scale is None else scale, softcap=softcap,
-            sinks=None if sinks is None else sinks.detach().float(),
-            most_queries=most, most_keys=max(self._ends), dtype=query.dtype,
+        return self.attend_rows(
+            rows_TQD, found, firsts, scale=size**-0.5 if scale is None else scale, softcap=softcap,
+            sinks=None if sinks is None else sinks.detach().float(), dtype=query.dtype,
         )[None]  # fmt: skip
+
+    def attend_rows(self, query: Tensor, rows: KeyRows, firsts: Tensor, **how: Any) -> Tensor:
+        """``(T, Q, V)`` attention of ``(T, Q, D)`` queries.
+
+        Args:
+            rows: in blocks, by `tables`; else of all tokens of the sequences, in their order.
+            firsts: ``(T,)`` int32, the first key that each query sees.
+            how: of `kernels.triton.attention.attend`.
+        """
+        values = rows.keys if rows.values is None else rows.values
+        group, sizes = query.shape[1] // rows.keys.shape[-3], (query.shape[-1], values.shape[-1])
+        most = attention.prompt_queries(group, *sizes, query.dtype)
+        return attention.attend(
+            query, rows, self._spans_of(most, rows.tables is not None), firsts,
+            most_queries=most, most_keys=max(self._ends), **how,
+        )  # fmt: skip
+
+    def history(self, rows: Tensor) -> Tensor:
+        """``(sum of tokens, D)``: the rows of all tokens of the sequences, new ones included, in
+        their order, of a layer's ``(P, 1, 64, D)``."""
+        if self._history is None:
+            pairs = zip(self._sequences, self._ends, strict=True)
+            slots = np.concatenate([slots_of(own, np.arange(end)) for own, end in pairs])
+            both = np.stack([slots // BLOCK, slots % BLOCK])
+            self._history = to_device(both, self._memory.device)
+        blocks, within = self._history
+        return rows[:, 0][blocks, within]
 
     def _first_keys(
         self, first_keys: Callable[[int, int], Tensor | None], rule: object

@@ -441,15 +441,16 @@ class BlockKVCache(KVCache):
 
     @property
     def shared_tokens(self) -> int:
-        return self._tokens_of({group: own.unpaid for group, own in self._holders.items()})
+        return self._tokens_of(own.unpaid for own in self._holders.values())
 
     @property
     def dropped_tokens(self) -> int:
-        return self._tokens_of({group: own.dropped for group, own in self._holders.items()})
+        return self._tokens_of(own.dropped for own in self._holders.values())
 
-    def _tokens_of(self, blocks: Mapping[int, int]) -> int:
+    def _tokens_of(self, blocks: Iterable[int]) -> int:
         """So many blocks of each group, in tokens of all layers."""
-        return int(sum(BLOCK * count * self._pool.shares[group] for group, count in blocks.items()))
+        shares = zip(blocks, self._pool.shares.values(), strict=True)
+        return int(sum(BLOCK * count * share for count, share in shares if count))
 
     @property
     def held_tokens(self) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import NamedTuple
 
 import numpy as np
@@ -441,6 +442,8 @@ def _outcome(
 
 def _usable(peak: float) -> LogitsError | None:
     """The error that `check_peak` raises for this peak, if it does."""
+    if isfinite(peak):
+        return None
     try:
         check_peak(peak)
     except LogitsError as error:

@@ -149,7 +149,7 @@ class Sampler:
 
         Raises `StructureError`, `MaskLateError`, and `LogitsError` if nothing may follow.
         """
-        return next(self.rows(()))
+        return self._row(0, self._edits, self._constraint, None)
 
     def rows(self, guesses: Guesses) -> Iterator[Row]:
         """Yield the `row` of the next token, then that of each token behind a drafted one, as if
@@ -157,15 +157,10 @@ class Sampler:
         """
         edits, constraint = self._edits, self._constraint
         for place in range(len(guesses) + 1):
-            bits = None
-            if constraint is not None:
-                if constraint.is_over:  # a draft asks for more
-                    raise LogitsError("the text is complete, and its structure lets nothing follow")
-                bits = constraint.allowed_bits()
             guess, proposal = guesses[place] if place < len(guesses) else (-1, None)
-            again = 0.0 if proposal is None else self._random.random()
-            changed = None if edits is None else edits.arrays
-            yield Row(self.params, self._uniform_of(place), changed, bits, proposal, again)
+            row = self._row(place, edits, constraint, proposal)
+            yield row
+            bits = row.bits
             if guess < 0 or not (bits is None or bits[guess // 8] >> guess % 8 & 1):
                 return
             if edits is not None:
@@ -174,6 +169,22 @@ class Sampler:
             if constraint is not None:
                 constraint = constraint.fork() if place == 0 else constraint
                 constraint.take(guess)
+
+    def _row(
+        self,
+        place: int,
+        edits: _Edits | None,
+        constraint: Constraint | None,
+        proposal: Proposal | None,
+    ) -> Row:
+        bits = None
+        if constraint is not None:
+            if constraint.is_over:  # a draft asks for more
+                raise LogitsError("the text is complete, and its structure lets nothing follow")
+            bits = constraint.allowed_bits()
+        again = 0.0 if proposal is None else self._random.random()
+        changed = None if edits is None else edits.arrays
+        return Row(self.params, self._uniform_of(place), changed, bits, proposal, again)
 
     def accept(self, token: Token) -> Token:
         """Take the state after this token; returns it, marked if it ends its structure."""
@@ -309,6 +320,8 @@ def verify(
         logits: ``(guesses + 1, V)`` of each, behind its last token and behind each drafted one; of
             one dtype and device.
     """
+    if not any(guesses):
+        return _next_tokens(samplers, logits)
     each = [_Verification(*one) for one in zip(samplers, guesses, logits, strict=True)]
     while wave := [(one, rows) for one in each if (rows := one.next_rows())]:
         drawn = iter(
@@ -320,6 +333,33 @@ def verify(
         for one, rows in wave:
             one.take(list(islice(drawn, len(rows))))
     return [one.finish() for one in each]
+
+
+def _next_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[Verified]:
+    """`verify` where nobody has a draft."""
+    rows: list[Row | Exception] = []
+    for sampler in samplers:
+        try:
+            rows.append(sampler.row())
+        except Exception as error:  # of its structure
+            rows.append(error)
+    known = [row for row in rows if isinstance(row, Row)]
+    pairs = zip(logits, rows, strict=True)
+    drawn = iter(draw_batch([own for own, row in pairs if isinstance(row, Row)], known))
+    found: list[Verified] = []
+    for sampler, row, own in zip(samplers, rows, logits, strict=True):
+        if isinstance(row, Exception):
+            found.append(Verified([], row, own, []))
+            continue
+        token, likeliest = next(drawn)
+        if isinstance(token, Exception):
+            found.append(Verified([], token, own, [likeliest]))
+            continue
+        try:
+            found.append(Verified([sampler.accept(token)], None, own, [likeliest]))
+        except Exception as error:  # of its structure
+            found.append(Verified([], error, own, [likeliest]))
+    return found
 
 
 def _reading_waits(logits: Tensor) -> bool:

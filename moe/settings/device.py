@@ -31,9 +31,10 @@ def use_device(profile: Profile) -> torch.device:
     return device
 
 
-def to_device(values: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an array to a device without waiting for it; on the CPU, both share their memory."""
-    tensor = torch.from_numpy(values)
+def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
+    """Copy an array, or a tensor in main memory, to a device without waiting for it; on the CPU,
+    both share their memory."""
+    tensor = values if isinstance(values, Tensor) else torch.from_numpy(values)
     if device.type == "cuda":  # torch keeps pinned memory until the device has read it
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)

@@ -22,7 +22,7 @@ POINTERS |= {name: "*fp32" for name in ("weights", "sums")}
 POINTERS |= {"table": "*i64", "ids": "*i64", "source": "*u32", "target": "*u32"}
 FLOATS = {name: "fp32" for name in ("slope", "limit", "offset", "scale")}
 # Sizes of real layers are multiples of 16, and so are addresses.
-DIVISIBLE = {"N", "K", "width", "part_stride", "slots_in_all", "block_bytes"}
+DIVISIBLE = {"N", "K", "width", "weight_row", "part_stride", "slots_in_all", "block_bytes"}
 
 def build(architecture, kernel, options, **constants):
     types = POINTERS | FLOATS
@@ -53,8 +53,9 @@ _PROGRAM = (
 from kernels.scales import SCALES
 from kernels.triton.experts import combine_kernel
 from kernels.triton.grouped import whole_kernel
-from kernels.triton.router import decide_kernel, options
-from kernels.triton.routing import ALIGN_OPTIONS, ALIGN_TILE, align_kernel
+from kernels.triton.router import LOGITS_OPTIONS, LOGITS_TILE, decide_kernel, logits_kernel
+from kernels.triton.router import options
+from kernels.triton.routing import MOST_EXPERTS, MOST_SLOTS, align_kernel, align_options
 from kernels.triton.planes import arrange_kernel, dequantize_kernel, planes_kernel
 from kernels.triton.tiles import DECODE, PLANES, PREFILL
 
@@ -91,12 +92,18 @@ POINTERS["experts"] = "*i32"
 for own in (SYMMETRIC | {"GROUP": 64}, Q6_K, FP8):
     show(90, dequantize_kernel, UNFUSED, **own, COMPUTE=tl.bfloat16, MATRICES=2, PARTS=4)
 del POINTERS["experts"]
-POINTERS |= {"logits": "*fp32", "correction": "*fp32", "expert_scale": "*fp32"}
+POINTERS |= {"places": "*i64", "logits": "*fp32", "correction": "*fp32", "expert_scale": "*fp32"}
 FLOATS["threshold"] = "fp32"
 for groups, score, size in ((8, 1, 256), (1, 0, 512)):
     show(90, decide_kernel, options(size), SCORE=score, K=8, GROUPS=groups, KEPT=1, BY_TWO=True,
-         RENORMALISE=True, HAS_CORRECTION=score == 1, HAS_SCALE=False, EXPERTS=size)
-show(90, align_kernel, ALIGN_OPTIONS, SLOTS=512, EXPERTS=512, BLOCKS=512, TILE=ALIGN_TILE)
+         RENORMALISE=True, HAS_CORRECTION=score == 1, HAS_SCALE=False, HAS_PLACES=True,
+         EXPERTS=size)
+POINTERS |= {"rows": "*fp32", "bias": "*fp32"}
+for hidden in (2048, 7168, 2880):
+    show(90, logits_kernel, LOGITS_OPTIONS, H=hidden, HAS_BIAS=hidden == 2880, **LOGITS_TILE)
+POINTERS |= {"rows": "*bf16", "bias": "*bf16"}
+for slots, experts in ((32, 256), (512, 256), (MOST_SLOTS, MOST_EXPERTS)):
+    show(90, align_kernel, align_options(slots), SLOTS=slots, EXPERTS=experts, BLOCKS=512)
 for pointer, compute in (("*fp32", tl.float32), ("*fp16", tl.float16)):
     POINTERS |= dict.fromkeys(("x", "weight", "output"), pointer)
     shape = {"COMPUTE": compute, "ROWS": 16, "COLUMNS": 64}
@@ -176,7 +183,7 @@ POINTERS |= {name: "*i32" for name in ("tables", "spans", "firsts")} | {"slots":
 MATRICES = ("query", "second", "keys", "seconds", "values", "output", "key", "value", "rows",
             "rounded", "first", "up")
 DIVISIBLE = {f"{part}_{step}" for part in "qskrv" for step in ("token", "head", "block")}
-DIVISIBLE |= {"columns", "angle_row", "count"}
+DIVISIBLE |= {"columns", "angle_row", "width", "first_row", "up_row"}
 
 def spilled_in_loop(built):
     # Instructions on local memory in the innermost loop that multiplies: that over keys.
@@ -232,6 +239,10 @@ for architecture in map(int, sys.argv[1].split()):
          D=128, V=128, BIASES=(True, True, True), NORMS=(1, 2, 0),
          NORM_BIASES=(False, True, False), LATE=(False, True, False), STYLES=(1, 3, 0),
          BEGINS=(0, 64, 0), SIZE=64, WIDTH_Q=128, WIDTH_D=128, WIDTH_V=128, BLOCK=64)
+    show(architecture, rows.place_kernel, rows.OPTIONS | {"num_warps": 1}, half, Q=16, N=1, QD=64,
+         D=512, V=64, BIASES=(False,) * 3, NORMS=(0, 1, 0), NORM_BIASES=(False,) * 3,
+         LATE=(False,) * 3, STYLES=(2, 0, 2), BEGINS=(0, 0, 0), SIZE=64, WIDTH_Q=64, WIDTH_D=512,
+         WIDTH_V=64, BLOCK=64)  # latents: heads of three sizes
     show(architecture, rows.store_kernel, rows.OPTIONS | {"num_warps": 4}, half, N=4, D=192, V=128,
          ROWS=16, WIDTH_D=256, WIDTH_V=128, BLOCK=64)
     show(architecture, rows.gated_kernel, rows.OPTIONS | {"num_warps": 4}, half, CURVE=0)
@@ -294,8 +305,10 @@ _AWQ, _Q4_K = "4/offset/128/1", "4/super-offset/32/1"
 _FP8, _MXFP4 = "8/fp8/128/1", "4/mxfp4/32/1"
 _FILES = [_AWQ, _Q4_K, "8/centred/32/2", "6/super/16/2", _FP8, _MXFP4]
 """Codes: their bits, scales (kernels/scales.py), columns of a scale, and planes that there are."""
-_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 7.5, _Q4_K: 9, "8/centred/32/2": 7.6, _FILES[3]: 15}
-"""Of a thread for each code; else 6."""
+_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 8.5, _Q4_K: 9.5, "8/centred/32/2": 8, _FILES[3]: 15}
+"""Of a thread for each code; else 6.1."""
+_PLANES_SPILLED = {("80", _AWQ): 4}
+"""Instructions on local memory, by architecture and codes."""
 _STACK_OF_TWO_SUMS = 104
 """Bytes of a thread, of prompts of several segments of keys."""
 _MOST_REGISTERS = 168  # a thread: twelve warps fit a multiprocessor
@@ -316,7 +329,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 20
+    assert len(lines) == 25
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         assert int(shared) <= _LEAST_SHARED, name
@@ -332,8 +345,8 @@ def check_planes(architectures: str, codes: list[str], tiles: str) -> None:
     assert lines
     for words in lines:
         own = dict(zip(heads, words, strict=True))
-        assert own["spilled"] == "0", own
-        assert float(own["instructions"]) <= _MOST_INSTRUCTIONS.get(own["codes"], 6), own
+        assert int(own["spilled"]) <= _PLANES_SPILLED.get((own["sm"], own["codes"]), 0), own
+        assert float(own["instructions"]) <= _MOST_INSTRUCTIONS.get(own["codes"], 6.1), own
         assert float(own["loads"]) == 0, own  # nothing passes through shared memory
 
 
@@ -350,7 +363,7 @@ def check_attention(architectures: str) -> None:
              "registers", "stack", "local", "in loop", "shared", "products"]  # fmt: skip
     for words in (heads, *lines):
         print(*(f"{word:>15}" for word in words))
-    assert len(lines) == 24 * len(architectures.split())
+    assert len(lines) == 25 * len(architectures.split())
     for words in lines:
         row = dict(zip(heads, words, strict=True))
         two_sums = row["splits"] == "1" and row["segment"] != "0"

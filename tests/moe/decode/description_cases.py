@@ -183,14 +183,14 @@ class Maker:
         )
 
 
-def table(size: int) -> RotaryTable:
+def table(size: int, *, of_length: bool = False) -> RotaryTable:
     frequencies = 10.0 ** -torch.arange(0, size // 2)
 
     def rotate(positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions[..., None] * frequencies
         return angles.cos(), angles.sin()
 
-    return RotaryTable(rotate)
+    return RotaryTable(rotate, of_length=of_length)
 
 
 def routed(_layer: int, rows: Tensor, routing: Routing) -> Tensor:

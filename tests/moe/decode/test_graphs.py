@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +13,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
+from kernels.reference import ExpertWeights
+from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
+from kernels.triton.routing import Blocks, align
 from moe.decode import cuda_graph as graphs
 from moe.decode.cuda_graph import GraphStep, rows_for
+from moe.decode.joined import join, with_joined
+from moe.decode.proof import parts_of
 from moe.decode.recorded import moved
 from moe.decode.reference import reference_step
 from moe.decode.step import InsideExperts
@@ -54,14 +58,13 @@ def inside(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
 
 
 class Counted(InsideExperts):
-    """The routings of a step's layers."""
+    """The experts that a step's layers chose."""
 
     def __init__(self) -> None:
-        self.routings: list[Routing] = []
+        self.ids: list[Tensor] = []
 
-    def count(self, layer: int, routing: Routing) -> None:
-        assert layer == len(self.routings)
-        self.routings.append(routing)
+    def count(self, ids_LBK: Tensor) -> None:
+        self.ids += ids_LBK
 
 
 def new_memory() -> DeviceBlocks:
@@ -82,7 +85,14 @@ def made(data: st.DataObject) -> Description:
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     maker = Maker(data, data.draw(st.sampled_from([8, 24])), whole=True)
     maker.dtype, maker.most_heads = torch.float32, (3, 2)  # Triton's interpreter is slow
-    return maker.description(2)
+    description = maker.description(2)
+    return joined(description) if data.draw(st.booleans()) else description
+
+
+def joined(description: Description) -> Description:
+    leaves = [projection.leaf for projection in parts_of(description, Projection)]
+    join(description, dict(zip(leaves, leaves, strict=True)))
+    return with_joined(description)
 
 
 def copies(work: list[Work]) -> list[Work]:
@@ -134,7 +144,7 @@ def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.Dat
         for actual in (step(work, routed), whole):
             torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
         moe_layers = sum(isinstance(layer.feed, Experts) for layer in description.layers)
-        assert [routing.num_tokens for routing in counted.routings] == [sum(counts)] * moe_layers
+        assert [len(ids) for ids in counted.ids] == [sum(counts)] * moe_layers
         for item, other in zip(work, plain, strict=True):
             assert item.cache.length == other.cache.length
 
@@ -162,7 +172,12 @@ def test_visits_are_those_of_the_plain_step(data: st.DataObject) -> None:
     step(copies(work), watched("segments"))
     counted = Counted()
     step.inside(copies(work), counted)
-    for expected, *others in zip(seen["plain"], seen["segments"], counted.routings, strict=True):
+    _, inner = step.inside_by(copies(work), "visits", inside)
+    assert len(counted.ids) == len(inner)
+    assert all(
+        torch.equal(ids, own.expert_ids) for ids, own in zip(counted.ids, inner, strict=True)
+    )
+    for expected, *others in zip(seen["plain"], seen["segments"], inner, strict=True):
         for actual in others:
             actual.validate(12)
             assert torch.equal(actual.expert_ids, expected.expert_ids)
@@ -347,43 +362,68 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        with self:  # in inference mode, torch shows some operations whole, casts among them
+            whole = function.decompose(*args, **(kwargs or {}))
+        if whole is not NotImplemented:
+            return whole
         name = function._schema.name.removeprefix("aten::")
-        if not function.is_view and "empty" not in name and name not in _FREE:
+        made = function(*args, **(kwargs or {}))
+        # Some give a view or a copy, as it turns out: `to`, `contiguous`, `flatten`.
+        is_view = function.is_view and (not isinstance(made, Tensor) or same_memory(made, args[0]))
+        if not is_view and "empty" not in name and name not in _FREE:
             self.names.append(name)
-        return function(*args, **(kwargs or {}))
+        return made
 
 
-_FREE = ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias")
+_FREE = ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias", "promote_types")
 
 
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+@torch.inference_mode()
 def launches_of(layers: int) -> list[str]:
-    """Of a step without its routing and experts, which count as one launch a layer."""
-    description, launches = on_meta(layers_like_qwen3(layers)), Launches()
+    """Of a recorded step, experts inside."""
+    description, launches = on_meta(joined(layers_like_qwen3(layers))), Launches()
     memory = DeviceBlocks(torch.device("meta"), torch.bfloat16, 4)
+    made: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+    first, second = torch.empty(12, 32, 32, **made), torch.empty(12, 32, 16, **made)
+    experts = ExpertWeights(first, second, gated_silu)
+
+    def inside(_layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        return experts_forward(rows, routing.expert_ids, routing.weights, experts)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.names.append("kernel")
         )
-        patch.setattr(
-            "moe.decode.reference.route",
-            lambda _router, rows: Routing(rows[:, :2].long(), rows[:, :2]),
-        )
-        inputs = graphs.GraphInputs(1, description, memory)
+        patch.setattr("kernels.triton.experts.route", as_on_a_device)
+        step = GraphStep(description, memory, inside, Once)
+        step.inside([], Counted())  # recognises the activation
+        launches.names.clear()
         with launches:
-            steps = graphs.walk(description, inputs.tokens, graphs.DeviceOperations(inputs, memory))
-            halt = next(steps)
-            with contextlib.suppress(StopIteration):
-                while True:
-                    halt = steps.send(torch.empty_like(halt.rows.rounded))
+            step._record(1, inside)
     return launches.names
 
 
-def test_a_layer_is_nine_launches_beside_its_experts() -> None:
-    """Two sums with norms, four products, heads, attention, and its splits joined; the router's
-    stand-in is one more, a cast."""
-    one, two = launches_of(1), launches_of(2)
-    assert len(two) - len(one) == 9 + 1
-    assert two.count("kernel") - one.count("kernel") == 5
+def gated_silu(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return nn.functional.silu(gate) * up
+
+
+def as_on_a_device(ids: Tensor, *how: int) -> Blocks:
+    return align(ids.flatten(), *how)
+
+
+def test_a_layer_is_thirteen_launches() -> None:
+    """Two sums with norms, two products, heads, attention, its splits joined, two of the router,
+    and of the experts slots, two products, and their sum. All but the products are our kernels."""
+    two, three = launches_of(2), launches_of(3)
+    times = 2  # rehearsed, recorded
+    assert len(three) - len(two) == times * 13
+    assert three.count("kernel") - two.count("kernel") == times * 11
+    assert three.count("_to_copy") == times * 2  # embeddings and logits, to float32
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (32, 32), (33, 64), (100, 128)])

@@ -16,7 +16,7 @@ from kernels import PlaneMatrix, QuantizedExperts
 from kernels.triton import experts as triton_experts
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams, loader
-from moe.decode import enable, proof, recorded, step
+from moe.decode import enable, recorded
 from moe.decode import recorded as shadow
 from moe.decode.enable import enable_fused
 from moe.decode.recorded import Shadow, recorded_step
@@ -41,7 +41,10 @@ from tests.moe.decode.tape import Tape
 from tests.moe.loading.test_quantized import quantised
 from tests.readbacks import readbacks
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
+pytestmark = [
+    pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU"),
+    pytest.mark.usefixtures("small_models"),
+]
 
 CPU = torch.device("cpu")
 PARAMS = SamplingParams(max_new_tokens=3, temperature=0.0, ignore_eos=True)
@@ -63,32 +66,10 @@ def parts_of(architecture: str, dtype: torch.dtype = torch.float32) -> tuple[Bac
     return backbone, experts
 
 
-@pytest.fixture(autouse=True)
-def two_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter is slow: layers, heads with one of keys, groups of two experts, and
-    steps of a proof, which one recording of four rows serves, the second time with padding."""
-    monkeypatch.setattr(proof, "STEPS", ((1, 1, 2), (1, 1, 1)))
-    small = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    small |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
-    for name, value in small.items():
-        monkeypatch.setitem(architectures.TINY, name, value)
-    monkeypatch.setitem(architectures.LATENT, "num_key_value_heads", 2)
-
-
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     architectures.tiny_model("mixtral").save_pretrained(tmp_path)
     return tmp_path
-
-
-@pytest.fixture
-def on_tape(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models on the CPU record their steps, and run their experts by Triton."""
-    monkeypatch.setattr(enable, "_compiled", partial(recorded_step, capture=Tape))
-    monkeypatch.setattr("moe.loader.experts_forward", triton_experts.experts_forward)
-    monkeypatch.setattr(step, "experts_forward", triton_experts.experts_forward)
-    monkeypatch.setattr(recorded, "reads_nothing_back", triton_experts.supports)
-    monkeypatch.setattr(loader, "_blocks_on_device", lambda planned, _: new_pool(planned))
 
 
 @pytest.mark.parametrize(
@@ -104,6 +85,16 @@ def test_it_is_as_near_to_float32_as_transformers(architecture: str, dtype: torc
     _, reason = recorded_step(backbone, experts, Tape)
     assert reason.startswith("as near to float32 as transformers' forward (")
     assert reason.endswith("; experts outside: their kernel needs Python")
+
+
+def test_no_weight_is_held_twice_where_projections_are_joined() -> None:
+    backbone, experts = parts_of("mixtral")
+    before = sum(parameter.nbytes for parameter in backbone.model.parameters())
+    recorded_step(backbone, experts, Tape)
+    storages = {p.untyped_storage().data_ptr(): p for p in backbone.model.parameters()}
+    assert sum(p.untyped_storage().nbytes() for p in storages.values()) == before
+    count = len(list(backbone.model.parameters()))
+    assert len(storages) == count - 2 * 2  # k and v of two layers lie behind q
 
 
 def test_a_step_that_is_wrong_on_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,7 +215,6 @@ def count_calls(model: MoE) -> list[int]:
     return asked
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_experts_of_an_fp8_checkpoint_run_inside_with_their_own_codes(
     on_tape: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -1,0 +1,164 @@
+"""Prompts on a GPU through the layers of a description: Python starts each launch, none waits.
+
+All rows of a pass are one packed matrix. A walk of the description (`moe.decode.reference`) takes
+some fifteen launches a layer beside its experts, where transformers' modules take ten times as
+many. Legend: T rows of a pass, Q query heads, R latent size, V size of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from kernels.triton.attention import KeyRows
+from moe.decode.device_operations import DeviceOperations, first_keys
+from moe.decode.reference import Normed, walk
+from moe.decode.step import RoutedExperts, finish_step
+from moe.describe.description import Attention, Description, LatentAttention, RotaryTable
+from moe.network.device_blocks import WIDEST, DeviceBlocks, DevicePass
+from moe.network.kv_blocks import BlockKVCache
+from moe.network.kv_cache import Shape
+from moe.network.packed_pass import Work, put_ahead
+from moe.settings.device import to_device
+
+
+class DevicePrompts:
+    """Reads prompts, or parts of them, by a description whose tensors are on a device.
+
+    Args:
+        description: see `moe.decode.recorded`.
+        memory: of the blocks of all sequences.
+    """
+
+    def __init__(self, description: Description, memory: DeviceBlocks) -> None:
+        self._description, self._memory = description, memory
+
+    @property
+    def description(self) -> Description:
+        """What it computes."""
+        return self._description
+
+    @property
+    def why_not(self) -> str:
+        """Why it cannot read prompts; empty if it can."""
+        attentions = [layer.attention for layer in self._description.layers]
+        tables = [each.rotation.table for each in attentions if each.rotation is not None]
+        if any(table.of_length for table in tables):
+            return "rotary tables that depend on the length"
+        if any(max(_head_sizes(each)) > WIDEST for each in attentions):
+            return f"heads of more than {WIDEST} numbers"
+        return ""
+
+    @torch.inference_mode()
+    def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
+        """Logits of each piece of work (`moe.network.backbone.Backbone.lanes`); calls ``routed``
+        at every MoE layer."""
+        inputs, hidden = PromptInputs(work, self._description, self._memory), list[Tensor]()
+
+        def last(rows: Normed) -> Normed:
+            hidden.append(rows.rounded)
+            wanted = inputs.wanted
+            return rows if wanted is None else Normed(rows.exact[wanted], rows.rounded[wanted])
+
+        operations = PromptOperations(inputs, self._memory, inputs.places)
+        steps, answer = walk(self._description, inputs.tokens, operations, last=last), None
+        while True:
+            try:
+                halt = steps.send(answer)  # type: ignore[arg-type]  # None begins
+            except StopIteration as end:
+                return finish_step(work, end.value, *hidden)
+            answer = routed(halt.layer, halt.rows.rounded, halt.routing)
+
+
+class PromptInputs:
+    """What all layers of a pass read of its rows; see `GraphInputs`.
+
+    Attributes:
+        tokens: ``(T,)`` int64.
+        places: of the keys and values.
+        wanted: int64 rows whose logits are wanted; None: all.
+        firsts, angles: as `GraphInputs` has them.
+    """
+
+    def __init__(
+        self, work: Sequence[Work], description: Description, memory: DeviceBlocks
+    ) -> None:
+        device, attentions = memory.device, [layer.attention for layer in description.layers]
+        caches = [item.cache for item in work if isinstance(item.cache, BlockKVCache)]
+        sizes = [len(item.token_ids) for item in work]
+        self.places = DevicePass(memory, caches, sizes)
+        for a in attentions:
+            self.places.give_shape(a.layer, cache_shape(a))
+        ids = np.array([token for item in work for token in item.token_ids], np.int64)
+        self.tokens, self.slots = to_device(ids, device), self.places.slots
+        put_ahead(work, self.tokens)
+        ends = np.cumsum(sizes)
+        pieces = zip(work, sizes, ends, strict=True)
+        parts = [np.arange(b - n if item.all_logits else b - 1, b) for item, n, b in pieces]
+        wanted = np.concatenate(parts)
+        self.wanted = None if len(wanted) == len(ids) else to_device(wanted, device)
+        at = self.places.positions
+        reaches = sorted({a.view.span for a in attentions})
+        firsts = np.stack([first_keys(reach, at) for reach in reaches]).astype(np.int32)
+        self.firsts = dict(zip(reaches, to_device(firsts, device), strict=True))
+        tables = dict.fromkeys(a.rotation.table for a in attentions if a.rotation is not None)
+        self.angles = {table: _angles(table, at, device) for table in tables}
+
+    def attend(self, query: Tensor, rows: KeyRows, firsts: Tensor, **how: Any) -> Tensor:
+        """See `RowInputs`; of rows that do not lie in blocks, those of all tokens in order."""
+        if rows.keys.ndim == 4:
+            rows = rows._replace(tables=self.places.tables)
+        return self.places.attend_rows(query, rows, firsts, **how)
+
+
+@dataclass(frozen=True)
+class PromptOperations(DeviceOperations):
+    """`DeviceOperations` on many rows of a sequence.
+
+    Attributes:
+        places: of all sequences.
+    """
+
+    places: DevicePass
+
+    def _attend_latents(
+        self, a: LatentAttention, plain: Tensor, turned: Tensor, own: KeyRows
+    ) -> Tensor:
+        """Latents of all tokens become keys and values of each head: many queries meet each, which
+        then cost a third of what meeting latents costs."""
+        assert own.values is not None
+        matrix, dtype = a.kv_b, self.memory.dtype
+        latents, beside = self.places.history(own.keys), self.places.history(own.values)
+        made = linear(latents.to(matrix.dtype), matrix.flatten(0, 1)).to(dtype)
+        heads = made.unflatten(1, (a.heads, -1)).transpose(0, 1)
+        rows = KeyRows(
+            heads[..., : a.plain_dim], heads[..., a.plain_dim :], beside.expand(a.heads, -1, -1)
+        )
+        return self._attend(plain.to(dtype), rows, a.view, self._dtype_of(a.o.weight), turned)
+
+
+def cache_shape(a: Attention | LatentAttention) -> Shape:
+    """Of the rows that a layer keeps."""
+    if isinstance(a, LatentAttention):
+        return Shape(1, a.kv_b.shape[-1], a.rotation.size)
+    return Shape(a.kv_heads, a.head_dim, a.value_dim)
+
+
+def _head_sizes(a: Attention | LatentAttention) -> tuple[int, int]:
+    """Of a key and a value, as prompts meet them."""
+    if isinstance(a, LatentAttention):
+        return a.plain_dim, a.value_dim
+    return a.head_dim, a.value_dim
+
+
+def _angles(
+    table: RotaryTable, positions: np.ndarray, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    table.reserve(int(positions.max()) + 1)
+    return to_device(table.cos[positions], device), to_device(table.sin[positions], device)

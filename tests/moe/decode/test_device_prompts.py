@@ -1,0 +1,279 @@
+"""Prompts through described layers, as on a GPU: against the plain step and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from triton.runtime.interpreter import InterpretedFunction
+
+from examples.models.tiny import tiny_model
+from kernels.triton.language import INTERPRETED
+from moe import MoE, SamplingParams
+from moe.decode import recorded
+from moe.decode.device_prompts import DevicePrompts
+from moe.decode.reference import reference_step
+from moe.describe.description import Attention
+from moe.describe.routers import by_kernel
+from moe.network.device_blocks import DeviceBlocks
+from moe.network.hidden import HiddenRows
+from moe.network.kv_blocks import BlockPool
+from moe.network.kv_cache import KVCache
+from moe.network.lanes import run_lanes
+from moe.network.packed_pass import Work
+from tests.amounts import amount
+from tests.moe.decode.description_cases import VOCABULARY, routed, table
+from tests.moe.decode.tape import Tape
+from tests.moe.decode.test_graphs import (
+    Launches,
+    joined,
+    layers_like_qwen3,
+    made,
+    new_memory,
+    on_meta,
+)
+from tests.moe.decode.test_recorded import parts_of
+from tests.readbacks import readbacks
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
+
+CPU = torch.device("cpu")
+PROMPT = [(7 * i * i) % 90 + 3 for i in range(150)]
+GREEDY = SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True)
+
+
+def read(
+    step: Callable[[Sequence[Work], Any], list[Tensor]],
+    caches: Sequence[KVCache],
+    pieces: Sequence[Sequence[list[int]]],
+) -> list[Tensor]:
+    """All logits of sequences, read piece by piece, those of several in one pass."""
+    found: list[list[Tensor]] = [[] for _ in caches]
+    for tokens in pieces:
+        work = [Work(t, c, all_logits=True) for t, c in zip(tokens, caches, strict=True)]
+        for own, rows in zip(found, step(work, routed), strict=True):
+            own.append(rows)
+    return [torch.cat(own) for own in found]
+
+
+@settings(max_examples=amount(12, in_ci=4))
+@given(st.data())
+@torch.inference_mode()
+def test_rows_are_those_of_the_plain_step(data: st.DataObject) -> None:
+    """However prompts are cut, whatever is beside them."""
+    description, memory = made(data), new_memory()
+    prompts, pool = DevicePrompts(description, memory), BlockPool(memory)
+    assert prompts.why_not == ""
+    lengths = data.draw(st.lists(st.sampled_from([1, 2, 5, 70]), min_size=1, max_size=3))
+    ids = [torch.randint(VOCABULARY, (length + 3,)).tolist() for length in lengths]
+    cuts = [data.draw(st.integers(1, length)) for length in lengths]
+    pieces = [[own[:cut] for own, cut in zip(ids, cuts, strict=True)]]
+    pieces += [[own[cut:] for own, cut in zip(ids, cuts, strict=True)]]
+    caches = [pool.new_cache(len(own)) for own in ids]
+    found = read(prompts, caches, pieces)
+    plain = [KVCache(len(own)) for own in ids]
+    expected = read(lambda *given: reference_step(description, *given), plain, [ids])
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    for mine, other in zip(caches, plain, strict=True):
+        assert mine.length == other.length
+        for layer in other.layers:
+            theirs = other.read(layer, other.length)
+            torch.testing.assert_close(mine.read(layer, mine.length), theirs, rtol=1e-3, atol=1e-4)
+
+
+@settings(max_examples=3)
+@given(st.data())
+@torch.inference_mode()
+def test_last_rows_are_those_of_all(data: st.DataObject) -> None:
+    """Sequences that keep final hidden states get them."""
+    description, memory = made(data), new_memory()
+    prompts, pool = DevicePrompts(description, memory), BlockPool(memory)
+    caches = [pool.new_cache(8) for _ in range(4)]
+    for cache in caches[2:]:
+        cache.hidden = HiddenRows()
+    ids = [[1, 2, 3, 4, 5], [6, 7]]
+    whole = prompts([Work(t, c, True) for t, c in zip(ids, caches[:2], strict=True)], routed)
+    work = [Work(ids[0], caches[2]), Work(ids[1], caches[3], all_logits=True)]
+    some = prompts(work, routed)
+    assert [len(rows) for rows in some] == [1, 2]
+    torch.testing.assert_close(some, [whole[0][-1:], whole[1]])
+    for cache, tokens in zip(caches[2:], ids, strict=True):
+        assert cache.hidden is not None
+        assert len(cache.hidden) == len(tokens)
+    logits = torch.nn.functional.linear(
+        caches[3].hidden.joined(),  # type: ignore[union-attr]
+        description.head.weight,  # type: ignore[arg-type]
+        description.head.bias,
+    )
+    logits *= description.logit_scale
+    if (cap := description.logit_softcap) is not None:
+        logits = cap * torch.tanh(logits / cap)
+    torch.testing.assert_close(logits, whole[1], rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_nothing_is_read_back() -> None:
+    description, memory = layers_like_qwen3(2), DeviceBlocks(CPU, torch.bfloat16, 24)
+    prompts, pool = DevicePrompts(description, memory), BlockPool(memory)
+    caches = [pool.new_cache(90) for _ in range(2)]
+
+    def run() -> None:
+        work = [Work([1, 2, 3], caches[0]), Work([*range(40)], caches[1])]
+        prompts(work, lambda _, rows, routing: rows * routing.weights.sum(1, keepdim=True))
+
+    run()
+    assert readbacks(run) == []
+
+
+def loaded(folder: Path, kind: str, settings: dict[str, Any] | None = None) -> MoE:
+    if not (folder / "config.json").exists():
+        tiny_model(kind).save_pretrained(folder)
+    return MoE.from_pretrained(folder, settings or {})
+
+
+@torch.inference_mode()
+def logits_of(model: MoE, *prompts: Sequence[list[int]]) -> list[Tensor]:
+    """All logits of prompts, each read in these pieces, one piece of each prompt at a time."""
+    caches = [model.backbone.new_cache(len(PROMPT)) for _ in prompts]
+    found: list[list[Tensor]] = [[] for _ in prompts]
+    for pieces in zip(*prompts, strict=True):
+        work = [Work(ids, cache, True) for ids, cache in zip(pieces, caches, strict=True)]
+        lanes = model.backbone.lanes(work)
+        run_lanes(lanes, model.experts.run)
+        for own, rows in zip(found, lanes[0].result(), strict=True):
+            own.append(rows)
+    return [torch.cat(own) for own in found]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_whole_models_agree_with_transformers(on_tape: None, kind: str, tmp_path: Path) -> None:
+    """Groups of queries, sinks and windows, latents; whole, cut and in company."""
+    model = loaded(tmp_path, kind)
+    assert "; prompts described; " in model.status()["fused"]["why"]
+    pieces = [PROMPT[:1], PROMPT[1:70], PROMPT[70:71], PROMPT[71:]]
+    (whole,), (cut,) = logits_of(model, [PROMPT]), logits_of(model, pieces)
+    beside, _ = logits_of(model, [PROMPT[:90], PROMPT[90:]], [[3, 4, 5], [*range(3, 80)]])
+    model.backbone.prompt_forward = None
+    (theirs,) = logits_of(model, [PROMPT])
+    for found in (whole, cut, beside):
+        torch.testing.assert_close(found, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_ways_to_read_prompts_give_the_tokens_of_transformers(
+    on_tape: None, tmp_path: Path
+) -> None:
+    """The second prompt begins like the first, and finds its blocks."""
+    ways: list[dict[str, Any]] = [
+        {"engine.fused": "off"},
+        {},
+        {"prefill.mode": "layered", "prefill.group_tokens": 16},
+        {"prefill.mode": "chunked", "prefill.chunk_tokens": 40},
+    ]
+    prompts, found = [PROMPT, PROMPT[:100] + PROMPT[:20], PROMPT[:70]], []
+    for way in ways:
+        model = loaded(tmp_path, "qwen3_moe", way)
+        whole = [model.generate([prompt], GREEDY)[0].token_ids for prompt in prompts]
+        together = [made.token_ids for made in model.generate(prompts, GREEDY)]
+        found.append((whole, together))
+    assert found[1:] == found[:1] * 3
+
+
+def test_a_pass_of_prompts_of_a_model_reads_nothing_back(on_tape: None, tmp_path: Path) -> None:
+    model = loaded(tmp_path, "qwen3_moe")
+    caches = [model.backbone.new_cache(80) for _ in range(2)]
+
+    @torch.inference_mode()
+    def run() -> None:
+        work = [Work([1, 2, 3], caches[0]), Work([*range(3, 20)], caches[1])]
+        run_lanes(model.backbone.lanes(work), model.experts.run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moe.describe.routers.decide", by_kernel)
+        run()
+        assert readbacks(run) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"wide": True}, "heads of more than 256 numbers"),
+        ({"of_length": True}, "rotary tables that depend on the length"),
+    ],
+)
+def test_what_is_left_to_transformers(change: dict[str, bool], why: str) -> None:
+    description = layers_like_qwen3(1)
+    (layer,) = description.layers
+    a = layer.attention
+    assert isinstance(a, Attention)
+    assert a.rotation is not None
+    if "wide" in change:
+        other = replace(a, value_dim=300)
+    else:
+        other = replace(a, rotation=replace(a.rotation, table=table(16, of_length=True)))
+    description = replace(description, layers=(replace(layer, attention=other),))
+    assert DevicePrompts(description, new_memory()).why_not == why
+
+
+def test_what_is_watched_or_has_rows_of_its_own_goes_through_transformers(
+    on_tape: None, tmp_path: Path
+) -> None:
+    model = loaded(tmp_path, "mixtral")
+    backbone, read = model.backbone, list[int]()
+    plain = backbone.forward_packed
+
+    def noted(work: Sequence[Work], **how: Any) -> list[Tensor]:
+        read.append(len(work))
+        return plain(work, **how)
+
+    backbone.forward_packed = noted  # type: ignore[method-assign]
+
+    def asked(item: Work) -> int:
+        read.clear()
+        with torch.inference_mode():
+            run_lanes(backbone.lanes([item]), model.experts.run)
+        return len(read)
+
+    assert asked(Work([1, 2], backbone.new_cache(9))) == 0
+    assert asked(Work([1, 2], backbone.new_cache(9), rows={})) == 1
+    backbone.watch_attention(True)
+    assert asked(Work([1, 2], backbone.new_cache(9))) == 1
+
+
+def test_prompts_that_are_wrong_on_the_device_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps stay recorded."""
+    monkeypatch.setattr(recorded, "TRIES", 1)
+    call = DevicePrompts.__call__
+    monkeypatch.setattr(
+        DevicePrompts, "__call__", lambda *given: [1.02 * rows for rows in call(*given)]
+    )
+    backbone, experts = parts_of("mixtral")
+    _, reason = recorded.recorded_step(backbone, experts, Tape)
+    assert backbone.prompt_forward is None
+    assert "; prompts by transformers (NotDescribed: logits differ by" in reason
+
+
+def launches_of(layers: int) -> list[str]:
+    """Of a pass, without its experts."""
+    description, launches = on_meta(joined(layers_like_qwen3(layers))), Launches()
+    memory = DeviceBlocks(torch.device("meta"), torch.bfloat16, 4)
+    prompts, cache = DevicePrompts(description, memory), BlockPool(memory).new_cache(70)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.names.append("kernel")
+        )
+        with launches:
+            prompts([Work([*range(40)], cache)], lambda _, rows, __: torch.empty_like(rows))
+    return launches.names
+
+
+def test_a_layer_is_eight_launches_beside_its_experts() -> None:
+    """Two sums with norms, two products, heads, attention, and two of the router."""
+    one, two = launches_of(1), launches_of(2)
+    assert len(two) - len(one) == 8
