@@ -158,11 +158,12 @@ def test_codes_of_files(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_planes_are_arranged(bits: int) -> None:
+@pytest.mark.parametrize("chunks", [20, 25])
+def test_planes_are_arranged(bits: int, chunks: int) -> None:
     plane = torch.randint(0, 256, (64 * bits * 1000,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(plane)
-    arrange(plane, target, bits)
-    assert torch.equal(target, arranged_plane(plane, bits, "cuda"))
+    arrange(plane, target, bits, chunks)
+    assert torch.equal(target, arranged_plane(plane, bits, chunks, "cuda"))
 
 
 @pytest.mark.parametrize("own", [{"top_p": 0.95, "temperature": 0.8}, {"top_k": 50, "min_p": 0.01}])
