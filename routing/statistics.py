@@ -7,7 +7,7 @@ Counting never waits for the GPU: totals stay on the device of the routing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any, Literal, get_args
 
@@ -24,11 +24,41 @@ sequence, or it stands on a canvas that is being refined."""
 LoadedFor = Literal["prefill", "decode", "denoise", "both"]
 """Which phases' tokens visited an expert in one step of a layer; ``both``: those of several."""
 
-_MAX_STEPS, _MAX_IDS = 1 << 13, 1 << 16
-"""Steps of layers, and expert ids in them, that may wait to be counted."""
+_MAX_STEPS, _MAX_IDS = 1 << 13, 1 << 20
+"""Steps of layers, and expert ids in them, that may wait to be counted: all of a prompt's."""
+
+_Waiting = tuple[int, dict[Phase, Tensor]]
+"""The first layer of some that follow each other, and ids ``(L, T, K)`` of their tokens."""
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 LOADED_FOR: tuple[LoadedFor, ...] = get_args(LoadedFor)
+
+
+def _joined(waiting: Sequence[_Waiting]) -> Iterator[_Waiting]:
+    """The same steps, where those of layers that follow each other, with tokens of the same shape,
+    are one: a pass that records layer by layer is counted at once."""
+    run: list[_Waiting] = []
+    for entry in waiting:
+        if run and not _follows(entry, run[-1]):
+            yield _one_of(run)
+            run = []
+        run.append(entry)
+    if run:
+        yield _one_of(run)
+
+
+def _follows(entry: _Waiting, before: _Waiting) -> bool:
+    first, shapes = before[0], {phase: ids.shape for phase, ids in before[1].items()}
+    end = first + next(iter(shapes.values()))[0]
+    own = {phase: ids.shape[1:] for phase, ids in entry[1].items()}
+    return entry[0] == end and own == {phase: shape[1:] for phase, shape in shapes.items()}
+
+
+def _one_of(run: Sequence[_Waiting]) -> _Waiting:
+    if len(run) == 1:
+        return run[0]
+    phases = run[0][1]
+    return run[0][0], {phase: torch.cat([ids[phase] for _, ids in run]) for phase in phases}
 
 
 class RoutingStatistics:
@@ -53,7 +83,7 @@ class RoutingStatistics:
         self._loads: dict[LoadedFor, Tensor] = dict.fromkeys(LOADED_FOR, zeros)
         # First layer and ids (L, T, K). `_count` takes them out one by one, so one that is recorded
         # meanwhile stays in.
-        self._waiting: deque[tuple[int, dict[Phase, Tensor]]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._waiting_steps = self._waiting_ids = 0
 
     def record(self, layer: int, routings: Mapping[Phase, Routing]) -> None:
@@ -83,8 +113,8 @@ class RoutingStatistics:
             waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
             self._waiting_steps = self._waiting_ids = 0
             alike: dict[tuple[int, int], list[dict[Phase, Tensor]]] = {}
-            ends = [first + len(next(iter(ids.values()))) for first, ids in waiting]
-            for (first, ids), end in zip(waiting, ends, strict=True):
+            for first, ids in _joined(waiting):
+                end = first + len(next(iter(ids.values())))
                 alike.setdefault((first, end), []).append(ids)
             for (first, end), steps in alike.items():
                 self._add(slice(first, end), steps)
@@ -111,8 +141,10 @@ class RoutingStatistics:
         ids = torch.cat([step[phase].flatten(1) for step in steps if phase in step], 1)
         sizes = torch.tensor([step[phase][0].numel() if phase in step else 0 for step in steps])
         begin = torch.arange(len(steps)).repeat_interleave(sizes) * places + 1
-        layer = torch.arange(len(ids))[:, None] * (len(steps) * places)
-        slots = ids + (begin + layer).to(ids.device)
+        if ids.is_cuda:  # the host does not wait for a copy of pinned memory
+            begin = begin.pin_memory()
+        layer = torch.arange(len(ids), device=ids.device)[:, None] * (len(steps) * places)
+        slots = ids + begin.to(ids.device, non_blocking=True) + layer
         counts = counted(slots.flatten(), len(ids) * len(steps) * places)
         return counts.view(len(ids), len(steps), places)[..., 1:]
 

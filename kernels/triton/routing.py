@@ -15,8 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MOST_SLOTS, MOST_EXPERTS = 2048, 512
-"""That one kernel aligns: those of a decode step. Sorting pays for more."""
+MOST_SLOTS = 2048
+"""That one kernel aligns: those of a decode step. Two that count and place take more."""
+MOST_EXPERTS = 512
+"""Whose counts a program of either way holds; torch sorts for more."""
+CHUNK = 512
+"""Slots of a program that counts or places."""
+SORT_OPTIONS: dict[str, int | bool] = {"num_warps": 8, "enable_fp_fusion": False}
+"""What every launch of those programs passes to Triton's compiler."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,11 @@ class Blocks:
     def count(self) -> int:
         return self.expert_B.shape[0]
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """In the order of the kernels' arguments."""
+        return self.order_S, self.offsets_E1, self.expert_B, self.first_B
+
 
 def most_blocks(slots: int, experts: int, rows: int) -> int:
     """Blocks that the worst routing needs, where every expert's last block is partly empty."""
@@ -49,8 +60,8 @@ def most_blocks(slots: int, experts: int, rows: int) -> int:
 
 
 def route(expert_ids_TK: Tensor, experts: int, rows: int, distinct: int | None = None) -> Blocks:
-    """Sort slots and cut them into blocks of one expert each; all int32. Operations of torch for
-    many slots, and anywhere but on a GPU; else one kernel.
+    """Sort slots and cut them into blocks of one expert each; all int32. One kernel for few slots,
+    two for many; operations of torch for more experts than the kernels hold, and on a CPU.
 
     Args:
         expert_ids_TK: (T, K) integers, at least one slot; outside [0, experts) a slot is unused.
@@ -59,8 +70,9 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int, distinct: int | None =
         distinct: experts that the slots can ask for at most; None: all.
     """
     ids_S = expert_ids_TK.reshape(-1)
-    if ids_S.is_cuda and len(ids_S) <= MOST_SLOTS and experts < MOST_EXPERTS:
-        return align(ids_S, experts, rows, distinct)
+    if ids_S.is_cuda and experts <= MOST_EXPERTS:
+        few = len(ids_S) <= MOST_SLOTS
+        return (align if few else sort_slots)(ids_S, experts, rows, distinct)
     ids_S = ids_S.masked_fill((ids_S < 0) | (ids_S >= experts), experts)
     sorted_S, order_S = ids_S.sort(stable=True)
     bounds_E1 = torch.arange(experts + 1, device=ids_S.device, dtype=ids_S.dtype)
@@ -86,6 +98,13 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int, distinct: int | None =
 
 
 @triton.jit
+def _experts_of(ids, slot, slots, experts):
+    """Of these slots; those that are unused, or beyond the last, have the number after all."""
+    own = tl.load(ids + slot, mask=slot < slots, other=-1)
+    return tl.where((own < 0) | (own >= experts), experts, own).to(tl.int32)
+
+
+@triton.jit
 def align_kernel(
     ids, order, offsets, block_expert, block_first, slots, experts, blocks, per_block,
     SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
@@ -94,8 +113,7 @@ def align_kernel(
     counts the slots of all experts, so that none waits for another."""
     own = tl.program_id(0)
     slot = tl.arange(0, SLOTS)
-    theirs = tl.load(ids + slot, mask=slot < slots, other=-1).to(tl.int32)
-    theirs = tl.where((theirs < 0) | (theirs >= experts), experts, theirs)
+    theirs = _experts_of(ids, slot, slots, experts)
     count = tl.histogram(theirs, EXPERTS)
     before = tl.arange(0, EXPERTS) < own
     begin = tl.sum(tl.where(before, count, 0), 0)
@@ -113,25 +131,106 @@ def align_kernel(
 
 
 def align(ids_S: Tensor, experts: int, rows: int, distinct: int | None = None) -> Blocks:
-    """As `route`, by one kernel, for at most `MOST_SLOTS` and fewer than `MOST_EXPERTS`."""
-    slots = len(ids_S)
-    count = most_blocks(slots, distinct or experts, rows)
-    sizes = [slots, experts + 1, count, count]
-    memory = torch.empty(sum(sizes), dtype=torch.int32, device=ids_S.device)
-    order, offsets, expert_B, first_B = memory.split(sizes)
+    """As `route`, by one kernel, for at most `MOST_SLOTS` and `MOST_EXPERTS`."""
+    slots, blocks = len(ids_S), _empty(ids_S, experts, rows, distinct)
     # A lane at least for each thread: counting must not meet a slot twice.
     size = max(32, triton.next_power_of_2(slots))
     align_kernel[experts + 1,](
-        ids_S, order, offsets, expert_B, first_B, slots, experts, count, rows,
+        ids_S, *blocks.tensors, slots, experts, blocks.count, rows,
         SLOTS=size, EXPERTS=triton.next_power_of_2(experts + 1),
-        BLOCKS=triton.next_power_of_2(count), **align_options(size),
+        BLOCKS=triton.next_power_of_2(blocks.count), **align_options(size),
     )  # fmt: skip
-    return Blocks(order, offsets, expert_B, first_B, rows)
+    return blocks
+
+
+def _empty(ids_S: Tensor, experts: int, rows: int, distinct: int | None) -> Blocks:
+    """Not filled yet; one piece of memory."""
+    count = most_blocks(len(ids_S), distinct or experts, rows)
+    sizes = [len(ids_S), experts + 1, count, count]
+    memory = torch.empty(sum(sizes), dtype=torch.int32, device=ids_S.device)
+    order_S, offsets_E1, expert_B, first_B = memory.split(sizes)
+    return Blocks(order_S, offsets_E1, expert_B, first_B, rows)
 
 
 def align_options(size: int) -> dict[str, int | bool]:
     """What every launch for so many slots passes to Triton's compiler."""
     return {"num_warps": min(8, size // 32), "enable_fp_fusion": False}
+
+
+@triton.jit
+def count_kernel(ids, counts, slots, experts, CHUNK: tl.constexpr, EXPERTS: tl.constexpr):
+    """A program counts the slots of each expert in a chunk."""
+    chunk = tl.program_id(0)
+    own = _experts_of(ids, chunk * CHUNK + tl.arange(0, CHUNK), slots, experts)
+    tl.store(counts + chunk * EXPERTS + tl.arange(0, EXPERTS), tl.histogram(own, EXPERTS))
+
+
+@triton.jit
+def sort_kernel(
+    ids, counts, order, offsets, block_expert, block_first, slots, experts, blocks, per_block,
+    chunks, CHUNK: tl.constexpr, EXPERTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    PIECE: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """A program places the slots of a chunk and writes its share of the blocks. Each of them adds
+    up the counts of all chunks, so that none waits for another."""
+    chunk, expert = tl.program_id(0), tl.arange(0, EXPERTS)
+    total = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((EXPERTS,), tl.int32)
+    for begin in range(0, chunks, AT_ONCE):
+        for more in tl.static_range(AT_ONCE):
+            other = begin + more
+            mask = expert < tl.where(other < chunks, EXPERTS, 0)
+            count = tl.load(counts + other * EXPERTS + expert, mask=mask, other=0)
+            total += count
+            before += tl.where(other < chunk, count, 0)
+    offset = tl.cumsum(total, 0) - total
+    tl.store(offsets + expert, offset, mask=expert < tl.where(chunk == 0, experts + 1, 0))
+    # A slot comes behind those of its expert in earlier chunks, and before it in its own.
+    at = tl.arange(0, CHUNK)
+    slot = chunk * CHUNK + at
+    own = _experts_of(ids, slot, slots, experts)
+    place = tl.gather(offset + before, own, 0)
+    for begin in range(0, CHUNK, PIECE):
+        near = begin + tl.arange(0, PIECE)
+        theirs = _experts_of(ids, chunk * CHUNK + near, slots, experts)
+        earlier = (theirs[None, :] == own[:, None]) & (near[None, :] < at[:, None])
+        place += tl.sum(earlier.to(tl.int32), 1)
+    tl.store(order + place, slot, mask=slot < slots)
+    needed = tl.where(expert < experts, (total + per_block - 1) // per_block, 0)
+    end = tl.cumsum(needed, 0)
+    begin_of = end - needed
+    used = tl.sum(needed, 0)
+    share = (blocks + chunks - 1) // chunks
+    for step in range(0, share, BLOCKS):
+        within = step + tl.arange(0, BLOCKS)
+        block = chunk * share + within
+        whose = (begin_of[None, :] <= block[:, None]) & (block[:, None] < end[None, :])
+        known = tl.sum(tl.where(whose, expert[None, :], 0), 1)
+        start = tl.sum(tl.where(whose, (offset - begin_of * per_block)[None, :], 0), 1)
+        mask = (within < share) & (block < blocks)
+        idle = block >= used
+        tl.store(block_expert + block, tl.where(idle, -1, known), mask=mask)
+        tl.store(block_first + block, tl.where(idle, 0, start + block * per_block), mask=mask)
+
+
+def sort_slots(ids_S: Tensor, experts: int, rows: int, distinct: int | None = None) -> Blocks:
+    """As `route`, by two kernels, for any number of slots and at most `MOST_EXPERTS`."""
+    blocks, chunks = _empty(ids_S, experts, rows, distinct), triton.cdiv(len(ids_S), CHUNK)
+    size = triton.next_power_of_2(experts + 1)
+    counts = torch.empty(chunks, size, dtype=torch.int32, device=ids_S.device)
+    count_kernel[chunks,](
+        ids_S, counts, len(ids_S), experts, CHUNK=CHUNK, EXPERTS=size, **SORT_OPTIONS
+    )
+    sort_kernel[chunks,](
+        ids_S, counts, *blocks.tensors, len(ids_S), experts, blocks.count, rows, chunks,
+        CHUNK=CHUNK, EXPERTS=size, **sort_tile(size), **SORT_OPTIONS,
+    )  # fmt: skip
+    return blocks
+
+
+def sort_tile(size: int) -> dict[str, int]:
+    """Chunks, slots and blocks that a program takes at once, by the lanes of its experts."""
+    return {"AT_ONCE": 8, "PIECE": 32, "BLOCKS": max(1, 8192 // size)}
 
 
 def used_experts(blocks: Blocks, distinct: int) -> tuple[Tensor, Tensor]:

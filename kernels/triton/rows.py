@@ -20,6 +20,9 @@ from kernels.triton.attention import BLOCK
 from kernels.triton.language import INTERPRETED, activate
 
 _STORED = 256 if INTERPRETED else 16  # rows of a program of `store`
+PLACED = 8
+"""Rows of a program of `place_heads` where there are many: starting one takes longer than a row."""
+_MANY_HEADS = 1 << 15  # of all rows, from which on a GPU's multiprocessors have enough of those
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
 """What every launch passes to Triton's compiler."""
 RMS, CENTERED = 1, 2
@@ -119,12 +122,14 @@ def place_heads(
     sizes = [part.rows.shape[2] for part in parts]
     biases = [part.bias for part in parts]
     norms = [part.norm for part in parts]
-    place_kernel[output.shape[0], sum(heads)](
+    tokens = output.shape[0]
+    rows = PLACED if tokens * sum(heads) >= _MANY_HEADS else 1  # the bits of a row are the same
+    place_kernel[triton.cdiv(tokens, rows), sum(heads)](
         *(part.rows for part in parts), *biases,
         *map(_weight, norms), *map(_bias, norms), *(0.0 if n is None else n.eps for n in norms),
         None if turn is None else turn.cos, None if turn is None else turn.sin,
         0 if turn is None else turn.cos.stride(0),
-        output, keys, values, slots, keys.stride(0), values.stride(0),
+        output, keys, values, slots, tokens, keys.stride(0), values.stride(0),
         *(stride for part in parts for stride in part.rows.stride()[:2]),
         Q=heads[0], N=heads[1], QD=sizes[0], D=sizes[1], V=sizes[2],
         BIASES=tuple(bias is not None for bias in biases),
@@ -135,7 +140,7 @@ def place_heads(
         BEGINS=tuple(0 if part.turn is None else part.turn.begin for part in parts),
         SIZE=2 if turn is None else turn.size,
         WIDTH_Q=_width(sizes[0]), WIDTH_D=_width(sizes[1]), WIDTH_V=_width(sizes[2]),
-        BLOCK=BLOCK, num_warps=1, **OPTIONS,
+        BLOCK=BLOCK, ROWS=rows, num_warps=1, **OPTIONS,
     )  # fmt: skip
 
 
@@ -279,8 +284,8 @@ def turned_head(
 
 
 @triton.jit
-def place_kernel(
-    query, key, value, query_bias, key_bias, value_bias,
+def place_row(
+    row, part, query, key, value, query_bias, key_bias, value_bias,
     query_weight, key_weight, value_weight,
     query_norm_bias, key_norm_bias, value_norm_bias, query_eps, key_eps, value_eps,
     cos, sin, angle_row, output, keys, values, slots, k_block, v_block,
@@ -290,7 +295,7 @@ def place_kernel(
     STYLES: tl.constexpr, BEGINS: tl.constexpr, SIZE: tl.constexpr,
     WIDTH_Q: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    """One head of one row: a query, a key or a value."""
     angles = row * angle_row
     # Names differ by branch: Triton wants one shape of a name.
     if part < Q:
@@ -329,6 +334,35 @@ def place_kernel(
                 v_at = tl.arange(0, WIDTH_V)
                 v_to = values + block * v_block + (head * BLOCK + within) * V + v_at
                 tl.store(v_to, v.to(values.dtype.element_ty), mask=v_at < V)
+
+
+@triton.jit
+def place_kernel(
+    query, key, value, query_bias, key_bias, value_bias,
+    query_weight, key_weight, value_weight,
+    query_norm_bias, key_norm_bias, value_norm_bias, query_eps, key_eps, value_eps,
+    cos, sin, angle_row, output, keys, values, slots, tokens, k_block, v_block,
+    q_token, q_head, k_token, k_head, v_token, v_head,
+    Q: tl.constexpr, N: tl.constexpr, QD: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
+    BIASES: tl.constexpr, NORMS: tl.constexpr, NORM_BIASES: tl.constexpr, LATE: tl.constexpr,
+    STYLES: tl.constexpr, BEGINS: tl.constexpr, SIZE: tl.constexpr,
+    WIDTH_Q: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """A program has one head of `ROWS` rows, one after the other."""
+    begin, part = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
+    for more in range(0, ROWS):
+        row = begin + more
+        if ROWS == 1 or row < tokens:
+            place_row(
+                row, part, query, key, value, query_bias, key_bias, value_bias,
+                query_weight, key_weight, value_weight,
+                query_norm_bias, key_norm_bias, value_norm_bias, query_eps, key_eps, value_eps,
+                cos, sin, angle_row, output, keys, values, slots, k_block, v_block,
+                q_token, q_head, k_token, k_head, v_token, v_head,
+                Q, N, QD, D, V, BIASES, NORMS, NORM_BIASES, LATE, STYLES, BEGINS, SIZE,
+                WIDTH_Q, WIDTH_D, WIDTH_V, BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit

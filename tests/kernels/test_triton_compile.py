@@ -51,12 +51,13 @@ _PROGRAM = (
     _BUILD
     + """
 from kernels.scales import SCALES
-from kernels.triton.draw import CHUNK, MOST, OPTIONS, draw_kernel, keys_kernel
+from kernels.triton.draw import CHUNK as DRAWN, MOST, OPTIONS, draw_kernel, keys_kernel
 from kernels.triton.experts import combine_kernel
 from kernels.triton.grouped import whole_kernel
 from kernels.triton.router import LOGITS_OPTIONS, LOGITS_TILE, decide_kernel, logits_kernel
 from kernels.triton.router import options
-from kernels.triton.routing import MOST_EXPERTS, MOST_SLOTS, align_kernel, align_options
+from kernels.triton.routing import CHUNK, MOST_EXPERTS, MOST_SLOTS, SORT_OPTIONS, align_kernel
+from kernels.triton.routing import align_options, count_kernel, sort_kernel, sort_tile
 from kernels.triton.planes import arrange_kernel, dequantize_kernel, planes_kernel
 from kernels.triton.tiles import DECODE, PLANES, PREFILL
 
@@ -103,8 +104,13 @@ POINTERS |= {"rows": "*fp32", "bias": "*fp32"}
 for hidden in (2048, 7168, 2880):
     show(90, logits_kernel, LOGITS_OPTIONS, H=hidden, HAS_BIAS=hidden == 2880, **LOGITS_TILE)
 POINTERS |= {"rows": "*bf16", "bias": "*bf16"}
-for slots, experts in ((32, 256), (512, 256), (MOST_SLOTS, MOST_EXPERTS)):
+for slots, experts in ((32, 256), (512, 256), (MOST_SLOTS, 2 * MOST_EXPERTS)):
     show(90, align_kernel, align_options(slots), SLOTS=slots, EXPERTS=experts, BLOCKS=512)
+POINTERS["counts"] = "*i32"
+for architecture, experts in ((80, 256), (90, 2 * MOST_EXPERTS)):
+    sizes = {"CHUNK": CHUNK, "EXPERTS": experts}
+    show(architecture, count_kernel, SORT_OPTIONS, **sizes)
+    show(architecture, sort_kernel, SORT_OPTIONS, **sizes, **sort_tile(experts))
 for pointer, compute in (("*fp32", tl.float32), ("*fp16", tl.float16)):
     POINTERS |= dict.fromkeys(("x", "weight", "output"), pointer)
     shape = {"COMPUTE": compute, "ROWS": 16, "COLUMNS": 64}
@@ -116,7 +122,7 @@ for pointer, compute in (("*fp32", tl.float32), ("*fp16", tl.float16)):
 POINTERS |= dict.fromkeys(("scores", "peak"), "*fp32") | {"enough": "*i1"}
 POINTERS |= dict.fromkeys(("temperature", "numbers", "sums", "totals"), "*fp64")
 POINTERS |= dict.fromkeys(("keys", "top_k", "ids"), "*i64")
-show(90, keys_kernel, OPTIONS, CHUNK=CHUNK)
+show(90, keys_kernel, OPTIONS, CHUNK=DRAWN)
 show(90, draw_kernel, OPTIONS, BOUNDED=False, WHOLE=False, WIDTH=MOST)
 """
 )
@@ -241,14 +247,20 @@ for architecture in map(int, sys.argv[1].split()):
              KEYS=64, V=128, WIDTH_V=128)
     show(architecture, rows.add_norm_kernel, rows.OPTIONS | {"num_warps": rows._warps(7168)}, half,
          H=7168, ADD=True, POST=2, NORM=1, HAS_POST_BIAS=True, HAS_BIAS=False, WIDTH=8192)
-    show(architecture, rows.place_kernel, rows.OPTIONS | {"num_warps": 1}, half, Q=32, N=4, QD=128,
-         D=128, V=128, BIASES=(True, True, True), NORMS=(1, 2, 0),
-         NORM_BIASES=(False, True, False), LATE=(False, True, False), STYLES=(1, 3, 0),
-         BEGINS=(0, 64, 0), SIZE=64, WIDTH_Q=128, WIDTH_D=128, WIDTH_V=128, BLOCK=64)
-    show(architecture, rows.place_kernel, rows.OPTIONS | {"num_warps": 1}, half, Q=16, N=1, QD=64,
-         D=512, V=64, BIASES=(False,) * 3, NORMS=(0, 1, 0), NORM_BIASES=(False,) * 3,
-         LATE=(False,) * 3, STYLES=(2, 0, 2), BEGINS=(0, 0, 0), SIZE=64, WIDTH_Q=64, WIDTH_D=512,
-         WIDTH_V=64, BLOCK=64)  # latents: heads of three sizes
+    for count in (1, rows.PLACED):
+        plain = {"LATE": (False,) * 3, "BIASES": (False,) * 3, "NORM_BIASES": (False,) * 3}
+        for heads in (
+            {"Q": 32, "N": 4, "QD": 128, "D": 128, "V": 128, "NORMS": (1, 1, 0),
+             "STYLES": (1, 1, 0), "BEGINS": (0, 0, 0), "SIZE": 128, **plain},
+            {"Q": 32, "N": 4, "QD": 128, "D": 128, "V": 128, "NORMS": (1, 2, 0),
+             "STYLES": (1, 3, 0), "BEGINS": (0, 64, 0), "SIZE": 64, "BIASES": (True,) * 3,
+             "NORM_BIASES": (False, True, False), "LATE": (False, True, False)},
+            {"Q": 16, "N": 1, "QD": 64, "D": 512, "V": 64, "NORMS": (0, 1, 0),
+             "STYLES": (2, 0, 2), "BEGINS": (0, 0, 0), "SIZE": 64, **plain},  # latents
+        ):
+            widths = {f"WIDTH_{part[0]}": heads[part] for part in ("QD", "D", "V")}
+            show(architecture, rows.place_kernel, rows.OPTIONS | {"num_warps": 1}, half,
+                 BLOCK=64, ROWS=count, **heads, **widths)
     show(architecture, rows.store_kernel, rows.OPTIONS | {"num_warps": 4}, half, N=4, D=192, V=128,
          ROWS=16, WIDTH_D=256, WIDTH_V=128, BLOCK=64)
     show(architecture, rows.gated_kernel, rows.OPTIONS | {"num_warps": 4}, half, CURVE=0)
@@ -335,7 +347,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 27
+    assert len(lines) == 31
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         assert int(shared) <= _LEAST_SHARED, name
@@ -369,7 +381,7 @@ def check_attention(architectures: str) -> None:
              "registers", "stack", "local", "in loop", "shared", "products"]  # fmt: skip
     for words in (heads, *lines):
         print(*(f"{word:>15}" for word in words))
-    assert len(lines) == 25 * len(architectures.split())
+    assert len(lines) == 29 * len(architectures.split())
     for words in lines:
         row = dict(zip(heads, words, strict=True))
         two_sums = row["splits"] == "1" and row["segment"] != "0"

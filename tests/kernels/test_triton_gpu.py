@@ -17,6 +17,7 @@ from kernels.reference import AnyExperts
 from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.planes import arrange
+from kernels.triton.routing import route
 from moe.sampling import batch
 from moe.sampling.batch import Row, draw_batch
 from moe.sampling.params import SamplingParams
@@ -120,6 +121,17 @@ def test_no_call_waits_for_the_host() -> None:
         experts_forward(hidden, ids, weights, layer)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("slots", [512, 16_384])
+def test_slots_are_sorted_as_by_torch(slots: int) -> None:
+    ids = torch.randint(-1, 128, (slots, 1), generator=torch.Generator().manual_seed(0))
+    found, expected = route(ids.to(DEVICE), 128, 64), route(ids, 128, 64)
+    assert torch.equal(found.order_S.cpu(), expected.order_S)
+    assert torch.equal(found.offsets_E1.cpu(), expected.offsets_E1)
+    assert torch.equal(found.expert_B.cpu(), expected.expert_B)
+    used = expected.expert_B >= 0
+    assert torch.equal(found.first_B.cpu()[used], expected.first_B[used])
 
 
 def test_linear_layers() -> None:

@@ -1,7 +1,8 @@
-"""A router's rule and the alignment of slots, each in one kernel: as torch's operations have it."""
+"""A router's rule, and slots sorted by expert: the kernels do as operations of torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import get_args
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from kernels.triton.language import INTERPRETED
 from kernels.triton.router import logits
-from kernels.triton.routing import align, route
+from kernels.triton.routing import CHUNK, Blocks, align, route, sort_slots
 from moe.describe.routers import by_kernel, decide
 from routing.routers import RouterRule, Score
 
@@ -106,8 +107,31 @@ def test_the_kernel_aligns_many_slots(tokens: int, slots: int, experts: int) -> 
     check_aligned(ids, experts, 16)
 
 
-def check_aligned(ids: Tensor, experts: int, rows: int) -> None:
-    found, expected = align(ids.flatten(), experts, rows), route(ids, experts, rows)
+@settings(max_examples=12)
+@given(st.data(), st.integers(1, 3 * CHUNK), st.sampled_from([1, 2, 9, 60, 511, 512]))
+def test_two_kernels_sort_as_torch_does(data: st.DataObject, slots: int, experts: int) -> None:
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    few = data.draw(st.sampled_from([1, experts]))  # experts that are asked for
+    ids = torch.randint(-2, few + 2, (slots, 1)).to(data.draw(st.sampled_from(_INTEGERS)))
+    check_aligned(ids, experts, data.draw(st.sampled_from([1, 3, 64])), sort_slots)
+
+
+@pytest.mark.parametrize(
+    ("slots", "experts"),
+    [(CHUNK, 4), (9 * CHUNK, 128), pytest.param(65_536, 512, marks=pytest.mark.slow)],
+)
+def test_two_kernels_sort_many_slots(slots: int, experts: int) -> None:
+    torch.manual_seed(slots)
+    check_aligned(torch.randint(-1, experts, (slots, 1)), experts, 128, sort_slots)
+
+
+_INTEGERS = torch.int32, torch.int64
+
+
+def check_aligned(
+    ids: Tensor, experts: int, rows: int, kernel: Callable[..., Blocks] = align
+) -> None:
+    found, expected = kernel(ids.flatten(), experts, rows), route(ids, experts, rows)
     assert torch.equal(found.order_S, expected.order_S)
     assert torch.equal(found.offsets_E1, expected.offsets_E1)
     assert torch.equal(found.expert_B, expected.expert_B)

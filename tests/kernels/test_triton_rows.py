@@ -92,7 +92,14 @@ def test_heads_are_turned_and_placed(data: st.DataObject) -> None:
     output = torch.empty(3, heads[0], expected[0].shape[2], dtype=dtype)
     pools = [torch.full((4, heads[1], BLOCK, e.shape[2]), 7.0).to(dtype) for e in expected[1:]]
     wanted = [pool.clone() for pool in pools]
+    others = [part.clone() for part in (output, *pools)]
     place_heads(parts[0], parts[1], parts[2], output, pools[0], pools[1], slots)
+    with pytest.MonkeyPatch.context() as patch:  # several rows of a program, not all of them full
+        patch.setattr("kernels.triton.rows._MANY_HEADS", 0)
+        patch.setattr("kernels.triton.rows.PLACED", 2)
+        place_heads(parts[0], parts[1], parts[2], others[0], others[1], others[2], slots)
+    for one, other in zip((output, *pools), others, strict=True):
+        assert torch.equal(one, other)
     near = nearly(dtype)
     torch.testing.assert_close(output.double(), expected[0], **near)
     for pool, want, rows in zip(pools, wanted, expected[1:], strict=True):

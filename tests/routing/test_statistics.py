@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from routing import LOADED_FOR, PHASES, Phase, Routing, RoutingStatistics
 
@@ -59,6 +61,49 @@ def test_layers_at_once_are_layers_one_by_one(steps: list[list[list[list[int]]]]
             apart.record(layer, {"decode": routing})
     assert together.snapshot() == apart.snapshot()
     assert together.steps == [0, len(steps), len(steps)]
+
+
+@given(st.lists(st.lists(STEPS, min_size=3, max_size=3), min_size=1, max_size=3))
+def test_a_pass_counts_as_its_layers_apart(passes: list[list[list[dict[Phase, Any]]]]) -> None:
+    """Steps that wait together, whatever layers follow each other, and steps counted at once."""
+    waiting, at_once = RoutingStatistics([5, 5, 5]), RoutingStatistics([5, 5, 5])
+    for layers in passes:
+        for layer, steps in enumerate(layers):
+            for step in steps:
+                routings = {phase: route(ids) for phase, ids in step.items()}
+                for statistics in (waiting, at_once):
+                    statistics.record(layer, routings)
+                at_once.tokens_of_all()
+    assert waiting.snapshot() == at_once.snapshot()
+    for layer in range(3):
+        assert waiting.expert_loads_by(layer) == at_once.expert_loads_by(layer)
+
+
+def test_a_pass_of_many_layers_is_counted_by_few_operations() -> None:
+    """As many as a pass of one layer, but one that joins them."""
+    operations = []
+    for layers in (1, 30):
+        statistics, noted = RoutingStatistics([9] * layers), Noted()
+        for layer in range(layers):
+            statistics.record(layer, {"prefill": route([[0, 1], [2, 8]])})
+        with noted:
+            statistics.tokens_of_all()
+        operations.append(noted.names)
+    assert len(operations[1]) == len(operations[0]) + 1
+
+
+class Noted(TorchDispatchMode):
+    """The operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(function._schema.name)
+        return function(*args, **(kwargs or {}))
 
 
 def test_counting_in_and_out_of_inference_mode() -> None:
