@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,9 @@ from kernels.reference import AnyExperts
 from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.planes import arrange
+from moe.sampling import batch
+from moe.sampling.batch import Row, draw_batch
+from moe.sampling.params import SamplingParams
 from tests.kernels import recurrence_cases
 from tests.kernels.attention_cases import AttentionCase
 from tests.kernels.dequantized_cases import quantize_case
@@ -160,6 +164,18 @@ def test_planes_are_arranged(bits: int, chunks: int) -> None:
     target = torch.empty_like(plane)
     arrange(plane, target, bits, chunks)
     assert torch.equal(target, arranged_plane(plane, bits, chunks, "cuda"))
+
+
+@pytest.mark.parametrize("own", [{"top_p": 0.95, "temperature": 0.8}, {"top_k": 50, "min_p": 0.01}])
+def test_tokens_are_drawn_as_torch_draws(
+    own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(64, 151_936, device=DEVICE) * 3
+    given = [Row(SamplingParams(**own), at * 0.37 % 1) for at in range(64)]
+    found = [[str(drawn) for drawn in draw_batch([logits], given)]]
+    monkeypatch.setattr(batch, "_kernels_for", lambda _: None)
+    found.append([str(drawn) for drawn in draw_batch([logits], given)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
