@@ -110,7 +110,14 @@ for pointer, compute in (("*fp32", tl.float32), ("*fp16", tl.float16)):
     shape = {"COMPUTE": compute, "ROWS": 16, "COLUMNS": 64}
     show(80, whole_kernel, DECODE[0].options, CURVE=1, GATED=True, DEPTH=64, HAS_BIAS=False,
          **shape)
-    assert len(lines) == 27
+    show(80, planes_kernel, tile.options(4), **SYMMETRIC, **tile.constants(4), PLANES=3,
+         GROUP=64, TWO=False, CURVE=-1, GATED=False, HAS_BIAS=False, DENSE=True, EVEN=True,
+         TAIL=False, COMPUTE=compute)
+POINTERS |= dict.fromkeys(("scores", "peak"), "*fp32") | {"enough": "*i1"}
+POINTERS |= dict.fromkeys(("temperature", "numbers", "sums", "totals"), "*fp64")
+POINTERS |= dict.fromkeys(("keys", "top_k", "ids"), "*i64")
+show(90, keys_kernel, OPTIONS, CHUNK=CHUNK)
+show(90, draw_kernel, OPTIONS, BOUNDED=False, WHOLE=False, WIDTH=MOST)
 """
 )
 
@@ -328,11 +335,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-<<<<<<< HEAD
-    assert len(lines) == 25
-=======
-    assert len(lines) == 29
->>>>>>> main
+    assert len(lines) == 27
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         assert int(shared) <= _LEAST_SHARED, name
