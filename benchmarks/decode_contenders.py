@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +19,7 @@ from examples.models.random_store import random_30b
 from experts.manifest import is_store
 from moe import MoE, SamplingParams
 from moe.sampling.batch import Row, Token
-from moe.sampling.sampler import Guesses, Sampler
+from moe.sampling.sampler import Sampler
 
 ROOT = Path(__file__).parents[1]
 
@@ -47,8 +47,8 @@ class _Given(Sampler):
         super().__init__(params, [], 0)
         self._token_ids = iter(token_ids)
 
-    def rows(self, guesses: Guesses) -> Iterator[Row]:
-        yield Row(GREEDY, 0.0)
+    def row(self) -> Row:
+        return Row(GREEDY, 0.0)
 
     def accept(self, token: Token) -> Token:
         return Token(next(self._token_ids))

@@ -104,8 +104,8 @@ def arrange_for_cuda(planes: Sequence[Tensor], layouts: Sequence[PlaneLayout]) -
             plane.copy_(made)
         return
     for index, plane in enumerate(planes):
-        for piece, bits in pieces_of(plane, index, layouts):
-            triton.arrange(piece.clone(), piece, bits)
+        for piece, bits, chunks in pieces_of(plane, index, layouts):
+            triton.arrange(piece.clone(), piece, bits, chunks)
 
 
 def arrange_experts(experts: QuantizedExperts) -> QuantizedExperts:

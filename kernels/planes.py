@@ -24,20 +24,20 @@ between: two such planes are 2 bits a step again after one selection. Rows are p
 columns to whole groups, with code 136 and scale 0.
 
 On a CUDA device the planes have an arrangement of their own (`arranged`), made while loading. It
-moves bits only within *chunks* of 32 columns of 16 rows, so sizes, blocks and scales stay as they
-are, and each plane can still be read alone. A thread of a matrix instruction takes two rows of a
-block, q and ``8 + q`` (c = 0 and c = 1; q from 0 to 7), and of each the columns ``8 p + 2 u + h``
-of one u (p and u from 0 to 3, h 0 or 1). Words of 32 bits lie pair of rows by pair of rows. A pair
-has of a chunk of
+moves bits only within blocks of 16 rows, so sizes, blocks and scales stay as they are, and each
+plane can still be read alone. A *unit* is 64 columns of a block. Each of the 32 threads that
+multiply by it finds its words of 32 bits side by side: those of two rows, q and ``8 + q`` (c = 0
+and c = 1; q from 0 to 7), and of the columns ``32 t + 8 u + 2 p + h`` of one u (u and p from 0 to
+3, t and h 0 or 1). Thread ``4 q + u`` has of a plane of
 
-- 2 bits: 4 words, u; a column's bits begin at ``4 p + 16 h + 2 c``;
-- 1 bit: 2 words, ``u // 2``; its bit is ``4 p + 16 h + u % 2 + 2 c``;
-- 4 bits: 8 words, ``2 u + c``; its bits begin at ``4 p + 16 h``;
-- 8 bits: 16 words, ``4 u + 2 (p // 2) + c``; its bits begin at ``8 (p % 2) + 16 h``.
+- 1 bit: 1 word; a column's bit is ``4 p + 16 h + 2 c + t``;
+- 2 bits: 2 words, t; its bits begin at ``4 p + 16 h + 2 c``;
+- 4 bits: 4 words, ``2 t + c``; its bits begin at ``4 p + 16 h``;
+- 8 bits: 8 words, ``4 t + 2 (p // 2) + c``; its bits begin at ``8 (p % 2) + 16 h``.
 
-So a thread reads one word of a plane for 16 codes; after one shift the planes' bits of a column
-meet in one nibble, and two neighbouring columns lie 16 bits apart, as matrix instructions take
-them.
+So one shift at most lets the planes' bits of a column meet in one nibble, and two neighbouring
+columns lie 16 bits apart, as matrix instructions take them. A last unit of 32 columns has t = 0
+only; there, two threads share a word of 1 bit, and ``u % 2`` stands for t.
 
 Weights that a file has quantised already keep its own codes, of 2 to 6 or 8 bits, and its own
 scales and offsets (kernels/scales.py). Their planes are few: the first 4 bits, then the others; of
@@ -88,7 +88,7 @@ FLOAT_FORMATS: dict[Scales, tuple[int, tuple[int, ...]]] = {
 FILE_ROW_GROUP = 32
 """Columns of activations that share a scale where weights come from a file."""
 CHUNK_COLUMNS = 32
-"""Columns within which the arrangement for CUDA devices moves bits."""
+"""Columns of half a unit of the arrangement for CUDA devices."""
 STEP_COLUMNS = 4
 ZERO_CODE = 136
 MAX_CODE = 255
@@ -98,10 +98,7 @@ _LARGEST_BELOW, _LARGEST_ABOVE = 8 * 16, 7 * 16  # codes from zero
 _STEP_CODES = BLOCK_ROWS * STEP_COLUMNS
 _ARRANGED_CHUNKS = 1 << 15
 """Rearranged at once: a byte a code and more is in memory for a while."""
-_CODES, _WORDS = (-6, -3, -2, -7, -1, -5), (-7, -6, -5, -4, -3, -2)
-"""Dimensions of a chunk in order of codes, and in that of words for CUDA; see `_arranged`."""
-_BYTES = (-6, -3, -2, -5, -7, -1, -4), (-7, -6, -5, -4, -3, -2, -1)
-"""Of codes of 8 bits, from the order of codes to that for CUDA."""
+_LAST = (-7, -6, -5, -4, -3, -2, -1)
 _POSITIONS = {1: (7, 5, 3, 1, 6, 4, 2, 0), 2: (6, 4, 2, 0), 4: (0, 4), 8: (0,)}
 """Lowest bit of each step within a byte of a plane of this many bits, first step first."""
 
@@ -296,8 +293,9 @@ def arranged(
 
 def pieces_of(
     plane: Tensor, index: int, layouts: Sequence[PlaneLayout]
-) -> Iterator[tuple[Tensor, int]]:
-    """Pieces of a blob of planes that can be arranged each by itself, and their bits a code.
+) -> Iterator[tuple[Tensor, int, int]]:
+    """Pieces of a blob of planes that can be arranged each by itself, with their bits a code and
+    chunks a row.
 
     Args:
         index: of the plane.
@@ -308,46 +306,80 @@ def pieces_of(
     ):
         if matrix.shape[-1]:
             bits = layout.format.plane_bits[index]
-            for piece in matrix.split(_ARRANGED_CHUNKS * _STEP_CODES * bits, -1):
-                yield piece, bits
+            chunks = layout.padded_columns // CHUNK_COLUMNS
+            blocks = max(1, _ARRANGED_CHUNKS // chunks)
+            for piece in matrix.split(blocks * chunks * _STEP_CODES * bits, -1):
+                yield piece, bits, chunks
 
 
-def _arranged(plane: Tensor, bits: int, arrangement: Arrangement) -> Tensor:
-    """See `arranged`; legend: C chunks, R rows of a block, v vectors, i steps, b columns of a step;
-    c q p u h as at the top of this module, of p and u each bit apart."""
-    lead, mask = plane.shape[:-1], 2**bits - 1
+def _arranged(plane: Tensor, bits: int, chunks: int, arrangement: Arrangement) -> Tensor:
+    """See `arranged`; legend: B blocks, C chunks, R rows of a block, v vectors, i steps, b columns
+    of a step; t c q u p h as at the top of this module, of p each bit apart."""
+    lead = plane.shape[:-1]
     if arrangement == "cuda":
         positions = plane.new_tensor(_POSITIONS[bits])
-        bytes_CvRb = plane.view(*lead, -1, bits, BLOCK_ROWS, STEP_COLUMNS)
-        codes = (bytes_CvRb[..., None] >> positions) & mask  # C v R b i
-        codes = codes.movedim(-3, -4).movedim(-1, -2)  # C R v i b
-        codes = codes.reshape(*lead, -1, 2, 8, 2, 2, 2, 2, 2)  # C c q p1 p0 u1 u0 h
-        if bits == 8:
-            return codes.movedim(*_BYTES).flatten(len(lead))  # C q u1 u0 p1 c h p0
-        own = codes.movedim(_CODES, _WORDS)  # C q u1 u0 c h p1 p0
-        own = own[..., 0] | own[..., 1] << 4
-        if bits <= 2:
-            own = own[..., 0, :, :] | own[..., 1, :, :] << 2  # C q u1 u0 h p1
-        if bits == 1:
-            own = own[..., 0, :, :] | own[..., 1, :, :] << 1  # C q u1 h p1
-        return own.flatten(len(lead))
+        bytes_BCvRb = plane.view(*lead, -1, chunks, bits, BLOCK_ROWS, STEP_COLUMNS)
+        codes = (bytes_BCvRb[..., None] >> positions) & (2**bits - 1)  # B C v R b i
+        codes = codes.movedim(-3, -4).movedim(-1, -2)  # B C R v i b
+        codes = codes.reshape(*lead, -1, chunks, 2, 8, 4, 2, 2, 2)  # B C c q u p1 p0 h
+        pairs, last = codes.tensor_split([chunks // 2 * 2], -7)
+        words = _to_words(pairs.unflatten(-7, (-1, 2)), bits).flatten(-2)
+        if chunks % 2:
+            words = torch.cat(
+                [words, _to_words(last[..., None, :, :, :, :, :, :], bits)[..., 0, :]], -1
+            )
+        return words.flatten(len(lead))
+    each = _STEP_CODES * bits
+    pairs, last = plane.view(*lead, -1, chunks * each).tensor_split([chunks // 2 * 2 * each], -1)
+    codes = _from_words(pairs.unflatten(-1, (-1, 2 * each)), bits).flatten(-8, -7)
+    if chunks % 2:
+        codes = torch.cat(
+            [codes, _from_words(last[..., None, :], bits)[..., 0, :, :, :, :, :, :, :]], -7
+        )
+    codes = codes.reshape(
+        *lead, -1, chunks, BLOCK_ROWS, bits, 8 // bits, STEP_COLUMNS
+    )  # B C R v i b
+    steps = codes << codes.new_tensor(_POSITIONS[bits])[:, None]
+    return steps.sum(-2, dtype=torch.uint8).movedim(-2, -3).flatten(len(lead))  # B C v R b
+
+
+def _to_words(codes: Tensor, bits: int) -> Tensor:
+    """``(..., bytes)`` of units for CUDA from codes ``(..., t, c, q, u, p1, p0, h)``."""
     if bits == 8:
-        codes = plane.view(*lead, -1, 8, 2, 2, 2, 2, 2, 2).movedim(*reversed(_BYTES))
-        return _steps_of_chunks(codes, bits).flatten(len(lead))
-    own = plane.view(*lead, -1, 8, 2, *(2,) * {1: 0, 2: 1, 4: 2}[bits], 2, 2)
+        return codes.movedim((-5, -4, -7, -3, -6, -1, -2), _LAST).flatten(-7)
+    if bits == 1 and codes.shape[-7] == 1:  # every other u stands for t
+        codes = codes.unflatten(-4, (2, 2)).movedim(-4, -8)[..., 0, :, :, :, :, :, :]
+    own = codes.movedim((-5, -4, -7, -6, -1, -3, -2), _LAST)  # q u t c h p1 p0
+    own = own[..., 0] | own[..., 1] << 4
+    if bits <= 2:
+        own = own[..., 0, :, :] | own[..., 1, :, :] << 2  # q u t h p1
     if bits == 1:
+        own = own[..., 0, :, :] | own[..., 1, :, :] << 1  # q u h p1
+        return own.flatten(-4)
+    return own.flatten(-5 if bits == 2 else -6)
+
+
+def _from_words(units: Tensor, bits: int) -> Tensor:
+    """The inverse of `_to_words`, of ``(..., bytes)`` with one or two t."""
+    two = units.shape[-1] // (_STEP_CODES * bits)
+    if bits == 8:
+        return units.unflatten(-1, (8, 4, two, 2, 2, 2, 2)).movedim(
+            _LAST, (-5, -4, -7, -3, -6, -1, -2)
+        )
+    if bits == 4:
+        own = units.unflatten(-1, (8, 4, two, 2, 2, 2))
+    elif bits == 2:
+        own = units.unflatten(-1, (8, 4, two, 2, 2))
+    else:
+        own = units.unflatten(-1, (8, 2 * two, 2, 2))
         own = torch.stack([own, own >> 1], -3)
     if bits <= 2:
-        own = torch.stack([own, own >> 2], -3)  # C q u1 u0 c h p1
-    codes = torch.stack([own, own >> 4], -1) & mask  # C q u1 u0 c h p1 p0
-    return _steps_of_chunks(codes.movedim(_WORDS, _CODES), bits).flatten(len(lead))
-
-
-def _steps_of_chunks(codes: Tensor, bits: int) -> Tensor:
-    """``(..., C, v, R, b)`` bytes of codes in the order ``C c q p1 p0 u1 u0 h``."""
-    codes = codes.reshape(*codes.shape[:-7], BLOCK_ROWS, bits, 8 // bits, STEP_COLUMNS)  # C R v i b
-    steps = codes << codes.new_tensor(_POSITIONS[bits])[:, None]
-    return steps.sum(-2, dtype=torch.uint8).movedim(-2, -3)  # C v R b
+        own = torch.stack([own, own >> 2], -3)  # q u t c h p1
+    codes = torch.stack([own, own >> 4], -1) & (2**bits - 1)
+    codes = codes.movedim(_LAST, (-5, -4, -7, -6, -1, -3, -2))
+    if bits == 1 and two == 1:
+        codes = codes.movedim(-7, -4).flatten(-5, -4)[..., None, :, :, :, :, :, :]
+    return codes
 
 
 def unpack(planes: Sequence[Tensor], layout: PlaneLayout) -> Tensor:

@@ -1,9 +1,16 @@
 """Codes and scales of bit planes in registers, from the arrangement of kernels/planes.py for CUDA.
 
-Codes become whole numbers, or halves where bits are missing, which bf16 and float16 hold exactly:
-`chunk_numbers` those of symmetric codes, `file_numbers` those that a file had quantised, whose
-scales and offsets `group_scale` reads as kernels/scales.py has them. Codes that are floating point
-numbers stay exact, too: `widened` moves their bits to where wider types have them.
+A *unit* is 64 columns of 16 rows. Each thread of a warp loads its own words of a plane and unpacks
+them where they are: nothing passes through shared memory on the way to the matrix instruction.
+
+Codes become whole numbers, which bf16 and float16 hold exactly, of 8 bits in two pieces:
+`symmetric_numbers` of symmetric codes, `file_numbers` of those that a file had quantised, both
+twice their size. Scales and offsets `group_scale` reads as kernels/scales.py has them. Codes that
+are floating point numbers stay exact, too: `widened` moves their bits to where wider types have
+them.
+
+Shape legend: S units side by side, one of each warp; u and q, a thread's place in its warp, from 0
+to 3 and from 0 to 7; c, p and h as in kernels/planes.py.
 """
 
 from __future__ import annotations
@@ -11,113 +18,310 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.triton import language
+
+INTERPRETED = tl.constexpr(language.INTERPRETED)
 CENTRED = tl.constexpr(1)
 """Numbers of the kinds of scales, by their order in kernels/scales.py; 0 is symmetric."""
 OFFSET, SUPER, SUPER_OFFSET, SUPER_NIBBLES, FP8, MXFP4 = map(tl.constexpr, range(2, 8))
+_EARLIER = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+WIDTH = tl.constexpr(4 if _EARLIER else 2)
+"""Neighbouring columns of a thread, of the operand that Triton makes of joined tensors."""
+LAST_FIRST = tl.constexpr(not _EARLIER)
+"""Neighbouring threads have neighbours of the last dimension, not of the first one, where memory
+does not decide. Where one of both is wrong, products are right, but slow."""
 
 
 @triton.jit
-def pair_of(word, P: tl.constexpr, CENTRE: tl.constexpr, COMPUTE: tl.constexpr):
-    """``2 * nibble + CENTRE`` of the columns ``8 P + 2 u`` and the next, u along words: (N, 4, 2).
+def and_or(word, MASK: tl.constexpr, MORE: tl.constexpr):
+    """``(word & MASK) | MORE``, in one instruction: the compiler makes two."""
+    if INTERPRETED:
+        return (word & MASK) | MORE
+    else:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r",
+            [word, tl.full(word.shape, MASK, tl.uint32), tl.full(word.shape, MORE, tl.uint32)],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def chosen(word, other, MASK: tl.constexpr):
+    """Bits of `word` where MASK has some, else those of `other`; see `and_or`."""
+    if INTERPRETED:
+        return (word & MASK) | (other & (0xFFFFFFFF ^ MASK))
+    else:
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xE4;", "=r,r,r,r",
+            [word, other, tl.full(word.shape, MASK, tl.uint32)],
+            dtype=tl.uint32, is_pure=True, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def load(pointers, mask, MASKED: tl.constexpr):
+    """What lies there; 0 where it is masked."""
+    if MASKED:
+        return tl.load(pointers, mask=mask, other=0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def load_by_thread(pointers, mask, MASKED: tl.constexpr):
+    """As `load`, of (u, q, S) or (u, q, S, ...); the first dimension is that of neighbouring
+    threads, the third that of warps."""
+    if not LAST_FIRST:
+        return load(pointers, mask, MASKED)
+    if MASKED:
+        mask = tl.broadcast_to(mask, pointers.shape)
+    if len(pointers.shape) == 3:
+        pointers = tl.permute(pointers, (2, 1, 0))
+        if MASKED:
+            mask = tl.permute(mask, (2, 1, 0))
+        return tl.permute(load(pointers, mask, MASKED), (2, 1, 0))
+    elif len(pointers.shape) == 4:
+        pointers = tl.permute(pointers, (2, 1, 0, 3))
+        if MASKED:
+            mask = tl.permute(mask, (2, 1, 0, 3))
+        return tl.permute(load(pointers, mask, MASKED), (2, 1, 0, 3))
+    else:
+        pointers = tl.permute(pointers, (3, 2, 1, 0, 4))
+        if MASKED:
+            mask = tl.permute(mask, (3, 2, 1, 0, 4))
+        return tl.permute(load(pointers, mask, MASKED), (3, 2, 1, 0, 4))
+
+
+@triton.jit
+def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr):
+    """(u, q, S, BITS) words of a plane; (u, q, S) of 1 bit, and (u, q, S, 2, 4) of 8.
+
+    Dimensions go from the one that is nearest in memory on, but for a thread's own words:
+    so each thread loads what it unpacks.
+
+    Args:
+        plane: where the block of rows begins.
+        chunk: (S,) of each unit's first 32 columns.
+        wanted: (S,) with MASKED; the words of others are 0.
+        TAIL: the last 32 columns, which have no neighbour; the other half is junk.
+    """
+    u, q = tl.arange(0, 4), tl.arange(0, 8)
+    begin = chunk * (16 * BITS)
+    if BITS == 1:
+        lane = q[None, :, None] * 4 + u[:, None, None]
+        at = begin[None, None, :] + (lane // 2 if TAIL else lane)
+        words = load_by_thread(plane + at, wanted[None, None, :], MASKED)
+        if TAIL:
+            words = words >> (u % 2).to(tl.uint32)[:, None, None]
+    elif BITS == 8:  # a thread takes 16 bytes at once
+        lane = q[None, :, None, None, None] * 4 + u[:, None, None, None, None]
+        half, own = tl.arange(0, 2)[None, None, None, :, None], tl.arange(0, 4)
+        at = lane * 4 if TAIL else lane * 8 + half * 4
+        at = begin[None, None, :, None, None] + at + own[None, None, None, None, :]
+        at, _ = tl.broadcast(at, half)
+        words = load_by_thread(plane + at, wanted[None, None, :, None, None], MASKED)
+    else:
+        OWN: tl.constexpr = BITS // 2 if TAIL else BITS
+        own = tl.arange(0, BITS)[None, None, None, :]
+        lane = q[None, :, None, None] * 4 + u[:, None, None, None]
+        at = begin[None, None, :, None] + lane * OWN + (own % OWN)
+        if not TAIL:
+            at = begin[None, None, :, None] + lane * OWN + own
+        words = load_by_thread(plane + at, wanted[None, None, :, None], MASKED)
+    return words
+
+
+@triton.jit
+def half_of(words, T: tl.constexpr):
+    """The half T of a thread's words: (u, q, S, W / 2), or (u, q, S) of two."""
+    if len(words.shape) == 5:
+        first, second = tl.split(tl.permute(words, (0, 1, 2, 4, 3)))
+    elif words.shape[3] == 2:
+        first, second = tl.split(words)
+    else:
+        S: tl.constexpr = words.shape[2]
+        by_half = tl.permute(tl.reshape(words, (4, 8, S, 2, 2)), (0, 1, 2, 4, 3))
+        first, second = tl.split(by_half)
+    if T == 0:
+        return first
+    else:
+        return second
+
+
+@triton.jit
+def arranged(a0, a1, a2, a3, b0, b1, b2, b3):
+    """(S, 16, 32) numbers of (u, q, S, h) pairs: of both rows of a thread, p from 0 to 3.
+
+    Columns are in the order (p % 2, u, p // 2, h), or where WIDTH is 2 (p, u, h): that of the
+    operands, so that nothing moves. `load_rows` has the same.
+    """
+    S: tl.constexpr = a0.shape[2]
+    first = tl.join(tl.join(a0, a2), tl.join(a1, a3))
+    second = tl.join(tl.join(b0, b2), tl.join(b1, b3))
+    numbers = tl.join(first, second)  # u q S h p1 p0 c
+    if WIDTH == 4:
+        numbers = tl.permute(numbers, (2, 6, 1, 5, 0, 4, 3))
+    else:
+        numbers = tl.permute(numbers, (2, 6, 1, 4, 5, 0, 3))
+    return tl.reshape(numbers, (S, 16, 32))
+
+
+@triton.jit
+def in_order(numbers):
+    """(S, 16, 32) numbers of `arranged`, column by column."""
+    S: tl.constexpr = numbers.shape[0]
+    if WIDTH == 4:
+        numbers = tl.permute(tl.reshape(numbers, (S, 16, 2, 4, 2, 2)), (0, 1, 3, 4, 2, 5))
+    else:
+        numbers = tl.permute(tl.reshape(numbers, (S, 16, 4, 4, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(numbers, (S, 16, 32))
+
+
+@triton.jit
+def load_rows(
+    from_x, column, K, COMPUTE: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """(S, 32, ROWS) activations, columns in the order of `arranged`: 8 u + 2 p + h of each u.
+
+    Args:
+        from_x: (8, ROWS / 8) pointers of rows; row r of 8 and then i is ``8 i + r``.
+        column: (S,) the first of 32.
+        HALF: with 0 or 1, only 16 of these columns, others are 0; -1 for all.
+    """
+    S: tl.constexpr = column.shape[0]
+    MORE: tl.constexpr = from_x.shape[1]
+    u, own = tl.arange(0, 4), tl.arange(0, 8)
+    depth = u[:, None, None, None, None] * 8 + own[None, None, None, None, :]
+    at = column[None, None, :, None, None] + depth
+    pointers = from_x[None, :, None, :, None] + at
+    x = load_by_thread(pointers, at < K, MASKED)
+    if HALF >= 0:
+        x = tl.where((u // 2 == HALF)[:, None, None, None, None], x, 0.0)
+    x = tl.reshape(x.to(COMPUTE), (4, 8, S, MORE, 2, 2, 2))  # u r S i p1 p0 h
+    x = tl.permute(x, (2, 5, 0, 4, 6, 3, 1) if WIDTH == 4 else (2, 4, 5, 0, 6, 3, 1))
+    return tl.reshape(x, (S, 32, 8 * MORE))
+
+
+@triton.jit
+def pair_of(word, P: tl.constexpr, CENTRE: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr):
+    """``STEP * (2 * nibble + CENTRE)``, and 128 times STEP more of bf16 or 1024 times of float16,
+    of the two columns p of each word: (u, q, S, h).
 
     The bits of a bf16 are those of 128 and of a whole number below 128, or of a float16 those of
-    1024 and one below 1024: no conversion is needed.
+    1024 and one below 1024, both times STEP, a power of two: no conversion is needed.
     """
-    own = (word << 1 if P == 0 else word >> (4 * P - 1)) & 0x001E001E
+    own = word << 1 if P == 0 else word >> (4 * P - 1)
     if tl.float32 == COMPUTE:
-        own = own | (CENTRE * 0x00010001)
-        low, high = (own & 0xFFFF).to(tl.float32), (own >> 16).to(tl.float32)
+        own = and_or(own, 0x001E001E, CENTRE * 0x00010001)
+        low, high = (own & 0xFFFF).to(tl.float32) * STEP, (own >> 16).to(tl.float32) * STEP
     else:
+        EXPONENT: tl.constexpr = (STEP >= 2) + (STEP >= 4) + (STEP >= 8) + (STEP >= 16)
         if tl.bfloat16 == COMPUTE:
-            own = own | (0x43004300 + CENTRE * 0x00010001)
+            own = and_or(own, 0x001E001E, (0x4300 + EXPONENT * 0x80 + CENTRE) * 0x00010001)
         else:
-            own = own | (0x64006400 + CENTRE * 0x00010001)
+            own = and_or(own, 0x001E001E, (0x6400 + EXPONENT * 0x400 + CENTRE) * 0x00010001)
         low = (own & 0xFFFF).to(tl.int16).to(COMPUTE, bitcast=True)
         high = (own >> 16).to(tl.int16).to(COMPUTE, bitcast=True)
     return tl.join(low, high)
 
 
 @triton.jit
-def doubled(word, CENTRE: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr):
-    """(COLUMNS, 32) whole numbers ``2 * (nibble - 8) + CENTRE`` of (COLUMNS, 4) words."""
-    early = tl.join(pair_of(word, 0, CENTRE, COMPUTE), pair_of(word, 1, CENTRE, COMPUTE))
-    late = tl.join(pair_of(word, 2, CENTRE, COMPUTE), pair_of(word, 3, CENTRE, COMPUTE))
-    numbers = tl.permute(tl.join(early, late), (0, 4, 3, 1, 2))
-    numbers = tl.reshape(numbers, (COLUMNS, 32))
-    if tl.float32 == COMPUTE:
-        numbers -= 16.0
-    elif tl.bfloat16 == COMPUTE:
-        numbers -= 144.0
-    else:
-        numbers -= 1040.0
-    return numbers
-
-
-@triton.jit
-def words_of_rows(plane, chunk, inside, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """(COLUMNS, 4) words of a plane: of each row and u, the word that holds its bits.
-
-    Args:
-        chunk, inside: (COLUMNS / 16,) each block's chunk, and whether it is wanted.
-        WORDS: of two rows, q and ``8 + q``: 4 of 2 bits, 2 of 1 bit.
-    """
-    BLOCKS: tl.constexpr = COLUMNS // 16
-    pair = chunk[:, None, None] * 8 + tl.arange(0, 8)[None, :, None]
-    at = pair * WORDS + tl.arange(0, WORDS)[None, None, :]
-    words = tl.load(plane + at, mask=inside[:, None, None], other=0)
-    SHARED: tl.constexpr = 4 // WORDS
-    spread = tl.broadcast_to(words[:, None, :, :, None], (BLOCKS, 2, 8, WORDS, SHARED))
-    return tl.reshape(spread, (COLUMNS, 4))
-
-
-@triton.jit
-def nibbles_of_rows(plane, chunk, inside, COLUMNS: tl.constexpr):
-    """(COLUMNS, 4) words of a plane of 4 bits; see `words_of_rows`."""
-    pair = chunk[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
-    at = pair * 8 + tl.arange(0, 4)[None, None, :, None] * 2
-    at += tl.arange(0, 2)[None, None, None, :]
-    words = tl.load(plane + at, mask=inside[:, None, None, None], other=0)
-    return tl.reshape(tl.permute(words, (0, 3, 1, 2)), (COLUMNS, 4))
-
-
-@triton.jit
-def chunk_numbers(
-    plane0, plane1, plane2, plane3, chunk, inside,
-    PLANES: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr,
+def doubled(
+    first, second,
+    CENTRE: tl.constexpr, LESS: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """(COLUMNS, 32) whole numbers of one chunk: ``code - 136`` of 8 bits, else an eighth of it.
+    """(S, 16, 32) numbers ``STEP * (2 * nibble + CENTRE - LESS)`` of a thread's words of both
+    rows."""
+    numbers = arranged(
+        pair_of(first, 0, CENTRE, STEP, COMPUTE), pair_of(first, 1, CENTRE, STEP, COMPUTE),
+        pair_of(first, 2, CENTRE, STEP, COMPUTE), pair_of(first, 3, CENTRE, STEP, COMPUTE),
+        pair_of(second, 0, CENTRE, STEP, COMPUTE), pair_of(second, 1, CENTRE, STEP, COMPUTE),
+        pair_of(second, 2, CENTRE, STEP, COMPUTE), pair_of(second, 3, CENTRE, STEP, COMPUTE),
+    )  # fmt: skip
+    if tl.float32 == COMPUTE:
+        return numbers - LESS * STEP
+    elif tl.bfloat16 == COMPUTE:
+        return numbers - (128 + LESS) * STEP
+    else:
+        return numbers - (1024 + LESS) * STEP
+
+
+@triton.jit
+def symmetric_numbers(
+    own, T: tl.constexpr, PIECE: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """(S, 16, 32) whole numbers of a unit's half T: twice ``code - 136``, of 8 bits the sum of two
+    pieces.
 
     Missing bits stand for the middle of the codes that begin with the others.
 
     Args:
-        chunk, inside: (COLUMNS / 16,) each block's chunk, and whether it is wanted.
+        own: each thread's words of the planes.
     """
-    late = (tl.arange(0, COLUMNS) // 8 % 2).to(tl.uint32)[:, None]  # the second row of two
-    odd = (tl.arange(0, 4) % 2).to(tl.uint32)[None, :]
-    nibble = words_of_rows(plane0, chunk, inside, 4, COLUMNS) << (2 - 2 * late)
-    nibble &= 0xCCCCCCCC
-    if PLANES >= 2:
-        bits = words_of_rows(plane1, chunk, inside, 2, COLUMNS) >> (odd + 2 * late)
-        nibble |= (bits & 0x11111111) << 1
-    if PLANES >= 3:
-        bits = words_of_rows(plane2, chunk, inside, 2, COLUMNS) >> (odd + 2 * late)
-        nibble |= bits & 0x11111111
-    if PLANES >= 3:
-        numbers = doubled(nibble, 0, COMPUTE, COLUMNS)
-    elif PLANES == 2:
-        numbers = doubled(nibble, 1, COMPUTE, COLUMNS)
+    if PIECE == 1:
+        first, second = tl.split(half_of(own[3], T))
+        return doubled(first, second, 0, 16, 1, COMPUTE)
     else:
-        numbers = doubled(nibble, 3, COMPUTE, COLUMNS)
-    if PLANES == 4:
-        low = nibbles_of_rows(plane3, chunk, inside, COLUMNS)
-        # 16 (high - 8) + (low - 8), all of it exact.
-        numbers = numbers * 8.0 + doubled(low, 0, COMPUTE, COLUMNS) * 0.5
-    return numbers
+        high = half_of(own[0], T)
+        if PLANES == 1:
+            first, second = (high << 2) & 0xCCCCCCCC, high & 0xCCCCCCCC
+        else:
+            low = own[1] if T else own[1] << 1
+            low = low & 0xAAAAAAAA if PLANES == 2 else chosen(low, own[2] >> T, 0xAAAAAAAA)
+            first = chosen(high << 2, low, 0xCCCCCCCC)
+            second = chosen(high, low >> 2, 0xCCCCCCCC)
+        CENTRE: tl.constexpr = 3 if PLANES == 1 else (1 if PLANES == 2 else 0)
+        return doubled(first, second, CENTRE, 16, 16, COMPUTE)
+
+
+@triton.jit
+def nibbles_of(words, BITS: tl.constexpr, T: tl.constexpr):
+    """Words of both rows of a thread whose nibbles are the bits of a plane, in a unit's half T."""
+    if BITS == 4:
+        first, second = tl.split(half_of(words, T))
+    elif BITS == 2:
+        both = half_of(words, T)
+        first, second = both & 0x33333333, (both >> 2) & 0x33333333
+    else:
+        first, second = (words >> T) & 0x11111111, (words >> (2 + T)) & 0x11111111
+    return first, second
+
+
+@triton.jit
+def file_numbers(
+    own, T: tl.constexpr, PIECE: tl.constexpr,
+    BITS: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """(S, 16, 32) numbers of a unit's half T: twice the code less what BITS can count, of more than
+    4 bits the sum of two pieces.
+
+    Missing bits stand for the middle of the codes that begin with the others.
+
+    Args:
+        own: each thread's words of the planes.
+        PLANES: that there are, 1 or 2.
+    """
+    if PIECE == 1:
+        first, second = nibbles_of(own[1], BITS - 4, T)
+        return doubled(first, second, 0, 0, 1, COMPUTE)
+    else:
+        first, second = nibbles_of(own[0], 4 if BITS >= 4 else 2, T)
+        if BITS == 3:
+            first, second = first << 1, second << 1
+            if PLANES == 2:
+                low, more = nibbles_of(own[1], 1, T)
+                first, second = first | low, second | more
+        CENTRE: tl.constexpr = 1 if BITS == 3 and PLANES == 1 else 0
+        STEP: tl.constexpr = 2 ** (BITS - 4) if BITS > 4 else 1
+        numbers = doubled(first, second, CENTRE, 2**BITS // STEP, STEP, COMPUTE)
+        if PLANES == 1 and STEP > 1:
+            numbers += STEP - 1
+        return numbers
 
 
 @triton.jit
 def widened(word, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, COMPUTE: tl.constexpr):
-    """Two small floats of each word: (N, 4, 2). They begin at the highest bit of each half.
+    """Two small floats of each word: (u, q, S, h). They begin at the highest bit of each half.
 
     A product mends the exponent, of numbers below the least one, too: bf16 and float16
     are never flushed.
@@ -137,132 +341,74 @@ def widened(word, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, COMPUTE: tl.co
 
 
 @triton.jit
-def bytes_of_rows(plane, chunk, inside, COLUMNS: tl.constexpr):
-    """(COLUMNS, 4) words of the first 16 columns, and of the others; see `words_of_rows`."""
-    pair = chunk[:, None, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None, None]
-    at = pair * 16 + tl.arange(0, 4)[None, None, :, None, None] * 4
-    at += tl.arange(0, 2)[None, None, None, :, None] * 2
-    at += tl.arange(0, 2)[None, None, None, None, :]
-    words = tl.load(plane + at, mask=inside[:, None, None, None, None], other=0)
-    first, last = tl.split(tl.permute(words, (0, 4, 1, 2, 3)))
-    return tl.reshape(first, (COLUMNS, 4)), tl.reshape(last, (COLUMNS, 4))
-
-
-@triton.jit
-def float_numbers(
-    plane, chunk, inside, BITS: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr
-):
-    """(COLUMNS, 32) numbers of one chunk; codes of 8 bits are E4M3, those of 4 bits E2M1."""
+def float_numbers(words, T: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.constexpr):
+    """(S, 16, 32) numbers of a unit's half T; codes of 8 bits are E4M3, those of 4 bits E2M1."""
     if BITS == 8:
-        first, last = bytes_of_rows(plane, chunk, inside, COLUMNS)
-        early = tl.join(widened(first << 8, 4, 3, COMPUTE), widened(first, 4, 3, COMPUTE))
-        late = tl.join(widened(last << 8, 4, 3, COMPUTE), widened(last, 4, 3, COMPUTE))
+        S: tl.constexpr = words.shape[2]
+        pairs = tl.reshape(half_of(words, T), (4, 8, S, 2, 2))
+        early, late = tl.split(tl.permute(pairs, (0, 1, 2, 4, 3)))
+        a, b = tl.split(early)
+        c, d = tl.split(late)
+        return arranged(
+            widened(a << 8, 4, 3, COMPUTE), widened(a, 4, 3, COMPUTE),
+            widened(c << 8, 4, 3, COMPUTE), widened(c, 4, 3, COMPUTE),
+            widened(b << 8, 4, 3, COMPUTE), widened(b, 4, 3, COMPUTE),
+            widened(d << 8, 4, 3, COMPUTE), widened(d, 4, 3, COMPUTE),
+        )  # fmt: skip
     else:
-        words = nibbles_of_rows(plane, chunk, inside, COLUMNS)
-        early = tl.join(widened(words << 12, 2, 1, COMPUTE), widened(words << 8, 2, 1, COMPUTE))
-        late = tl.join(widened(words << 4, 2, 1, COMPUTE), widened(words, 2, 1, COMPUTE))
-    numbers = tl.permute(tl.join(early, late), (0, 4, 3, 1, 2))
-    return tl.reshape(numbers, (COLUMNS, 32))
-
-
-@triton.jit
-def words_at(entry, PLANE: tl.constexpr):
-    return tl.multiple_of(tl.load(entry + PLANE).to(tl.pointer_type(tl.uint32)), 16)
-
-
-@triton.jit
-def file_numbers(
-    plane0, plane1, chunk, inside,
-    BITS: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """(COLUMNS, 32) numbers of one chunk: the code less half of what BITS can count.
-
-    Missing bits stand for the middle of the codes that begin with the others.
-
-    Args:
-        chunk, inside: (COLUMNS / 16,) each block's chunk, and whether it is wanted.
-        PLANES: that there are, 1 or 2.
-    """
-    late = (tl.arange(0, COLUMNS) // 8 % 2).to(tl.uint32)[:, None]  # the second row of two
-    odd = (tl.arange(0, 4) % 2).to(tl.uint32)[None, :]
-    if BITS >= 4:
-        first = nibbles_of_rows(plane0, chunk, inside, COLUMNS)
-    else:
-        first = (words_of_rows(plane0, chunk, inside, 4, COLUMNS) >> (2 * late)) & 0x33333333
-    if BITS == 3:
-        first = first << 1
-    second = first
-    if PLANES == 2:
-        if BITS == 8:
-            second = nibbles_of_rows(plane1, chunk, inside, COLUMNS)
-        elif BITS == 6:
-            second = words_of_rows(plane1, chunk, inside, 4, COLUMNS)
-            second = (second >> (2 * late)) & 0x33333333
-        else:
-            second = words_of_rows(plane1, chunk, inside, 2, COLUMNS)
-            second = (second >> (odd + 2 * late)) & 0x11111111
-    if BITS == 3 and PLANES == 2:
-        first |= second
-    # Twice a nibble less 8.
-    numbers = doubled(first, 0, COMPUTE, COLUMNS)
-    if BITS == 2:
-        numbers = numbers * 0.5 + 6.0
-    elif BITS == 3:
-        numbers = numbers * 0.5 + (4.0 if PLANES == 2 else 4.5)
-    elif BITS == 4:
-        numbers = numbers * 0.5
-    else:
-        STEP: tl.constexpr = 2 ** (BITS - 4)
-        numbers = numbers * (STEP / 2.0)
-        if PLANES == 2:
-            numbers = numbers + (doubled(second, 0, COMPUTE, COLUMNS) * 0.5 + 8.0)
-        else:
-            numbers = numbers + (STEP - 1) / 2.0
-    return numbers
+        a, b = tl.split(half_of(words, T))
+        return arranged(
+            widened(a << 12, 2, 1, COMPUTE), widened(a << 8, 2, 1, COMPUTE),
+            widened(a << 4, 2, 1, COMPUTE), widened(a, 2, 1, COMPUTE),
+            widened(b << 12, 2, 1, COMPUTE), widened(b << 8, 2, 1, COMPUTE),
+            widened(b << 4, 2, 1, COMPUTE), widened(b, 2, 1, COMPUTE),
+        )  # fmt: skip
 
 
 @triton.jit
 def group_scale(
-    scales, block, within, group, inside, block_bytes,
-    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr,
+    scales, group, wanted,
+    BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """(COLUMNS,) float32 scales of a group, and what is added for each number of `file_numbers`.
+    """(S, 16) float32 scales of groups, and what is added for each code less its middle.
 
     Args:
-        scales: bytes of the matrix.
-        block, within: (COLUMNS,) of rows.
-        block_bytes: of the scales of 16 rows.
+        scales: bytes of the block of rows.
+        group, wanted: (S,); the scale of a group that is not wanted is 0.
     """
-    own = scales + block.to(tl.int64) * block_bytes
-    least = tl.zeros_like(within).to(tl.float32)
+    within = tl.arange(0, 16)[None, :]
+    group, mask = group[:, None], None
+    if MASKED:
+        mask = (wanted[:, None] & (within >= 0)) != 0
+    least = tl.zeros((group.shape[0], 16), tl.float32)
     if KIND == FP8:
-        at = own.to(tl.pointer_type(tl.float32)) + group * 16 + within
-        scale = tl.load(at, mask=inside, other=0.0)
+        at = scales.to(tl.pointer_type(tl.float32)) + group * 16 + within
+        scale = load(at, mask, MASKED)
     elif KIND == MXFP4:
-        power = tl.load(own + group * 16 + within, mask=inside, other=0).to(tl.int32)
+        power = load(scales + group * 16 + within, mask, MASKED).to(tl.int32)
         # 2 ** (power - 127); the least of them has no exponent of its own.
         scale = tl.where(power == 0, 1 << 22, power << 23).to(tl.float32, bitcast=True)
     elif KIND <= OFFSET:
-        NUMBERS: tl.constexpr = KIND
-        at = own.to(tl.pointer_type(tl.float16)) + group * (16 * NUMBERS) + within
-        scale = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        NUMBERS: tl.constexpr = 2 if KIND == OFFSET else 1
+        at = scales.to(tl.pointer_type(tl.float16)) + group * (16 * NUMBERS) + within
+        scale = load(at, mask, MASKED).to(tl.float32)
         if KIND == OFFSET:
-            least = tl.load(at + 16, mask=inside, other=0.0).to(tl.float32)
+            least = load(at + 16, mask, MASKED).to(tl.float32)
     else:
         GROUPS: tl.constexpr = 256 // GROUP
         HEAD: tl.constexpr = 32 if KIND == SUPER else 64
         EACH: tl.constexpr = 32 if KIND == SUPER_OFFSET else 16
-        own += group // GROUPS * (HEAD + EACH * GROUPS)
+        own = scales + group // GROUPS * (HEAD + EACH * GROUPS)
         outer = own.to(tl.pointer_type(tl.float16)) + within
-        scale = tl.load(outer, mask=inside, other=0.0).to(tl.float32)
+        scale = load(outer, mask, MASKED).to(tl.float32)
         at = own + HEAD + group % GROUPS * EACH + within
-        inner = tl.load(at, mask=inside, other=0)
+        inner = load(at, mask, MASKED)
         if KIND == SUPER:
             scale *= inner.to(tl.int8, bitcast=True).to(tl.float32)
         else:
-            outer_least = tl.load(outer + 16, mask=inside, other=0.0).to(tl.float32)
+            outer_least = load(outer + 16, mask, MASKED).to(tl.float32)
             if KIND == SUPER_OFFSET:
-                minimum = tl.load(at + 16, mask=inside, other=0)
+                minimum = load(at + 16, mask, MASKED)
             else:
                 minimum = inner >> 4
                 inner = inner & 15

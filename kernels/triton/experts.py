@@ -25,16 +25,16 @@ from kernels.reference import AnyExperts, ExpertWeights, check_rows, check_shape
 from kernels.scales import BLOCK_ROWS
 from kernels.triton.grouped import project_whole
 from kernels.triton.language import DTYPES, Epilogue, masked_by
-from kernels.triton.planes import address_table, dequantized, finish, project_planes, readable
+from kernels.triton.planes import address_table, dequantized, project_planes, readable
 from kernels.triton.planes import arrange as arrange  # for kernels.arrange_for_cuda
-from kernels.triton.routing import Blocks, one_group, route, used_experts
-from kernels.triton.tiles import DECODE, PLANES, PREFILL, Tile, choose
+from kernels.triton.routing import Blocks, route, used_experts
+from kernels.triton.tiles import DECODE, MORE_PLANES, PLANES, PREFILL, PlaneTile, Tile, choose
 
 _COLUMNS = 256  # of a program of `combine_kernel`
 
 
 _MANY_ROWS = 32  # of an expert, from which on taller tiles pay
-_PANEL_ROWS = 64  # of an expert, from which on its planes are dequantised first
+_PANEL_ROWS = 128  # of a matrix, from which on its planes are dequantised first
 PANEL_BYTES = 128 << 20
 """Memory of dequantised weights at most, but for one expert."""
 
@@ -83,7 +83,7 @@ def experts_forward(
 
     Products have the wider of the two dtypes, sums are float32, and each projection's output is
     rounded to hidden's dtype. A row's bits depend on its own inputs only; but planes are rounded to
-    hidden's dtype where experts have 64 rows or more on average. The host does not see the ids: a
+    hidden's dtype where experts have 128 rows or more on average. The host does not see the ids: a
     token with an id outside [-1, E) gets a row of NaN.
     """
     check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
@@ -149,14 +149,14 @@ class _Projection:
     epilogue: Epilogue
     share: int
 
-    def tile(self, x_XK: Tensor, rows: int | None) -> Tile:
+    def tile(self, x_XK: Tensor, rows: int | None) -> Tile | PlaneTile:
         """The best tile, of so many rows where the first projection has chosen."""
         call, known = self.call, isinstance(self.weights, PlaneLayout)
-        reference = DECODE[0]
-        some: tuple[Tile, ...] = DECODE
-        more: tuple[Tile, ...] = PREFILL
+        reference: Tile | PlaneTile = DECODE[0]
+        some: tuple[Tile | PlaneTile, ...] = DECODE
+        more: tuple[Tile | PlaneTile, ...] = PREFILL
         if known and not self.in_panels:
-            reference, some, more = PLANES[0], PLANES, PLANES
+            reference, some, more = PLANES[0], PLANES, MORE_PLANES
         many = call.each >= _MANY_ROWS
         candidates = [t for t in (more if many else some) if rows is None or t.rows == rows]
         shape = (
@@ -167,7 +167,7 @@ class _Projection:
         own = x_XK.device, x_XK.dtype, self.epilogue.parts, call.distinct, call.plan.planes, shape
         key = *own, rows, many, self.in_panels
 
-        def prepare(tile: Tile) -> Callable[[], Tensor]:
+        def prepare(tile: Tile | PlaneTile) -> Callable[[], Tensor]:
             call.blocks(tile.rows)
             return lambda: self.forward(x_XK, tile)
 
@@ -177,24 +177,21 @@ class _Projection:
     def in_panels(self) -> bool:
         return isinstance(self.weights, PlaneLayout) and self.call.each >= _PANEL_ROWS
 
-    def forward(self, x_XK: Tensor, tile: Tile) -> Tensor:
+    def forward(self, x_XK: Tensor, tile: Tile | PlaneTile) -> Tensor:
         """(S, W), or (S, W / parts) of a known activation."""
         call, blocks = self.call, self.call.blocks(tile.rows)
+        if isinstance(tile, PlaneTile):
+            assert isinstance(self.weights, PlaneLayout)
+            return project_planes(
+                x_XK, call.plan.tables_EP5[self.index], self.weights, self.bias_EW, blocks, tile,
+                planes=call.plan.planes, share=self.share, epilogue=self.epilogue,
+            )  # fmt: skip
         if not isinstance(self.weights, PlaneLayout):
             return project_whole(
                 x_XK, self.weights, self.bias_EW, blocks, tile,
                 share=self.share, epilogue=self.epilogue,
             )  # fmt: skip
-        if self.in_panels:
-            return self._in_panels(x_XK, self.weights, blocks, tile)
-        sums = project_planes(
-            x_XK, call.plan.tables_EP5[self.index], self.weights, blocks, tile,
-            planes=call.plan.planes, share=self.share,
-        )  # fmt: skip
-        ids_S, experts = call.ids_TK.flatten(), call.experts.num_experts
-        return finish(
-            sums, self.bias_EW, ids_S, x_XK.dtype, experts=experts, epilogue=self.epilogue
-        )
+        return self._in_panels(x_XK, self.weights, blocks, tile)
 
     def _in_panels(self, x_XK: Tensor, layout: PlaneLayout, blocks: Blocks, tile: Tile) -> Tensor:
         """By weights of some experts after the other, rounded to x's dtype."""
@@ -229,14 +226,15 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
     if len(x_TK) >= _PANEL_ROWS:
         return _linear_in_panels(x_TK, table, layout, bias)
 
-    def prepare(tile: Tile) -> Callable[[], Tensor]:
-        blocks = one_group(x_TK.shape[0], tile.rows, x_TK.device)
-        planes = len(matrix.planes)
-        return lambda: project_planes(x_TK, table, layout, blocks, tile, planes=planes)
+    planes = len(matrix.planes)
 
-    key = x_TK.device, x_TK.dtype, layout, len(matrix.planes), len(x_TK) >= _MANY_ROWS
-    tile = choose(key, PLANES, PLANES[0], prepare, lambda sums: sums)
-    return finish(prepare(tile)(), bias, None, x_TK.dtype)
+    def prepare(tile: PlaneTile) -> Callable[[], Tensor]:
+        return lambda: project_planes(x_TK, table, layout, bias, None, tile, planes=planes)
+
+    many = len(x_TK) >= _MANY_ROWS
+    key = x_TK.device, x_TK.dtype, layout, planes, many
+    tiles = MORE_PLANES if many else PLANES
+    return prepare(choose(key, tiles, PLANES[0], prepare, lambda output: output))()
 
 
 def _linear_in_panels(

@@ -5,9 +5,9 @@ become whole numbers in registers (kernels/triton/codes.py); each scale group is
 multiplied by its scale in float32, so no weight is rounded. Activations keep their dtype
 on the GPU, while the CPU quantises them (kernels/reference.py): the results differ by that.
 
-A few rows do not fill a GPU, so K is split (`splits`): as many parts as the matrix alone decides,
-summed one after the other, whether each part has a program of its own (`project_planes`, then
-`finish`) or one program sums all. So a row's bits depend on its own input only.
+A program has 16 outputs of a matrix, or 32, and each of its warps a part of K, so that a few rows
+fill a GPU. The matrix alone decides the parts, and matrix instructions add 16 columns one after the
+other whatever the number of rows: a row's bits depend on its own input only.
 
 Many rows read `dequantized` weights instead, rounded to the activations' dtype once, because
 decoding them again for every block of rows would cost more than writing them down.
@@ -25,213 +25,358 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.planes import CHUNK_COLUMNS, PlaneLayout
-from kernels.scales import SCALES
+from kernels.scales import BLOCK_ROWS, SCALES
 from kernels.scales import block_bytes as scale_bytes
 from kernels.triton.codes import (
     FP8,
     OFFSET,
     SUPER_OFFSET,
-    chunk_numbers,
     file_numbers,
     float_numbers,
     group_scale,
-    words_at,
+    in_order,
+    load_rows,
+    load_words,
+    symmetric_numbers,
 )
 from kernels.triton.language import (
     Epilogue,
     activate,
     block_slots,
     compute_type,
-    masked_by,
 )
 from kernels.triton.routing import Blocks
-from kernels.triton.tiles import Tile
+from kernels.triton.tiles import PlaneTile
 
 _ALIGNMENT = 16  # bytes
 _MOST_PLANES = 4
-_MOST_SPLITS = 8
-_SPLIT_UNITS = 8  # that a part has at least
-_FULL_COLUMNS = 256  # blocks of columns that fill a GPU without a split
-_SPLIT_BYTES = 16 << 20  # that the sums of all parts may take
-_UNITS = 256  # of a program of `finish_kernel`
-_ROWS_A_PROGRAM = 64  # of `dequantize_kernel`
+_DEQUANTIZING_WARPS = 4
+_ARRANGED_UNITS = 4  # of a program of `arrange_kernel`
 
 
 @triton.jit
-def sum_splits(
-    entry, from_x, used, rows, inside, first, last, per_split, groups, N, K,
-    PLANES: tl.constexpr, COMPUTE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """(COLUMNS, ROWS) float32: the parts from `first` to `last` of K, one after the other."""
-    CHUNKS: tl.constexpr = GROUP // 32
-    plane0, plane1 = words_at(entry, 0), words_at(entry, 1)
-    plane2, plane3 = words_at(entry, 2), words_at(entry, 3)
-    scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.float16)), 16)
-    block, within = rows // 16, rows % 16
-    blocks = tl.program_id(1) * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16)
-    wanted = blocks * 16 < N
-    depth = tl.arange(0, 32)
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for split in range(first, last):
-        sums = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for group in range(split * per_split, tl.minimum((split + 1) * per_split, groups)):
-            dot = tl.zeros((COLUMNS, ROWS), tl.float32)
-            for chunk in tl.static_range(CHUNKS):
-                index = group * CHUNKS + chunk
-                chunk = blocks * groups * CHUNKS + index
-                numbers = chunk_numbers(
-                    plane0, plane1, plane2, plane3, chunk, wanted, PLANES, COMPUTE, COLUMNS
-                )
-                rest = (depth < K - index * 32)[:, None]
-                x = tl.load(from_x + index * 32, mask=used[None, :] & rest, other=0.0)
-                dot = tl.dot(numbers, x.to(COMPUTE), dot, input_precision="ieee")
-            at = (block * groups + group) * 16 + within
-            scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-            if PLANES < 4:
-                scale *= 8.0
-            sums += dot * scale[:, None]
-        total += sums
-    return total
+def words_at(entry, PLANE: tl.constexpr):
+    return tl.multiple_of(tl.load(entry + PLANE).to(tl.pointer_type(tl.uint32)), 16)
 
 
 @triton.jit
-def sum_file_splits(
-    entry, from_x, used, rows, inside, first, last, per_split, units, chunks, block_bytes, N, K,
-    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """As `sum_splits`, of codes that a file had quantised.
-
-    Offsets count as often as the sum of a group's activations says. A product with ones gives it
-    where it is needed: matrix instructions have time.
-    """
-    CHUNKS: tl.constexpr = GROUP // 32 if GROUP > 32 else 1
-    HALVES: tl.constexpr = 2 if GROUP == 16 else 1
-    ADDS: tl.constexpr = KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8)
-    plane0, plane1 = words_at(entry, 0), words_at(entry, 1)
+def plane_bases(entry, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.constexpr):
+    """Where a block of 16 rows begins in each plane, and in the scales' bytes."""
+    before = block.to(tl.int64) * chunks * 16
+    FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
+    SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
+    plane0 = words_at(entry, 0) + before * FIRST
+    plane1 = words_at(entry, 1) + before * SECOND
+    plane2, plane3 = words_at(entry, 2) + before, words_at(entry, 3) + before * 4
     scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.uint8)), 16)
-    block, within = rows // 16, rows % 16
-    blocks = tl.program_id(1) * (COLUMNS // 16) + tl.arange(0, COLUMNS // 16)
-    depth = tl.arange(0, 32)
-    ones = tl.full((COLUMNS, 32), 1.0, COMPUTE)
-    total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for split in range(first, last):
-        sums = tl.zeros((COLUMNS, ROWS), tl.float32)
-        for unit in range(split * per_split, tl.minimum((split + 1) * per_split, units)):
-            for half in tl.static_range(HALVES):
-                dot = tl.zeros((COLUMNS, ROWS), tl.float32)
-                whole = tl.zeros((COLUMNS, ROWS), tl.float32)
-                for chunk in tl.static_range(CHUNKS):
-                    index = unit * CHUNKS + chunk
-                    # The last group may be short.
-                    wanted = masked_by(blocks * 16 < N, index < chunks)
-                    own = blocks * chunks + index
-                    if KIND >= FP8:
-                        numbers = float_numbers(plane0, own, wanted, BITS, COMPUTE, COLUMNS)
-                    else:
-                        numbers = file_numbers(
-                            plane0, plane1, own, wanted, BITS, PLANES, COMPUTE, COLUMNS
-                        )
-                    rest = (depth < K - index * 32)[:, None]
-                    x = tl.load(from_x + index * 32, mask=used[None, :] & rest, other=0.0)
-                    if HALVES == 2:
-                        x = tl.where((depth // 16 == half)[:, None], x, 0.0)
-                    x = x.to(COMPUTE)
-                    dot = tl.dot(numbers, x, dot, input_precision="ieee")
-                    if ADDS:
-                        whole = tl.dot(ones, x, whole, input_precision="ieee")
-                scale, least = group_scale(
-                    scales, block, within, unit * HALVES + half, inside, block_bytes,
-                    BITS, KIND, GROUP,
-                )  # fmt: skip
-                sums += dot * scale[:, None]
-                if ADDS:
-                    sums += whole * least[:, None]
-        total += sums
-    return total
+    return plane0, plane1, plane2, plane3, scales + block.to(tl.int64) * block_bytes
+
+
+@triton.jit
+def load_unit(
+    bases, unit, wanted,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
+    TAIL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Each thread's words of four planes, then scales and offsets of the groups of a unit: of its
+    first half, of that one's last 16 columns, and likewise of the second half. What there is not is
+    what came before."""
+    FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
+    SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
+    words0 = load_words(bases[0], 2 * unit, wanted, FIRST, TAIL, MASKED)
+    words1, words2, words3 = words0, words0, words0
+    if PLANES >= 2:
+        words1 = load_words(bases[1], 2 * unit, wanted, SECOND, TAIL, MASKED)
+    if KIND == 0 and PLANES >= 3:
+        words2 = load_words(bases[2], 2 * unit, wanted, 1, TAIL, MASKED)
+    if KIND == 0 and PLANES >= 4:
+        words3 = load_words(bases[3], 2 * unit, wanted, 4, TAIL, MASKED)
+    group = unit * 64 // GROUP if GROUP >= 64 else unit * (64 // GROUP)
+    scale0, least0 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED)
+    scale1, least1, scale2, least2, scale3, least3 = scale0, least0, scale0, least0, scale0, least0
+    if GROUP == 16:
+        scale1, least1 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED)
+    if GROUP < 64 and not TAIL:
+        group += 32 // GROUP
+        scale2, least2 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED)
+        if GROUP == 16:
+            scale3, least3 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED)
+    return (
+        words0, words1, words2, words3,
+        scale0, least0, scale1, least1, scale2, least2, scale3, least3,
+    )  # fmt: skip
+
+
+@triton.jit
+def numbers_of(
+    own, T: tl.constexpr, PIECE: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """(S, 16, 32) numbers of half a unit, of what `load_unit` returned."""
+    if KIND == 0:
+        return symmetric_numbers(own, T, PIECE, PLANES, COMPUTE)
+    elif KIND >= FP8:
+        return float_numbers(own[0], T, BITS, COMPUTE)
+    else:
+        return file_numbers(own, T, PIECE, BITS, PLANES, COMPUTE)
+
+
+@triton.jit
+def add_products(
+    dot, own, x, T: tl.constexpr,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """`dot` and the products of half a unit: of each piece of the codes."""
+    numbers = numbers_of(own, T, 0, BITS, KIND, PLANES, COMPUTE)
+    dot = tl.dot(numbers, x, dot, input_precision="ieee")
+    if (KIND == 0 and PLANES == 4) or (KIND > 0 and KIND < FP8 and BITS > 4 and PLANES == 2):
+        numbers = numbers_of(own, T, 1, BITS, KIND, PLANES, COMPUTE)
+        dot = tl.dot(numbers, x, dot, input_precision="ieee")
+    return dot
+
+
+@triton.jit
+def add_unit(
+    sums, own, x,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+    GROUP: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """`sums` and the products of one unit of each warp; each scale group is summed, and then
+    multiplied by its scale. Offsets count as often as the sum of the group's activations says.
+
+    Codes that are no floating point numbers are doubled, and so is all that is added.
+
+    Args:
+        own: from `load_unit`.
+        x: four times (S, 32, ROWS), from `load_all_rows`.
+    """
+    S: tl.constexpr = sums.shape[0]
+    ADDS: tl.constexpr = KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8)
+    # A product with ones gives the sum of a group's activations: matrix instructions have time.
+    twos = tl.full((S, 16, 32), 2.0, COMPUTE)
+    dot = tl.zeros_like(sums)
+    whole = dot
+    for T in tl.static_range(1 if TAIL else 2):
+        if GROUP < 64:
+            dot = tl.zeros_like(sums)
+            whole = dot
+        dot = add_products(dot, own, x[2 * T], T, BITS, KIND, PLANES, COMPUTE)
+        if ADDS:
+            whole = tl.dot(twos, x[2 * T], whole, input_precision="ieee")
+        if GROUP < 64:
+            sums += dot * own[4 + 4 * T][:, :, None]
+            if ADDS:
+                sums += whole * own[5 + 4 * T][:, :, None]
+        if GROUP == 16:
+            dot = tl.zeros_like(sums)
+            dot = add_products(dot, own, x[2 * T + 1], T, BITS, KIND, PLANES, COMPUTE)
+            sums += dot * own[6 + 4 * T][:, :, None]
+            if ADDS:
+                whole = tl.dot(twos, x[2 * T + 1], tl.zeros_like(sums), input_precision="ieee")
+                sums += whole * own[7 + 4 * T][:, :, None]
+    if GROUP >= 64:
+        sums += dot * own[4][:, :, None]
+        if ADDS:
+            sums += whole * own[5][:, :, None]
+    return sums
+
+
+@triton.jit
+def load_all_rows(
+    from_x, unit, K,
+    COMPUTE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Activations of a unit's first half and of its second one; where groups have 16 columns, of
+    the first and of the last 16 columns of each."""
+    HALF: tl.constexpr = 0 if GROUP == 16 else -1
+    x0 = load_rows(from_x, unit * 64, K, COMPUTE, HALF, MASKED)
+    x1, x2, x3 = x0, x0, x0
+    if GROUP == 16:
+        x1 = load_rows(from_x, unit * 64, K, COMPUTE, 1, MASKED)
+    if not TAIL:
+        x2 = load_rows(from_x, unit * 64 + 32, K, COMPUTE, HALF, MASKED)
+        if GROUP == 16:
+            x3 = load_rows(from_x, unit * 64 + 32, K, COMPUTE, 1, MASKED)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def sum_units(
+    entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """Two times (16, ROWS) float32: products of a block, and with TWO of another one.
+
+    A warp adds every unit number PARTS, whatever the tile; then its parts are added.
+    """
+    bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
+    bases_b = plane_bases(entry_b, block_b, chunks, block_bytes, BITS, KIND)
+    sums = tl.zeros((PARTS, 16, ROWS), tl.float32)
+    sums_b = sums
+    part = tl.arange(0, PARTS)
+    units = chunks // 2
+    MASKED: tl.constexpr = not EVEN
+    if AHEAD:
+        own = load_unit(bases, part, part < units, BITS, KIND, PLANES, GROUP, False, True)
+        if TWO:
+            own_b = load_unit(bases_b, part, part < units, BITS, KIND, PLANES, GROUP, False, True)
+        for step in range(0, tl.cdiv(units, PARTS)):
+            unit = step * PARTS + part
+            x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED)
+            more = unit + PARTS
+            after = load_unit(bases, more, more < units, BITS, KIND, PLANES, GROUP, False, True)
+            if TWO:
+                after_b = load_unit(
+                    bases_b, more, more < units, BITS, KIND, PLANES, GROUP, False, True
+                )
+            sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
+            own = after
+            if TWO:
+                sums_b = add_unit(sums_b, own_b, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
+                own_b = after_b
+    else:
+        for step in range(0, tl.cdiv(units, PARTS), UNROLL):
+            for index in tl.static_range(UNROLL):
+                unit = (step + index) * PARTS + part
+                own = load_unit(bases, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED)
+                if TWO:
+                    own_b = load_unit(
+                        bases_b, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED
+                    )
+                x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED)
+                sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
+                if TWO:
+                    sums_b = add_unit(sums_b, own_b, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
+    if TAIL:
+        unit = units + part
+        x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True)
+        own = load_unit(bases, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
+        sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
+        if TWO:
+            own = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
+            sums_b = add_unit(sums_b, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
+    if KIND < FP8:
+        sums, sums_b = sums * 0.5, sums_b * 0.5
+    return tl.sum(sums, 0), tl.sum(sums_b, 0)
 
 
 @triton.jit
 def planes_kernel(
-    x, table, output, order, offsets, block_expert, block_first,
-    share, slots_in_all, parts, width, N, K, units, chunks, per_split, splits, apart, block_bytes,
+    x, table, bias, output, order, offsets, block_expert, block_first,
+    share, slots_in_all, parts, width, N, K, chunks, block_bytes, unit_stride, part_stride,
+    slope, limit, offset,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, DENSE: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """PLANES: that all experts have; 0 if they differ, or are not known."""
-    expert = tl.load(block_expert + tl.program_id(0))
-    if expert < 0:
-        return
-    part, split = tl.program_id(2) // apart, tl.program_id(2) % apart
-    slots, used = block_slots(order, offsets, expert, tl.load(block_first + tl.program_id(0)), ROWS)
+    from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
+    if DENSE:
+        expert = 0
+        first = tl.program_id(0) * ROWS
+        slots = first + tl.arange(0, ROWS)
+        used = slots < slots_in_all
+        own = first + from_position
+        own = tl.where(own < slots_in_all, own, 0)
+    else:
+        expert = tl.load(block_expert + tl.program_id(0))
+        if expert < 0:
+            return
+        first = tl.load(block_first + tl.program_id(0))
+        slots, used = block_slots(order, offsets, expert, first, ROWS)
+        own = first + from_position
+        own = tl.load(order + own, mask=own < tl.load(offsets + expert + 1), other=0)
+    # Rows that are not in use are those of slot 0: computed, but not written.
+    from_x = x + (own // share).to(tl.int64) * K
+    part = tl.program_id(2)
     entry = table + (expert * parts + part) * 5
-    rows = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = rows < N
-    from_x = x + (slots // share).to(tl.int64)[None, :] * K + tl.arange(0, 32)[:, None]
-    last = split + 1
-    if apart == 1:
-        last = splits
+    block, entry_b = tl.program_id(1), entry
+    block_b = block
+    if GATED:
+        entry_b = entry + 5
+    elif TWO:
+        block = block * 2
+        block_b = tl.minimum(block + 1, (N + 15) // 16 - 1)
     if KIND > 0:
         if PLANES > 0:
-            sums = sum_file_splits(
-                entry, from_x, used, rows, inside, split, last, per_split, units, chunks,
-                block_bytes, N, K, BITS, KIND, PLANES, COMPUTE, ROWS, COLUMNS, GROUP,
+            sums, more = sum_units(
+                entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
             )  # fmt: skip
         elif tl.load(entry + 1) != 0:
-            sums = sum_file_splits(
-                entry, from_x, used, rows, inside, split, last, per_split, units, chunks,
-                block_bytes, N, K, BITS, KIND, 2, COMPUTE, ROWS, COLUMNS, GROUP,
+            sums, more = sum_units(
+                entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
             )  # fmt: skip
         else:
-            sums = sum_file_splits(
-                entry, from_x, used, rows, inside, split, last, per_split, units, chunks,
-                block_bytes, N, K, BITS, KIND, 1, COMPUTE, ROWS, COLUMNS, GROUP,
+            sums, more = sum_units(
+                entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
             )  # fmt: skip
     elif PLANES > 0:
-        sums = sum_splits(
-            entry, from_x, used, rows, inside, split, last, per_split, units, N, K,
-            PLANES, COMPUTE, ROWS, COLUMNS, GROUP,
+        sums, more = sum_units(
+            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     elif tl.load(entry + 3) != 0:
-        sums = sum_splits(
-            entry, from_x, used, rows, inside, split, last, per_split, units, N, K,
-            4, COMPUTE, ROWS, COLUMNS, GROUP,
+        sums, more = sum_units(
+            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     elif tl.load(entry + 2) != 0:
-        sums = sum_splits(
-            entry, from_x, used, rows, inside, split, last, per_split, units, N, K,
-            3, COMPUTE, ROWS, COLUMNS, GROUP,
+        sums, more = sum_units(
+            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     elif tl.load(entry + 1) != 0:
-        sums = sum_splits(
-            entry, from_x, used, rows, inside, split, last, per_split, units, N, K,
-            2, COMPUTE, ROWS, COLUMNS, GROUP,
+        sums, more = sum_units(
+            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     else:
-        sums = sum_splits(
-            entry, from_x, used, rows, inside, split, last, per_split, units, N, K,
-            1, COMPUTE, ROWS, COLUMNS, GROUP,
+        sums, more = sum_units(
+            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
-    row = split * slots_in_all + slots
-    to = output + row.to(tl.int64)[None, :] * width + (part * N + rows)[:, None]
-    tl.store(to, sums, mask=used[None, :] & inside[:, None])
+    units = block * 16 + tl.arange(0, 16)
+    store(sums, more, bias, output, expert, part, slots, used, units, width, N,
+          unit_stride, part_stride, slope, limit, offset, CURVE, GATED, HAS_BIAS)  # fmt: skip
+    if TWO and not GATED:
+        units = (block + 1) * 16 + tl.arange(0, 16)
+        store(more, more, bias, output, expert, part, slots, used, units, width, N,
+              unit_stride, part_stride, slope, limit, offset, CURVE, GATED, HAS_BIAS)  # fmt: skip
 
 
-def splits(layout: PlaneLayout) -> tuple[int, int]:
-    """Parts of K that are summed one after the other, and the units of each: scale groups, or
-    chunks where these are larger.
+@triton.jit
+def store(
+    sums, more, bias, output, expert, part, slots, used, units, width, N,
+    unit_stride, part_stride, slope, limit, offset,
+    CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Write (16, ROWS) sums with bias and activation."""
+    inside = units < N
+    columns = units * unit_stride + part * part_stride
+    if HAS_BIAS:
+        at = bias + tl.cast(expert, tl.int64) * width + columns
+        sums += tl.load(at, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            more += tl.load(at + part_stride, mask=inside, other=0.0).to(tl.float32)[:, None]
+    row = slots.to(tl.int64)
+    if CURVE >= 0:
+        sums = activate(sums, more, slope, limit, offset, CURVE, GATED)
+        to = output + row[None, :] * N + units[:, None]
+    else:
+        to = output + row[None, :] * width + columns[:, None]
+    tl.store(to, sums.to(output.dtype.element_ty), mask=used[None, :] & inside[:, None])
 
-    The number of rows does not matter, so that a row's bits do not depend on it.
-    """
-    units, wanted = _units(layout), _FULL_COLUMNS * 64 // max(layout.rows, 1)
-    count = max(1, min(_MOST_SPLITS, wanted, units // _SPLIT_UNITS))
-    each = -(-units // count)
-    return -(-units // each), each
 
-
-def _units(layout: PlaneLayout) -> int:
-    return layout.num_groups if layout.group_size >= CHUNK_COLUMNS else _chunks(layout)
+def parts_of(layout: PlaneLayout) -> int:
+    """Parts of K that are summed apart, each by a warp: what the matrix alone decides, so that a
+    row's bits do not depend on the number of rows."""
+    return 8 if _chunks(layout) >= 64 else 4
 
 
 def _chunks(layout: PlaneLayout) -> int:
@@ -252,13 +397,15 @@ def project_planes(
     x_XK: Tensor,
     table_EP5: Tensor,
     layout: PlaneLayout,
-    blocks: Blocks,
-    tile: Tile,
+    bias_EW: Tensor | None,
+    blocks: Blocks | None,
+    tile: PlaneTile,
     *,
     planes: int = 0,
     share: int = 1,
+    epilogue: Epilogue | None = None,
 ) -> Tensor:
-    """(splits, S, parts * N) float32 sums of all slots, part after part; for `finish`.
+    """Rows of all slots in x's dtype: (S, W), or (S, W / parts) of a known activation.
 
     Rows of unused slots hold junk.
 
@@ -266,199 +413,133 @@ def project_planes(
         x_XK: contiguous rows; slot s reads row ``s // share``.
         table_EP5: from `address_table`.
         layout: of one part, arranged for CUDA.
-        blocks: from `routing`, with blocks of ``tile.rows``.
+        bias_EW: contiguous, of all experts, in the order of the projection; or None.
+        blocks: from `routing`, with blocks of ``tile.rows``; None: all rows are of the only matrix.
         planes: that all experts have; 0 if they differ.
-    """
-    parts = table_EP5.shape[1]
-    slots, width = blocks.order_S.shape[0], parts * layout.rows
-    count, each = splits(layout)
-    apart = count if count * slots * width * 4 <= _SPLIT_BYTES else 1
-    sums_PSW = torch.empty(apart, slots, width, dtype=torch.float32, device=x_XK.device)
-    grid = blocks.count, triton.cdiv(layout.rows, tile.columns), parts * apart
-    planes_kernel[grid](
-        x_XK, table_EP5, sums_PSW,
-        blocks.order_S, blocks.offsets_E1, blocks.expert_B, blocks.first_B,
-        share, slots, parts, width, layout.rows, layout.columns, _units(layout),
-        _chunks(layout), each, count, apart, _block_bytes(layout),
-        PLANES=min(planes, len(layout.format.plane_bits)), COMPUTE=compute_type(x_XK.dtype),
-        ROWS=tile.rows, COLUMNS=tile.columns, **_constants(layout), **tile.options,
-    )  # fmt: skip
-    return sums_PSW
-
-
-@triton.jit
-def finish_kernel(
-    sums, bias, ids, output, experts, splits, slots_in_all, width, N,
-    unit_stride, part_stride, slope, limit, offset,
-    CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_IDS: tl.constexpr,
-    UNITS: tl.constexpr,
-):  # fmt: skip
-    slot = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(2)
-    expert = 0
-    if HAS_IDS:
-        expert = tl.load(ids + slot)
-        if (expert < 0) | (expert >= experts):
-            return
-    units = tl.program_id(1) * UNITS + tl.arange(0, UNITS)
-    inside = units < N
-    at = sums + slot * width + part * N + units
-    own = tl.zeros((UNITS,), tl.float32)
-    up = own
-    for split in range(0, splits):
-        own += tl.load(at + split * slots_in_all * width, mask=inside, other=0.0)
-        if GATED:
-            up += tl.load(at + split * slots_in_all * width + N, mask=inside, other=0.0)
-    columns = units * unit_stride + part * part_stride
-    if HAS_BIAS:
-        from_bias = bias + expert * width + columns
-        own += tl.load(from_bias, mask=inside, other=0.0).to(tl.float32)
-        if GATED:
-            up += tl.load(from_bias + part_stride, mask=inside, other=0.0).to(tl.float32)
-    if CURVE >= 0:
-        own = activate(own, up, slope, limit, offset, CURVE, GATED)
-        to = output + slot * N + units
-    else:
-        to = output + slot * width + columns
-    tl.store(to, own.to(output.dtype.element_ty), mask=inside)
-
-
-def finish(
-    sums_PSW: Tensor,
-    bias_EW: Tensor | None,
-    ids_S: Tensor | None,
-    dtype: torch.dtype,
-    *,
-    experts: int = 1,
-    epilogue: Epilogue | None = None,
-) -> Tensor:
-    """(S, W) in `dtype`, or (S, W / parts) of a known activation: sums of all splits, with bias.
-
-    Args:
-        sums_PSW: from `project_planes`.
-        bias_EW: contiguous, in the order of the projection; or None.
-        ids_S: contiguous, each slot's expert; None: all have the only one. Rows of slots without
-            an expert hold junk.
         epilogue: for a first projection.
     """
     epilogue = Epilogue() if epilogue is None else epilogue
-    count, slots, width = sums_PSW.shape
-    units, known = width // epilogue.parts, epilogue.activation is not None
-    output_SN = torch.empty(slots, units if known else width, dtype=dtype, device=sums_PSW.device)
-    finish_kernel[slots, triton.cdiv(units, _UNITS), 1 if known else epilogue.parts](
-        sums_PSW, bias_EW, ids_S, output_SN, experts, count, slots, width, units,
-        *epilogue.strides(units), *epilogue.numbers,
-        CURVE=epilogue.curve, GATED=epilogue.gated, HAS_BIAS=bias_EW is not None,
-        HAS_IDS=ids_S is not None, UNITS=_UNITS, enable_fp_fusion=False,
+    parts = table_EP5.shape[1]
+    known, gated = epilogue.activation is not None, epilogue.gated
+    two = gated or tile.two
+    if blocks is None:
+        count, slots = triton.cdiv(len(x_XK), tile.rows), len(x_XK)
+        where: tuple[Tensor | None, ...] = (None,) * 4
+    else:
+        count, slots = blocks.count, blocks.order_S.shape[0]
+        where = blocks.order_S, blocks.offsets_E1, blocks.expert_B, blocks.first_B
+    width = parts * layout.rows
+    output_SN = x_XK.new_empty(slots, layout.rows if known else width)
+    own = parts_of(layout)
+    step = CHUNK_COLUMNS * 2 * own * (1 if tile.ahead else tile.unroll)
+    rows = layout.num_blocks if gated or not two else -(-layout.num_blocks // 2)
+    planes_kernel[count, rows, 1 if gated else parts](
+        x_XK, table_EP5, bias_EW, output_SN, *where,
+        share, slots, parts, width, layout.rows, layout.columns, _chunks(layout),
+        _block_bytes(layout), *epilogue.strides(layout.rows), *epilogue.numbers,
+        PLANES=min(planes, len(layout.format.plane_bits)), COMPUTE=compute_type(x_XK.dtype),
+        CURVE=epilogue.curve, GATED=gated, HAS_BIAS=bias_EW is not None, DENSE=blocks is None,
+        TWO=two, EVEN=layout.columns % step == 0,
+        TAIL=_chunks(layout) % 2 == 1,
+        **_constants(layout), **tile.constants(own), **tile.options(own),
     )  # fmt: skip
     return output_SN
 
 
 @triton.jit
-def dequantize_chunks(
-    entry, output, row, rows, inside, first, last_row, groups, K,
-    PLANES: tl.constexpr, COMPUTE: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+def dequantize_unit(
+    bases, to, unit, wanted, inside, K,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+    GROUP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    CHUNKS: tl.constexpr = GROUP // 32
-    plane0, plane1 = words_at(entry, 0), words_at(entry, 1)
-    plane2, plane3 = words_at(entry, 2), words_at(entry, 3)
-    scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.float16)), 16)
-    block = first // 16 + tl.arange(0, COLUMNS // 16)
-    wanted = block * 16 < last_row
-    group = tl.program_id(1)
-    at_scale = (rows // 16 * groups + group) * 16 + rows % 16
-    scale = tl.load(scales + at_scale, mask=inside, other=0.0).to(tl.float32)
-    if PLANES < 4:
-        scale *= 8.0
-    for chunk in tl.static_range(CHUNKS):
-        index = group * CHUNKS + chunk
-        own = block * groups * CHUNKS + index
-        numbers = chunk_numbers(
-            plane0, plane1, plane2, plane3, own, wanted, PLANES, COMPUTE, COLUMNS
-        )
-        weights = numbers.to(tl.float32) * scale[:, None]
-        columns = index * 32 + tl.arange(0, 32)
-        mask = inside[:, None] & (columns < K)[None, :]
-        to = output + row[:, None] * K + columns[None, :]
-        tl.store(to, weights.to(output.dtype.element_ty), mask=mask)
+    """Write a unit of each warp.
+
+    Args:
+        to: (8, 1, 2, 1) pointers of rows q and 8 + q.
+        inside: (8, 1, 2, 1) of these.
+    """
+    PARTS: tl.constexpr = unit.shape[0]
+    own = load_unit(bases, unit, wanted, BITS, KIND, PLANES, GROUP, TAIL, True)
+    for T in tl.static_range(1 if TAIL else 2):
+        numbers = numbers_of(own, T, 0, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
+        if (KIND == 0 and PLANES == 4) or (KIND > 0 and KIND < FP8 and BITS > 4 and PLANES == 2):
+            numbers += numbers_of(own, T, 1, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
+        numbers = in_order(numbers)
+        if KIND < FP8:
+            numbers *= 0.5
+        weights = numbers * own[4 + 4 * T][:, :, None] + own[5 + 4 * T][:, :, None]
+        if GROUP == 16:
+            late = numbers * own[6 + 4 * T][:, :, None] + own[7 + 4 * T][:, :, None]
+            weights = tl.where((tl.arange(0, 32) < 16)[None, None, :], weights, late)
+        # Each thread has 8 neighbouring columns of two rows.
+        weights = tl.permute(tl.reshape(weights, (PARTS, 2, 8, 32)), (2, 0, 1, 3))
+        column = (unit * 64 + T * 32)[None, :, None, None] + tl.arange(0, 32)[None, None, None, :]
+        mask = inside & wanted[None, :, None, None] & (column < K)
+        tl.store(to + column, weights.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def dequantize_file_chunk(
-    entry, output, row, rows, inside, first, last_row, chunks, block_bytes, K,
+def dequantize_block(
+    entry, block, to, inside, chunks, block_bytes, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    plane0, plane1 = words_at(entry, 0), words_at(entry, 1)
-    scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.uint8)), 16)
-    block = first // 16 + tl.arange(0, COLUMNS // 16)
-    index = tl.program_id(1)
-    own = block * chunks + index
-    wanted = block * 16 < last_row
-    if KIND >= FP8:
-        numbers = float_numbers(plane0, own, wanted, BITS, COMPUTE, COLUMNS)
-    else:
-        numbers = file_numbers(plane0, plane1, own, wanted, BITS, PLANES, COMPUTE, COLUMNS)
-    numbers = numbers.to(tl.float32)
-    group = index * 32 // GROUP
-    scale, least = group_scale(
-        scales, rows // 16, rows % 16, group, inside, block_bytes, BITS, KIND, GROUP
-    )
-    weights = numbers * scale[:, None] + least[:, None]
-    depth = tl.arange(0, 32)
-    if GROUP == 16:
-        scale, least = group_scale(
-            scales, rows // 16, rows % 16, group + 1, inside, block_bytes, BITS, KIND, GROUP
+    bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
+    part, units = tl.arange(0, PARTS), chunks // 2
+    for step in range(0, tl.cdiv(units, PARTS)):
+        unit = step * PARTS + part
+        dequantize_unit(
+            bases, to, unit, unit < units, inside, K, BITS, KIND, PLANES, COMPUTE, GROUP, False
         )
-        late = numbers * scale[:, None] + least[:, None]
-        weights = tl.where((depth < 16)[None, :], weights, late)
-    columns = index * 32 + depth
-    mask = inside[:, None] & (columns < K)[None, :]
-    to = output + row[:, None] * K + columns[None, :]
-    tl.store(to, weights.to(output.dtype.element_ty), mask=mask)
+    if chunks % 2 != 0:
+        dequantize_unit(
+            bases, to, units + part, part == 0, inside, K, BITS, KIND, PLANES, COMPUTE, GROUP, True
+        )
 
 
 @triton.jit
 def dequantize_kernel(
-    table, experts, output, first_row, width, unit_stride, part_stride, K, units, last_row,
+    table, experts, output, first_row, width, unit_stride, part_stride, K, chunks, last_row,
     block_bytes, BITS: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
-    COLUMNS: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, MATRICES: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    own, part = tl.program_id(2) // PARTS, tl.program_id(2) % PARTS
+    """A program has a block of 16 rows of one of an expert's MATRICES."""
+    own, matrix = tl.program_id(1) // MATRICES, tl.program_id(1) % MATRICES
     expert = tl.load(experts + own)
     if expert < 0:
         return
-    entry = table + (expert * PARTS + part) * 5
-    first = first_row + tl.program_id(0) * COLUMNS
-    rows = first + tl.arange(0, COLUMNS)
-    inside = rows < last_row
-    row = own.to(tl.int64) * width + (rows - first_row) * unit_stride + part * part_stride
+    entry = table + (expert * MATRICES + matrix) * 5
+    block = first_row // 16 + tl.program_id(0)
+    rows = block * 16 + tl.arange(0, 8)[:, None] + tl.arange(0, 2)[None, :] * 8
+    row = own.to(tl.int64) * width + (rows - first_row) * unit_stride + matrix * part_stride
+    to = (output + row * K)[:, None, :, None]
+    inside = (rows < last_row)[:, None, :, None]
     if KIND > 0:
         if tl.load(entry + 1) != 0:
-            dequantize_file_chunk(
-                entry, output, row, rows, inside, first, last_row, units, block_bytes, K,
-                BITS, KIND, 2, COMPUTE, COLUMNS, GROUP,
+            dequantize_block(
+                entry, block, to, inside, chunks, block_bytes, K,
+                BITS, KIND, 2, COMPUTE, GROUP, PARTS,
             )  # fmt: skip
         else:
-            dequantize_file_chunk(
-                entry, output, row, rows, inside, first, last_row, units, block_bytes, K,
-                BITS, KIND, 1, COMPUTE, COLUMNS, GROUP,
+            dequantize_block(
+                entry, block, to, inside, chunks, block_bytes, K,
+                BITS, KIND, 1, COMPUTE, GROUP, PARTS,
             )  # fmt: skip
     elif tl.load(entry + 3) != 0:
-        dequantize_chunks(
-            entry, output, row, rows, inside, first, last_row, units, K, 4, COMPUTE, COLUMNS, GROUP
+        dequantize_block(
+            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 4, COMPUTE, GROUP, PARTS
         )
     elif tl.load(entry + 2) != 0:
-        dequantize_chunks(
-            entry, output, row, rows, inside, first, last_row, units, K, 3, COMPUTE, COLUMNS, GROUP
+        dequantize_block(
+            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 3, COMPUTE, GROUP, PARTS
         )
     elif tl.load(entry + 1) != 0:
-        dequantize_chunks(
-            entry, output, row, rows, inside, first, last_row, units, K, 2, COMPUTE, COLUMNS, GROUP
+        dequantize_block(
+            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 2, COMPUTE, GROUP, PARTS
         )
     else:
-        dequantize_chunks(
-            entry, output, row, rows, inside, first, last_row, units, K, 1, COMPUTE, COLUMNS, GROUP
+        dequantize_block(
+            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 1, COMPUTE, GROUP, PARTS
         )
 
 
@@ -482,63 +563,83 @@ def dequantized(
     rows = range(layout.rows) if rows is None else rows
     width = epilogue.parts * len(rows)
     output = torch.empty(len(expert_P), width, layout.columns, dtype=dtype, device=table_EP5.device)
-    programs = triton.cdiv(len(rows), _ROWS_A_PROGRAM)
-    units = layout.num_groups if layout.scales == "symmetric" else _chunks(layout)
-    dequantize_kernel[programs, units, len(expert_P) * epilogue.parts](
+    dequantize_kernel[triton.cdiv(len(rows), BLOCK_ROWS), len(expert_P) * epilogue.parts](
         table_EP5, expert_P, output, rows.start, width, *epilogue.strides(len(rows)),
-        layout.columns, units, rows.stop, _block_bytes(layout),
-        COMPUTE=compute_type(dtype), COLUMNS=_ROWS_A_PROGRAM, PARTS=epilogue.parts,
-        **_constants(layout), enable_fp_fusion=False,
+        layout.columns, _chunks(layout), rows.stop, _block_bytes(layout),
+        COMPUTE=compute_type(dtype), MATRICES=epilogue.parts, PARTS=_DEQUANTIZING_WARPS,
+        **_constants(layout), num_warps=_DEQUANTIZING_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return output
 
 
 @triton.jit
-def arrange_kernel(source, target, pairs, BITS: tl.constexpr, PAIRS: tl.constexpr):
-    """The arrangement for CUDA of a plane; a program has PAIRS pairs of rows of a chunk."""
-    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
-    inside = pair < pairs
-    word = tl.arange(0, 2 * BITS)
+def arrange_kernel(
+    source, target, units, per_block, chunks, BITS: tl.constexpr, UNITS: tl.constexpr
+):
+    """The arrangement for CUDA of a plane; a program has UNITS units."""
+    thread = tl.program_id(0) * (UNITS * 32) + tl.arange(0, UNITS * 32)
+    unit, q, u = thread // 32, thread % 32 // 4, thread % 4
+    inside = unit < units
+    begin = unit // per_block * chunks + unit % per_block * 2  # the first chunk
+    tail = unit % per_block * 2 + 1 >= chunks
+    word = tl.arange(0, BITS)
     STEPS: tl.constexpr = 8 // BITS
-    result = tl.zeros((PAIRS, 2 * BITS), tl.uint32)
-    for late in tl.static_range(2):
-        for column in tl.static_range(32):
-            step = column // 4
-            index = step % STEPS
-            u = column % 8 // 2
-            bit = 4 * (column // 8) + 16 * (column % 2)
+    result = tl.zeros((UNITS * 32, BITS), tl.uint32)
+    for half in tl.static_range(2):
+        chunk, from_u, known = begin + half, u, inside & (tail == 0)
+        if half == 0:
+            known = inside
+        if BITS == 1:  # in a tail, two threads share a word
+            chunk = begin + tl.where(tail, 0, half)
+            from_u = tl.where(tail, (u + half) % 4, u)
+            known = inside
+        for index in tl.static_range(16):
+            late, p, h = index // 8, index // 2 % 4, index % 2
+            step = from_u * 2 + p // 2
             if BITS == 8:
-                position = 0
-                own = 4 * u + 2 * (column // 16) + late
-                bit = 8 * (column // 8 % 2) + 16 * (column % 2)
+                position = step * 0
+                own = 4 * half + 2 * (p // 2) + late
+                bit = 8 * (p % 2) + 16 * h
             elif BITS == 4:
-                position = 4 * index
-                own = 2 * u + late
+                position = step % STEPS * 4
+                own = 2 * half + late
+                bit = 4 * p + 16 * h
             elif BITS == 2:
-                position = 6 - 2 * index
-                own = u
-                bit += 2 * late
+                position = 6 - step % STEPS * 2
+                own = half
+                bit = 4 * p + 16 * h + 2 * late
             else:
-                position = 7 - 2 * (index % 4) - index // 4
-                own = u // 2
-                bit += u % 2 + 2 * late
-            from_word = (pair // 8 * BITS + step // STEPS) * 16 + pair % 8 + 8 * late
-            value = tl.load(source + from_word, mask=inside, other=0)
-            code = (value >> (position + 8 * (column % 4))) & ((1 << BITS) - 1)
+                position = 7 - step % 4 * 2 - step // 4
+                own = 0
+                bit = 4 * p + 16 * h + 2 * late + half
+            from_word = (chunk * BITS + step // STEPS) * 16 + q + 8 * late
+            value = tl.load(source + from_word, mask=known, other=0)
+            code = (value >> (position + 8 * (2 * (p % 2) + h)).to(tl.uint32)) & ((1 << BITS) - 1)
             result |= tl.where((word == own)[None, :], (code << bit)[:, None], 0)
-    at = pair.to(tl.int64)[:, None] * (2 * BITS) + word[None, :]
-    tl.store(target + at, result, mask=inside[:, None])
+    lane = thread % 32
+    if BITS == 1:
+        at, stored = tl.where(tail, lane // 2, lane), inside & ((tail == 0) | (u % 2 == 0))
+        at, stored = at[:, None] + word[None, :], stored[:, None]
+    else:
+        width = tl.where(tail, BITS // 2, BITS)
+        at = (lane * width)[:, None] + word[None, :]
+        stored = inside[:, None] & (word[None, :] < width[:, None])
+    tl.store(target + begin[:, None].to(tl.int64) * (16 * BITS) + at, result, mask=stored)
 
 
-def arrange(source: Tensor, target: Tensor, bits: int) -> None:
-    """Write a plane, or blobs that join several, arranged for CUDA; both ``(bytes,)`` uint8."""
-    pairs = source.numel() // (8 * bits)
-    arrange_kernel[(triton.cdiv(pairs, 64),)](
+def arrange(source: Tensor, target: Tensor, bits: int, chunks: int) -> None:
+    """Write whole blocks of rows of a plane, of so many chunks a row, arranged for CUDA; both
+    ``(bytes,)`` uint8."""
+    per_block = -(-chunks // 2)
+    units = source.numel() // (64 * bits * chunks) * per_block
+    arrange_kernel[(triton.cdiv(units, _ARRANGED_UNITS),)](
         source.view(torch.uint32),
         target.view(torch.uint32),
-        pairs,
+        units,
+        per_block,
+        chunks,
         BITS=bits,
-        PAIRS=64,
+        UNITS=_ARRANGED_UNITS,
         enable_fp_fusion=False,
     )
 

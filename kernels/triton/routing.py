@@ -246,12 +246,3 @@ def used_experts(blocks: Blocks, distinct: int) -> tuple[Tensor, Tensor]:
     expert_E = torch.arange(len(used_E), dtype=torch.int32, device=used_E.device)
     expert_U = expert_E.new_full((distinct + 1,), -1).scatter_(0, places, expert_E)[:distinct]
     return expert_U, place_E[blocks.expert_B.clamp(min=0)]
-
-
-def one_group(count: int, rows: int, device: torch.device) -> Blocks:
-    """The blocks of `count` rows of one matrix, for a linear layer."""
-    place: dict[str, object] = {"device": device, "dtype": torch.int32}
-    first_B = torch.arange(0, count, rows, **place)  # type: ignore[call-overload]
-    offsets = torch.arange(0, 2 * count, count, **place)  # type: ignore[call-overload]
-    order = torch.arange(count, **place)  # type: ignore[call-overload]
-    return Blocks(order, offsets, torch.zeros_like(first_B), first_B, rows)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,37 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
+@dataclass(frozen=True)
+class PlaneTile:
+    """Slots of one program on bit planes, and how it reads them.
+
+    Attributes:
+        two: two blocks of 16 outputs, not one; a gated activation always has two.
+        unroll: units that a warp reads at once.
+        ahead: each unit is read before the one before it is multiplied.
+        stages: copies to shared memory in flight; 1 for none.
+    """
+
+    rows: int
+    two: bool = False
+    unroll: int = 1
+    ahead: bool = False
+    stages: int = 1
+
+    def constants(self, parts: int) -> dict[str, int | bool]:
+        """What the kernel is compiled for; parts of K have a warp each."""
+        return {
+            "ROWS": self.rows,
+            "PARTS": parts,
+            "UNROLL": self.unroll,
+            "AHEAD": self.ahead,
+        }
+
+    def options(self, parts: int) -> dict[str, int | bool]:
+        """See `Tile.options`."""
+        return {"num_warps": parts, "num_stages": self.stages, "enable_fp_fusion": True}
+
+
 # The first one fits the shared memory of any GPU, at any dtype. The others read 3.2 (one token) and
 # 4.1 TB/s (eight) of an H200's 4.1.
 DECODE = (
@@ -46,23 +78,33 @@ DECODE = (
     Tile(16, 32, stages=6),
 )
 PREFILL = (Tile(64, 64), Tile(64, 128), Tile(128, 64), Tile(128, 128, warps=8))
-# Bit planes. Groups of four warps would take other matrix instructions on an H100.
+# Bit planes: the bits of all are the same.
 PLANES = (
-    Tile(16, 64, warps=2, stages=3),
-    Tile(16, 64, warps=2, stages=5),
-    Tile(16, 32, warps=1, stages=4),
+    PlaneTile(8),
+    PlaneTile(8, two=True),
+    PlaneTile(8, ahead=True),
+    PlaneTile(8, two=True, ahead=True),
+    PlaneTile(8, unroll=2),
+    PlaneTile(16, two=True),
+)
+MORE_PLANES = (
+    PlaneTile(16, two=True),
+    PlaneTile(32, two=True),
+    PlaneTile(64),
+    PlaneTile(64, two=True),
 )
 
-_chosen: dict[Hashable, Tile] = {}
+_chosen: dict[Hashable, Any] = {}
+_Tile = TypeVar("_Tile", bound=Hashable)
 
 
 def choose(
     key: Hashable,
-    candidates: Sequence[Tile],
-    reference: Tile,
-    run: Callable[[Tile], Callable[[], Tensor]],
+    candidates: Sequence[_Tile],
+    reference: _Tile,
+    run: Callable[[_Tile], Callable[[], Tensor]],
     compared: Callable[[Tensor], Tensor],
-) -> Tile:
+) -> _Tile:
     """The tile for a call of this shape; measures where there is a GPU and no graph is captured.
 
     Args:
@@ -78,19 +120,20 @@ def choose(
         if torch.cuda.is_current_stream_capturing():
             return reference
         _chosen[key] = fastest(candidates, reference, run, compared, _milliseconds)
-    return _chosen[key]
+    chosen: _Tile = _chosen[key]
+    return chosen
 
 
 def fastest(
-    candidates: Sequence[Tile],
-    reference: Tile,
-    run: Callable[[Tile], Callable[[], Tensor]],
+    candidates: Sequence[_Tile],
+    reference: _Tile,
+    run: Callable[[_Tile], Callable[[], Tensor]],
     compared: Callable[[Tensor], Tensor],
     measure: Callable[[Callable[[], Tensor]], float],
-) -> Tile:
+) -> _Tile:
     """The fastest of the candidates whose result has the bits of the reference's."""
     expected = compared(run(reference)())
-    times: dict[Tile, float] = {}
+    times: dict[_Tile, float] = {}
     for tile in dict.fromkeys((reference, *candidates)):
         try:
             call = run(tile)

@@ -141,7 +141,7 @@ class GraphStep:
     def inside(self, work: Sequence[Work], experts: InsideExperts) -> list[Tensor]:
         logits, routing = self._run(work, "experts", self._routed)
         if routing is not None:
-            experts.count(routing.expert_ids)
+            experts.count(routing.expert_ids.clone())  # statistics keep it longer than the step
         return logits
 
     def inside_by(
@@ -150,7 +150,7 @@ class GraphStep:
         logits, routing = self._run(work, name, routed)
         if routing is None:
             return logits, []
-        layers = zip(routing.expert_ids, routing.weights, strict=True)
+        layers = zip(routing.expert_ids.clone(), routing.weights.clone(), strict=True)
         return logits, [Routing(*layer) for layer in layers]
 
     def in_lockstep(
@@ -250,7 +250,7 @@ class Recording:
 
     def play(self, count: int, routed: RoutedExperts | None) -> tuple[Tensor, Routing | None]:
         """Logits ``(count, V)``, and the ``(layers, count, K)`` routing of the layers whose experts
-        ran inside; None: none did."""
+        ran inside, which holds until the next play; None: none did."""
         for replay, end, beside in self._segments:
             replay()
             if end.halt is not None:
@@ -270,7 +270,7 @@ class Recording:
             return logits, None
         rows = self.inputs.tokens.shape[0]
         ids, weights = (
-            part.unflatten(0, (-1, rows))[:, :count].clone()
+            part.unflatten(0, (-1, rows))[:, :count]
             for part in (end.routings.expert_ids, end.routings.weights)
         )
         return logits, Routing(ids, weights)

@@ -356,7 +356,7 @@ def _sample(ends: Sequence[_End], speculator: Speculator | None) -> list[Outcome
         # A preempted sequence has its next tokens already.
         if not isinstance(end.rows, Exception) and _num_unread(end.sequence) <= 0:
             guesses, rows = end.guesses, end.rows
-            many = len(rows) > 1 + len(guesses)
+            many = rows.shape[0] > 1 + len(guesses)
             drawn.append((end, guesses, rows[-1 - len(guesses) :] if many else rows))
         elif end.lost is not None and (lost := end.lost()) is not None:
             outcomes[end.sequence] = lost

@@ -441,16 +441,18 @@ class BlockKVCache(KVCache):
 
     @property
     def shared_tokens(self) -> int:
-        return self._tokens_of(own.unpaid for own in self._holders.values())
+        return self._tokens_of([own.unpaid for own in self._holders.values()])
 
     @property
     def dropped_tokens(self) -> int:
-        return self._tokens_of(own.dropped for own in self._holders.values())
+        return self._tokens_of([own.dropped for own in self._holders.values()])
 
-    def _tokens_of(self, blocks: Iterable[int]) -> int:
+    def _tokens_of(self, blocks: Sequence[int]) -> int:
         """So many blocks of each group, in tokens of all layers."""
+        if len(self._holders) == 1:  # of all layers
+            return BLOCK * sum(blocks)
         shares = zip(blocks, self._pool.shares.values(), strict=True)
-        return int(sum(BLOCK * count * share for count, share in shares if count))
+        return int(sum(BLOCK * count * share for count, share in shares))
 
     @property
     def held_tokens(self) -> int:

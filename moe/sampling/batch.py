@@ -14,12 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kernels.backends import triton_kernels
 from moe.errors import MoEError
 from moe.sampling import draws, host
 from moe.sampling.params import SamplingParams
@@ -141,7 +143,8 @@ def joined(logits: Sequence[Tensor]) -> Tensor:
         place += own.nbytes
     if logits[-1].untyped_storage().data_ptr() != storage:
         return torch.cat(list(logits))
-    return first.as_strided((sum(map(len, logits)), first.shape[1]), (first.shape[1], 1))
+    rows = sum(own.shape[0] for own in logits)  # a tensor's len() takes five times as long
+    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
 def parts_of(count: int, logits_V: Tensor) -> Iterator[range]:
@@ -204,8 +207,9 @@ class _Batch:
             (row.params.temperature, min(row.uniform, most), row.params.top_p, row.params.min_p)
             for row in rows
         ]
-        self._numbers_4B1 = to_device(np.array(own).T[..., None], logits_BV.device)
+        self._numbers_4B1 = to_device(np.array(own).T[..., None].copy(), logits_BV.device)
         self._totals_B1: Tensor | None = None
+        self._keys_BV: Tensor | None = None
 
     def drawn(self) -> list[Drawn]:
         """The outcome of each row."""
@@ -275,6 +279,15 @@ class _Batch:
             ids_B1 = self._drawn_of(rows, None, weights_BV, numbers[1])
             return ids_B1, torch.ones_like(peak_B1, dtype=torch.bool)
         top_k = total = None
+        kernels = _kernels_for(scores_BV)
+        if kernels is not None and (
+            size > kernels.MOST or any(self._rows[row].proposal for row in rows)
+        ):
+            kernels = None
+        if kernels is not None and self._keys_BV is None:
+            self._keys_BV, self._totals_B1 = kernels.keys_of(
+                self._scores_BV, self._peak_B1, self._numbers_4B1[0]
+            )
         if bounded:
             limits = [[min(self._rows[row].params.top_k, size)] for row in rows]
             top_k = to_device(np.array(limits), scores_BV.device)
@@ -283,6 +296,11 @@ class _Batch:
                 weights_BV = draws.weights_of(self._scores_BV, self._peak_B1, self._numbers_4B1[0])
                 self._totals_B1 = weights_BV.sum(-1, keepdim=True)
             total = _of(self._totals_B1, at)
+        if kernels is not None and self._keys_BV is not None:
+            whole = size == scores_BV.shape[1]
+            keys_BC = _of(self._keys_BV, at).topk(size, -1).values
+            ids_B1, enough_B1 = kernels.draw(keys_BC, peak_B1, numbers, top_k, total, whole=whole)
+            return ids_B1, enough_B1
         ids_BC, weights_BC, enough_B1 = draws.nucleus(
             scores_BV, peak_B1, temperature, top_k, total, numbers[2], numbers[3], size
         )
@@ -361,6 +379,15 @@ def scores_of(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
             scores_BV, to_device(np.array(limited), device), to_device(stacked, device)
         )
     return scores_BV
+
+
+def _kernels_for(scores_BV: Tensor) -> ModuleType | None:
+    """Kernels that draw on a GPU; None: there are none."""
+    if scores_BV.device.type != "cuda" or triton_kernels() is None:
+        return None
+    from kernels.triton import draw
+
+    return draw
 
 
 def _read(values: Tensor) -> np.ndarray:

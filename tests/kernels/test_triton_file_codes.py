@@ -16,7 +16,7 @@ from kernels import PlaneMatrix
 from kernels.planes import PlaneLayout, float_values
 from kernels.scales import GroupScales
 from kernels.triton import experts as triton_experts
-from kernels.triton.codes import float_numbers
+from kernels.triton.codes import float_numbers, in_order, load_words
 from kernels.triton.experts import experts_forward, linear_forward, supports_matrix
 from kernels.triton.language import INTERPRETED
 from tests.kernels.file_cases import FILE_FORMATS as FORMATS
@@ -50,11 +50,12 @@ def test_linear_layers(name: str, panels: bool, monkeypatch: pytest.MonkeyPatch)
 def numbers_kernel(  # type: ignore[no-untyped-def]
     plane, output, BITS: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    chunk = tl.program_id(0)
-    block = tl.zeros((1,), tl.int32)
-    numbers = float_numbers(plane, block + chunk, block == 0, BITS, COMPUTE, 16)
-    columns = chunk * 32 + tl.arange(0, 32)
-    tl.store(output + tl.arange(0, 16)[:, None] * 256 + columns[None, :], numbers)
+    unit = tl.program_id(0) + tl.zeros((1,), tl.int32)
+    words = load_words(plane, unit * 2, unit >= 0, BITS, False, False)
+    for T in tl.static_range(2):
+        numbers = in_order(float_numbers(words, T, BITS, COMPUTE))
+        columns = (unit * 64 + T * 32)[:, None, None] + tl.arange(0, 32)[None, None, :]
+        tl.store(output + tl.arange(0, 16)[None, :, None] * 256 + columns, numbers)
 
 
 @pytest.mark.parametrize("name", ["FP8", "MXFP4"])
@@ -72,7 +73,7 @@ def test_every_code_is_the_number_it_stands_for(name: str) -> None:
     assert torch.equal(float_values(codes, kind).double(), expected)
     assert torch.equal(linear_forward(torch.eye(256), matrix).T.double(), expected)
     halves = torch.empty(16, 256, dtype=torch.float16)
-    numbers_kernel[(8,)](matrix.planes[0].view(torch.uint32), halves, bits, tl.float16)
+    numbers_kernel[(4,)](matrix.planes[0].view(torch.uint32), halves, bits, tl.float16)
     assert torch.equal(halves.double(), expected)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,9 @@ from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.planes import arrange
 from kernels.triton.routing import route
+from moe.sampling import batch
+from moe.sampling.batch import Row, draw_batch
+from moe.sampling.params import SamplingParams
 from tests.kernels import recurrence_cases
 from tests.kernels.attention_cases import AttentionCase
 from tests.kernels.dequantized_cases import quantize_case
@@ -166,11 +170,24 @@ def test_codes_of_files(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
-def test_planes_are_arranged(bits: int) -> None:
+@pytest.mark.parametrize("chunks", [20, 25])
+def test_planes_are_arranged(bits: int, chunks: int) -> None:
     plane = torch.randint(0, 256, (64 * bits * 1000,), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(plane)
-    arrange(plane, target, bits)
-    assert torch.equal(target, arranged_plane(plane, bits, "cuda"))
+    arrange(plane, target, bits, chunks)
+    assert torch.equal(target, arranged_plane(plane, bits, chunks, "cuda"))
+
+
+@pytest.mark.parametrize("own", [{"top_p": 0.95, "temperature": 0.8}, {"top_k": 50, "min_p": 0.01}])
+def test_tokens_are_drawn_as_torch_draws(
+    own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits = torch.randn(64, 151_936, device=DEVICE) * 3
+    given = [Row(SamplingParams(**own), at * 0.37 % 1) for at in range(64)]
+    found = [[str(drawn) for drawn in draw_batch([logits], given)]]
+    monkeypatch.setattr(batch, "_kernels_for", lambda _: None)
+    found.append([str(drawn) for drawn in draw_batch([logits], given)])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -13,32 +13,45 @@ from kernels.triton import experts as triton_experts
 from kernels.triton import planes as triton_planes
 from kernels.triton.experts import experts_forward, linear_forward
 from kernels.triton.language import INTERPRETED
-from kernels.triton.planes import arrange, splits
-from kernels.triton.tiles import PLANES
+from kernels.triton.planes import arrange, parts_of
+from kernels.triton.tiles import MORE_PLANES, PLANES, PlaneTile
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import assert_close, make_case
 from tests.kernels.plane_cases import quantize_matrix
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
 CUDA = torch.device("cuda")
+VARIANTS = (
+    *PLANES,
+    *MORE_PLANES,
+    PlaneTile(8, unroll=2),
+    PlaneTile(8, two=True, unroll=3),
+    PlaneTile(8, ahead=True),
+    PlaneTile(16, two=True, ahead=True),
+)
 
 
-@pytest.mark.parametrize("group_size", [32, 64])
-def test_each_bit_lies_where_the_format_says(group_size: int) -> None:
-    layout = PlaneLayout(20, 100, group_size, arrangement="cuda")
-    codes = torch.randint(0, 256, (20, 100), dtype=torch.uint8)
+@pytest.mark.parametrize("columns", [100, 300])
+def test_each_bit_lies_where_the_format_says(columns: int) -> None:
+    layout = PlaneLayout(20, columns, 32, arrangement="cuda")
+    codes = torch.randint(0, 256, (20, columns), dtype=torch.uint8)
     chunks, low = layout.padded_columns // 32, 8
     for plane, bits in zip(pack(codes, layout), PLANE_BITS, strict=True):
         low -= bits
         words = plane.view(torch.int32).tolist()
         for row in (0, 7, 15, 19):
-            for column in range(100):
-                p, u, h = column % 32 // 8, column % 8 // 2, column % 2
+            for column in range(columns):
+                t, u, p, h = column // 32 % 2, column % 32 // 8, column % 8 // 2, column % 2
                 q, c = row % 8, row % 16 // 8
-                pair = (row // 16 * chunks + column // 32) * 8 + q
-                own, more = {1: (u // 2, u % 2 + 2 * c), 2: (u, 2 * c), 4: (2 * u + c, 0)}[bits]
-                found = words[pair * 2 * bits + own] >> (4 * p + 16 * h + more) & (2**bits - 1)
-                assert found == int(codes[row, column]) >> low & (2**bits - 1)
+                begin = (row // 16 * chunks + column // 64 * 2) * 16 * bits
+                thread, each = 4 * q + u, bits
+                own, more = {1: (0, 2 * c + t), 2: (t, 2 * c), 4: (2 * t + c, 0)}[bits]
+                if column // 64 * 2 + 1 == chunks:  # a unit of 32 columns
+                    each = bits // 2
+                    if bits == 1:
+                        thread, each, more = thread // 2, 1, 2 * c + u % 2
+                found = words[begin + thread * each + own] >> (4 * p + 16 * h + more)
+                assert found & (2**bits - 1) == int(codes[row, column]) >> low & (2**bits - 1)
 
 
 @pytest.mark.parametrize("bits", PREFIX_BITS)
@@ -55,13 +68,14 @@ def test_both_arrangements_hold_the_same_prefixes(bits: int) -> None:
     assert torch.equal(unpack(cuda, replace(layout, arrangement="cuda")), unpack(cpu, layout))
 
 
-def test_the_kernel_arranges_as_torch_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout = PlaneLayout(48, 96, 32)
-    planes = pack(torch.randint(0, 256, (48, 96), dtype=torch.uint8), layout)
+@pytest.mark.parametrize("columns", [32, 64, 160])
+def test_the_kernel_arranges_as_torch_does(columns: int) -> None:
+    layout = PlaneLayout(48, columns, 32)
+    planes = pack(torch.randint(0, 256, (48, columns), dtype=torch.uint8), layout)
     made = arranged(planes, [layout], "cuda")
     for plane, bits, expected in zip(planes, PLANE_BITS, made, strict=True):
         target = torch.empty_like(plane)
-        arrange(plane, target, bits)
+        arrange(plane, target, bits, columns // 32)
         assert torch.equal(target, expected)
     here = [plane.clone() for plane in planes]
     kernels.arrange_for_cuda(here[:3], [layout])
@@ -115,27 +129,22 @@ def test_linear_layers_of_prompts_read_panels(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(linear_forward(x, matrix), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("tile", PLANES)
-def test_split_sums_have_the_same_bits_in_one_program(
-    tile: object, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("tile", VARIANTS, ids=str)
+@pytest.mark.parametrize("columns", [64, 352, 960])
+def test_every_tile_adds_the_same_numbers(
+    columns: int, tile: PlaneTile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = PlaneLayout(20, 32 * 33 - 5, 32)
-    assert splits(layout) == (4, 9)
-    matrix = quantize_matrix(torch.randn(20, layout.columns), 32).for_device(CUDA)
-    x = torch.randn(3, layout.columns)
+    """Of several units a warp, of some that only a few warps have, and of half a unit."""
+    matrix = quantize_matrix(torch.randn(40, columns), 32).for_device(CUDA)
+    x = torch.randn(11, columns)
+    monkeypatch.setattr(triton_experts, "PLANES", (PLANES[0],))
+    expected = linear_forward(x, matrix)
     monkeypatch.setattr(triton_experts, "PLANES", (tile,))
-    apart = linear_forward(x, matrix)
-    monkeypatch.setattr(triton_planes, "_SPLIT_BYTES", 0)
-    assert torch.equal(linear_forward(x, matrix), apart)
-    expected = x.double() @ dequantize(matrix.planes, matrix.scales, matrix.layout).double().T
-    torch.testing.assert_close(apart.double(), expected, rtol=1e-4, atol=1e-3)
+    # The interpreter's products round as numpy's do, by the number of rows.
+    torch.testing.assert_close(linear_forward(x, matrix), expected, rtol=1e-5, atol=1e-4)
+    whole = x.double() @ dequantize(matrix.planes, matrix.scales, matrix.layout).double().T
+    torch.testing.assert_close(expected.double(), whole, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "expected"),
-    [(768, 2048, (4, 8)), (2048, 768, (1, 12)), (151936, 2048, (1, 32)), (4096, 4096, (4, 16))],
-)
-def test_the_matrix_alone_decides_the_splits(
-    rows: int, columns: int, expected: tuple[int, int]
-) -> None:
-    assert splits(PlaneLayout(rows, columns)) == expected
+def test_the_matrix_alone_decides_the_parts() -> None:
+    assert [parts_of(PlaneLayout(64, columns)) for columns in (64, 768, 2048)] == [4, 4, 8]

@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 
 from kernels.triton import tiles
 from kernels.triton.experts import experts_forward
-from kernels.triton.routing import most_blocks, one_group, route, used_experts
+from kernels.triton.routing import most_blocks, route, used_experts
 from kernels.triton.tiles import DECODE, PREFILL, Tile, choose, fastest
 from tests.kernels.kernel_cases import assert_close, make_case
 
@@ -54,13 +54,6 @@ def test_some_routing_needs_every_block(slots: int, experts: int, rows: int) -> 
     ids = torch.tensor([*range(begun), *[0] * (slots - begun)])[:, None]
     used = route(ids, experts, rows).expert_B >= 0
     assert int(used.sum()) == most_blocks(slots, experts, rows)
-
-
-def test_one_group_is_all_rows_in_order() -> None:
-    blocks = one_group(10, 4, torch.device("cpu"))
-    assert blocks.order_S.tolist() == list(range(10))
-    assert blocks.offsets_E1.tolist() == [0, 10]
-    assert (blocks.expert_B.tolist(), blocks.first_B.tolist()) == ([0, 0, 0], [0, 4, 8])
 
 
 @given(routing=routings())

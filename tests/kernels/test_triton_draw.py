@@ -1,0 +1,76 @@
+"""Tokens drawn by Triton kernels, in the interpreter, are those that torch draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from triton.runtime.interpreter import InterpretedFunction
+
+from kernels.triton import draw as kernels
+from kernels.triton.language import INTERPRETED
+from moe.sampling import batch, host
+from moe.sampling.batch import Row, draw_batch
+from moe.sampling.params import SamplingParams
+from tests.amounts import amount
+from tests.moe.decode.test_graphs import Launches
+from tests.moe.sampling.test_batch import rows
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
+
+
+@settings(max_examples=amount(30, in_ci=10))
+@given(st.lists(rows(), min_size=1, max_size=5), st.booleans())
+def test_kernels_draw_what_torch_draws(
+    batched: list[tuple[list[float], Row]], bfloat: bool
+) -> None:
+    dtype = torch.bfloat16 if bfloat else torch.float32
+    logits = [torch.tensor([values], dtype=dtype) for values, _ in batched]
+    given = [row for _, row in batched]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "on_host", lambda _: False)
+        patch.setattr(batch, "_FIRST_GUESS", 2)
+        expected = draw_batch(logits, given)
+        patch.setattr(batch, "_kernels_for", lambda _: kernels)
+        patch.setattr(kernels, "CHUNK", 4)
+        assert [str(drawn) for drawn in draw_batch(logits, given)] == [str(e) for e in expected]
+
+
+@pytest.mark.parametrize("company", [1, 3])
+def test_kernels_draw_of_many_tokens(company: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With candidates that fill no power of two, and rows by which nothing may be drawn."""
+    monkeypatch.setattr(host, "on_host", lambda _: False)
+    logits = torch.randn(company, 5000) * 3
+    logits[1:2, 7] = float("nan")
+    ways = [{"top_p": 0.9}, {"top_k": 70, "min_p": 0.01}, {"top_p": 0.999, "temperature": 1.5}]
+    for own in ways:
+        params = SamplingParams(**own)  # type: ignore[arg-type]
+        for uniform in (0.0, 0.31, 0.97, 1 - 2**-53):
+            given = [Row(params, uniform)] * company
+            found = []
+            for way in (None, kernels):
+                monkeypatch.setattr(batch, "_kernels_for", lambda _, way=way: way)
+                found.append([str(drawn) for drawn in draw_batch([logits], given)])
+            assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("own", [{"top_p": 0.9}, {"top_k": 70}])
+def test_a_batch_is_drawn_in_few_launches(
+    own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peaks, numbers, keys, sums, candidates and tokens; and what is read back, in one piece."""
+    monkeypatch.setattr(host, "on_host", lambda _: False)
+    monkeypatch.setattr(batch, "_kernels_for", lambda _: kernels)
+    given = [Row(SamplingParams(**own), uniform) for uniform in (0.1, 0.7, 0.2)]
+    logits = torch.randn(3, 5000)
+    launches = Launches()
+    monkeypatch.setattr(
+        InterpretedFunction, "run", lambda kernel, *_a, **_k: launches.names.append("kernel")
+    )
+    with launches:
+        draw_batch([logits], given)
+    assert launches.names.count("kernel") == 2
+    assert len(launches.names) <= 8, launches.names
