@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks import kernels_gpu
+from benchmarks import gpu_tiles, kernels_gpu
 from benchmarks.kernels_gpu import QWEN3_30B_A3B, Size, random_call, random_weights, read_bandwidth
 from examples.models.loopback import ThreadExchange, on_ranks
 from examples.models.random_store import SHAPE, write_random_store
@@ -255,6 +255,20 @@ def experts(scale: Scale) -> dict[str, Any]:
     return {"points": points, "tiles": {str(key): str(tile) for key, tile in tiles._chosen.items()}}
 
 
+def tiles(scale: Scale) -> dict[str, Any]:
+    """What the kernels' tiles take, the fastest first (`benchmarks.gpu_tiles`)."""
+    if scale.device.type != "cuda":
+        return {"measured": "not without a GPU"}
+    found = gpu_tiles.measure(TILES_SECONDS)
+    return {
+        what: [f"{how}: {us:.1f} us, {gbps:.0f} GB/s" for how, us, gbps in own[:4]]
+        for what, own in found.items()
+    }
+
+
+TILES_SECONDS = 75.0
+
+
 def model_of(bits: Literal[4, 8, 16]) -> Callable[[Scale], dict[str, Any]]:
     """Measures a model with all experts on the device."""
 
@@ -462,6 +476,7 @@ _STEPS: dict[str, Callable[[Scale], dict[str, Any]]] = {
     "offload_tests": tests_of("tests/moe/test_offload_gpu.py"),
     "ranks": ranks,
     "experts": experts,
+    "tiles": tiles,
     "model_16": model_of(16),
     "model_4": model_of(4),
     "model_8": model_of(8),
