@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -28,7 +28,7 @@ from moe.parallel.remote import EngineMirror, RemoteCache
 from moe.parallel.watchdog import Heartbeat
 from moe.parallel.worker import RankWorker
 from moe.sampling.batch import LogitsError, Row
-from moe.sampling.sampler import Guesses, Sampler
+from moe.sampling.sampler import Sampler
 from moe.settings import ParallelSettings
 from tests.moe.test_block_diffusion import SIZES, make_model
 from tests.parallel.generation import PROMPTS
@@ -304,15 +304,15 @@ def test_structures_are_followed_on_ranks_and_by_those_that_take_over() -> None:
 def test_what_fails_on_a_rank_ends_its_own_sequence_only(
     tiny_moe: Callable[[str], MoE], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, rows = tiny_moe("qwen3_moe"), Sampler.rows
+    model, row = tiny_moe("qwen3_moe"), Sampler.row
     expected = tokens_of(model.engine(), model, PARAMS)
 
-    def failing(sampler: Sampler, guesses: Guesses) -> Iterator[Row]:
+    def failing(sampler: Sampler) -> Row:
         if sampler.params.seed == 2:
             raise LogitsError("on purpose")
-        yield from rows(sampler, guesses)
+        return row(sampler)
 
-    monkeypatch.setattr(Sampler, "rows", failing)
+    monkeypatch.setattr(Sampler, "row", failing)
     found = tokens_of(parallel(model)[0], model, PARAMS)
     failed = [place for place, tokens in enumerate(found) if tokens == "RankError"]
     assert failed == [3]
