@@ -11,8 +11,10 @@ candidates.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import isfinite
 from types import ModuleType
 from typing import NamedTuple
@@ -26,6 +28,8 @@ from moe.errors import MoEError
 from moe.sampling import draws, host
 from moe.sampling.params import SamplingParams
 from moe.settings.device import to_device
+
+_logger = logging.getLogger("moe")
 
 _FIRST_GUESS = 1024
 """Largest scores looked at before top-p sorts more of the vocabulary: another readback."""
@@ -127,7 +131,7 @@ def draw_batch(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[Drawn]:
         elif host.on_host(logits_BV):
             drawn += _one_by_one(logits_BV, given)
         else:
-            drawn += _Batch(logits_BV, given).drawn()
+            drawn += _Batch(logits_BV, given, _kernels_for(logits_BV)).drawn()
     return drawn
 
 
@@ -193,10 +197,11 @@ class _Batch:
     Args:
         logits_BV: any float dtype.
         rows: one for each.
+        kernels: `kernels.triton.draw`; None: torch draws.
     """
 
-    def __init__(self, logits_BV: Tensor, rows: Sequence[Row]) -> None:
-        self._logits_BV, self._rows = logits_BV, rows
+    def __init__(self, logits_BV: Tensor, rows: Sequence[Row], kernels: ModuleType | None) -> None:
+        self._logits_BV, self._rows, self._kernels = logits_BV, rows, kernels
         self._scores_BV = scores_of(logits_BV, rows)
         self._raw_peak_B1, self._likeliest_B1 = logits_BV.max(-1, keepdim=True)
         self._peak_B1 = self._raw_peak_B1
@@ -279,7 +284,7 @@ class _Batch:
             ids_B1 = self._drawn_of(rows, None, weights_BV, numbers[1])
             return ids_B1, torch.ones_like(peak_B1, dtype=torch.bool)
         top_k = total = None
-        kernels = _kernels_for(scores_BV)
+        kernels = self._kernels
         if kernels is not None and (
             size > kernels.MOST or any(self._rows[row].proposal for row in rows)
         ):
@@ -381,13 +386,31 @@ def scores_of(logits_BV: Tensor, rows: Sequence[Row]) -> Tensor:
     return scores_BV
 
 
-def _kernels_for(scores_BV: Tensor) -> ModuleType | None:
+def _kernels_for(logits_BV: Tensor) -> ModuleType | None:
     """Kernels that draw on a GPU; None: there are none."""
-    if scores_BV.device.type != "cuda" or triton_kernels() is None:
+    if logits_BV.device.type != "cuda" or triton_kernels() is None:
         return None
     from kernels.triton import draw
 
-    return draw
+    return draw if _draws_alike(draw, logits_BV.device) else None
+
+
+@cache
+def _draws_alike(kernels: ModuleType, device: torch.device) -> bool:
+    """Whether kernels draw what numpy draws in main memory, on a device that they first meet. A
+    wrong one would be seen by nobody: all tokens are plausible."""
+    ways = [{"top_p": 0.9}, {"top_k": 50}, {"top_p": 0.95, "min_p": 0.02}]
+    rows = [Row(SamplingParams(**own), at / 8) for own in ways for at in range(1, 8)]  # type: ignore[arg-type]
+    logits_BV = 6 * torch.randn(len(rows), 3000, generator=torch.Generator().manual_seed(0))
+    expected = _one_by_one(logits_BV, rows)
+    try:
+        if _Batch(logits_BV.to(device), rows, kernels).drawn() == expected:
+            return True
+        why = "draw others"
+    except RuntimeError as error:  # of Triton's compiler, too
+        why = f"fail: {error}"
+    _logger.warning("tokens are drawn by torch: on %s, our kernels %s", device, why)
+    return False
 
 
 def _read(values: Tensor) -> np.ndarray:

@@ -80,3 +80,22 @@ def test_a_batch_is_drawn_in_few_launches(
         draw_batch([logits], given)
     assert launches.names.count("kernel") == 2
     assert len(launches.names) <= 8, launches.names
+
+
+def test_kernels_are_tried_before_they_draw(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = torch.device("cpu")
+    batch._draws_alike.cache_clear()
+    assert batch._draws_alike(kernels, device)
+    draw = kernels.draw
+
+    def wrong(*given: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, enough = draw(*given, **how)
+        return ids ^ 1, enough
+
+    monkeypatch.setattr(kernels, "draw", wrong)
+    batch._draws_alike.cache_clear()
+    assert not batch._draws_alike(kernels, device)
+    assert "tokens are drawn by torch: on cpu, our kernels draw others" in caplog.text
+    batch._draws_alike.cache_clear()
