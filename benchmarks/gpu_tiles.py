@@ -34,7 +34,6 @@ from benchmarks.kernels_gpu import (
     random_weights,
 )
 from kernels import ExpertWeights, QuantizedExperts
-from kernels.reference import AnyExperts
 from kernels.triton import attention, experts, grouped, planes
 from kernels.triton.attention import KeyRows
 from kernels.triton.routing import route
@@ -139,13 +138,14 @@ def variants(
     whole = [random_weights(size, device) for _ in range(layers)]
     for tokens in TOKENS["bf16"]:
         for tile in (*DECODE, *(replace(tile, depth=64) for tile in DECODE if tile.depth > 64)):
-            yield from _projections("bf16", size, whole, tokens, tile, _whole)
+            yield from _projections("bf16", size, whole, tokens, tile, _whole, device)
     del whole
     for bits in (4, 8):
         quantized = [random_planes(size, device, bits) for _ in range(layers)]
         for tokens in TOKENS["planes"]:
             for own in PLANES:
-                yield from _projections(f"{bits} bits", size, quantized, tokens, own, _planes)
+                name = f"{bits} bits"
+                yield from _projections(name, size, quantized, tokens, own, _planes, device)
         del quantized
     yield from _attention(device, prompt)
 
@@ -157,8 +157,8 @@ def _projections(
     tokens: int,
     tile: Tile | PlaneTile,
     call_of: Callable[..., Callable[[], object]],
+    device: torch.device,
 ) -> Iterator[Variant]:
-    device = _device_of(layers[0])
     calls = [random_call(size, tokens, device) for _ in layers]
     chosen = sum(call.ids.unique().numel() for call in calls) / len(calls)
     for index, (what, share) in enumerate((("first", 2 / 3), ("second", 1 / 3))):
@@ -169,10 +169,6 @@ def _projections(
             chosen * layers[0].expert_bytes * share,
             lambda one=one: [*map(one, layers, calls)],  # type: ignore[misc]
         )
-
-
-def _device_of(layer: AnyExperts) -> torch.device:
-    return layer.gate_up_EGH.device if isinstance(layer, ExpertWeights) else layer.scales[0].device
 
 
 def _whole(

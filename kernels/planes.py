@@ -99,6 +99,7 @@ _STEP_CODES = BLOCK_ROWS * STEP_COLUMNS
 _ARRANGED_CHUNKS = 1 << 15
 """Rearranged at once: a byte a code and more is in memory for a while."""
 _LAST = (-7, -6, -5, -4, -3, -2, -1)
+"""Dimensions of a unit in the order of its words; see `_to_words`."""
 _POSITIONS = {1: (7, 5, 3, 1, 6, 4, 2, 0), 2: (6, 4, 2, 0), 4: (0, 4), 8: (0,)}
 """Lowest bit of each step within a byte of a plane of this many bits, first step first."""
 

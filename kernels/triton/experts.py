@@ -28,7 +28,7 @@ from kernels.triton.language import DTYPES, Epilogue, masked_by
 from kernels.triton.planes import address_table, dequantized, project_planes, readable
 from kernels.triton.planes import arrange as arrange  # for kernels.arrange_for_cuda
 from kernels.triton.routing import Blocks, route, used_experts
-from kernels.triton.tiles import DECODE, MORE_PLANES, PLANES, PREFILL, PlaneTile, Tile, choose
+from kernels.triton.tiles import DECODE, PLANES, PREFILL, PREFILL_PLANES, PlaneTile, Tile, choose
 
 _COLUMNS = 256  # of a program of `combine_kernel`
 
@@ -156,7 +156,7 @@ class _Projection:
         some: tuple[Tile | PlaneTile, ...] = DECODE
         more: tuple[Tile | PlaneTile, ...] = PREFILL
         if known and not self.in_panels:
-            reference, some, more = PLANES[0], PLANES, MORE_PLANES
+            reference, some, more = PLANES[0], PLANES, PREFILL_PLANES
         many = call.each >= _MANY_ROWS
         candidates = [t for t in (more if many else some) if rows is None or t.rows == rows]
         shape = (
@@ -233,7 +233,7 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
 
     many = len(x_TK) >= _MANY_ROWS
     key = x_TK.device, x_TK.dtype, layout, planes, many
-    tiles = MORE_PLANES if many else PLANES
+    tiles = PREFILL_PLANES if many else PLANES
     return prepare(choose(key, tiles, PLANES[0], prepare, lambda output: output))()
 
 

@@ -45,14 +45,12 @@ class PlaneTile:
         two: two blocks of 16 outputs, not one; a gated activation always has two.
         unroll: units that a warp reads at once.
         ahead: each unit is read before the one before it is multiplied.
-        stages: copies to shared memory in flight; 1 for none.
     """
 
     rows: int
     two: bool = False
     unroll: int = 1
     ahead: bool = False
-    stages: int = 1
 
     def constants(self, parts: int) -> dict[str, int | bool]:
         """What the kernel is compiled for; parts of K have a warp each."""
@@ -65,7 +63,7 @@ class PlaneTile:
 
     def options(self, parts: int) -> dict[str, int | bool]:
         """See `Tile.options`."""
-        return {"num_warps": parts, "num_stages": self.stages, "enable_fp_fusion": True}
+        return {"num_warps": parts, "num_stages": 1, "enable_fp_fusion": True}
 
 
 # The first one fits the shared memory of any GPU, at any dtype. The others read 3.2 (one token) and
@@ -78,7 +76,7 @@ DECODE = (
     Tile(16, 32, stages=6),
 )
 PREFILL = (Tile(64, 64), Tile(64, 128), Tile(128, 64), Tile(128, 128, warps=8))
-# Bit planes: the bits of all are the same.
+# Bit planes, of few rows and of 32 or more: all tiles give the same bits.
 PLANES = (
     PlaneTile(8),
     PlaneTile(8, two=True),
@@ -87,7 +85,7 @@ PLANES = (
     PlaneTile(8, unroll=2),
     PlaneTile(16, two=True),
 )
-MORE_PLANES = (
+PREFILL_PLANES = (
     PlaneTile(16, two=True),
     PlaneTile(32, two=True),
     PlaneTile(64),

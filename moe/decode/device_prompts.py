@@ -1,8 +1,8 @@
 """Prompts on a GPU through the layers of a description: Python starts each launch, none waits.
 
 All rows of a pass are one packed matrix. A walk of the description (`moe.decode.reference`) takes
-some fifteen launches a layer beside its experts, where transformers' modules take ten times as
-many. Legend: T rows of a pass, Q query heads, R latent size, V size of values.
+eight launches a layer beside its experts, where transformers' modules take some 150. Legend: T rows
+of a pass, Q query heads, R latent size, V size of values.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels.triton.attention import KeyRows
-from moe.decode.device_operations import DeviceOperations, first_keys
+from moe.decode.device_operations import DeviceOperations, cache_shape, first_keys
 from moe.decode.reference import Normed, walk
 from moe.decode.step import RoutedExperts, finish_step
 from moe.describe.description import Attention, Description, LatentAttention, RotaryTable
 from moe.network.device_blocks import WIDEST, DeviceBlocks, DevicePass
 from moe.network.kv_blocks import BlockKVCache
-from moe.network.kv_cache import Shape
 from moe.network.packed_pass import Work, put_ahead
 from moe.settings.device import to_device
 
@@ -68,7 +67,7 @@ class DevicePrompts:
             wanted = inputs.wanted
             return rows if wanted is None else Normed(rows.exact[wanted], rows.rounded[wanted])
 
-        operations = PromptOperations(inputs, self._memory, inputs.places)
+        operations = PromptOperations(inputs, self._memory)
         steps, answer = walk(self._description, inputs.tokens, operations, last=last), None
         while True:
             try:
@@ -146,13 +145,9 @@ class PromptInputs:
 
 @dataclass(frozen=True)
 class PromptOperations(DeviceOperations):
-    """`DeviceOperations` on many rows of a sequence.
+    """`DeviceOperations` on many rows of a sequence."""
 
-    Attributes:
-        places: of all sequences.
-    """
-
-    places: DevicePass
+    inputs: PromptInputs
 
     def _attend_latents(
         self, a: LatentAttention, plain: Tensor, turned: Tensor, own: KeyRows
@@ -161,20 +156,13 @@ class PromptOperations(DeviceOperations):
         then cost a third of what meeting latents costs."""
         assert own.values is not None
         matrix, dtype = a.kv_b, self.memory.dtype
-        latents, beside = self.places.history(own.keys), self.places.history(own.values)
+        latents, beside = map(self.inputs.places.history, (own.keys, own.values))
         made = linear(latents.to(matrix.dtype), matrix.flatten(0, 1)).to(dtype)
         heads = made.unflatten(1, (a.heads, -1)).transpose(0, 1)
         rows = KeyRows(
             heads[..., : a.plain_dim], heads[..., a.plain_dim :], beside.expand(a.heads, -1, -1)
         )
         return self._attend(plain.to(dtype), rows, a.view, self._dtype_of(a.o.weight), turned)
-
-
-def cache_shape(a: Attention | LatentAttention) -> Shape:
-    """Of the rows that a layer keeps."""
-    if isinstance(a, LatentAttention):
-        return Shape(1, a.kv_b.shape[-1], a.rotation.size)
-    return Shape(a.kv_heads, a.head_dim, a.value_dim)
 
 
 def _head_sizes(a: Attention | LatentAttention) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from moe.sampling import batch, host
 from moe.sampling.batch import Row, draw_batch
 from moe.sampling.params import SamplingParams
 from tests.amounts import amount
-from tests.moe.decode.test_graphs import Launches
+from tests.launches import Launches
 from tests.moe.sampling.test_batch import rows
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")

@@ -14,7 +14,7 @@ from kernels.triton import planes as triton_planes
 from kernels.triton.experts import experts_forward, linear_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.planes import arrange, parts_of
-from kernels.triton.tiles import MORE_PLANES, PLANES, PlaneTile
+from kernels.triton.tiles import PLANES, PREFILL_PLANES, PlaneTile
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import assert_close, make_case
 from tests.kernels.plane_cases import quantize_matrix
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: ker
 CUDA = torch.device("cuda")
 VARIANTS = (
     *PLANES,
-    *MORE_PLANES,
+    *PREFILL_PLANES,
     PlaneTile(8, unroll=2),
     PlaneTile(8, two=True, unroll=3),
     PlaneTile(8, ahead=True),

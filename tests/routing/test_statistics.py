@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from routing import LOADED_FOR, PHASES, Phase, Routing, RoutingStatistics
+from tests.launches import Launches
 
 TOKENS = st.lists(st.lists(st.integers(-1, 4), min_size=2, max_size=2), min_size=1, max_size=4)
 STEPS = st.lists(
@@ -83,27 +83,13 @@ def test_a_pass_of_many_layers_is_counted_by_few_operations() -> None:
     """As many as a pass of one layer, but one that joins them."""
     operations = []
     for layers in (1, 30):
-        statistics, noted = RoutingStatistics([9] * layers), Noted()
+        statistics, launches = RoutingStatistics([9] * layers), Launches()
         for layer in range(layers):
             statistics.record(layer, {"prefill": route([[0, 1], [2, 8]])})
-        with noted:
+        with launches:
             statistics.tokens_of_all()
-        operations.append(noted.names)
+        operations.append(launches.names)
     assert len(operations[1]) == len(operations[0]) + 1
-
-
-class Noted(TorchDispatchMode):
-    """The operations of torch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.names.append(function._schema.name)
-        return function(*args, **(kwargs or {}))
 
 
 def test_counting_in_and_out_of_inference_mode() -> None:

@@ -31,7 +31,7 @@ def loaded(folder: Path, kind: str, settings: dict[str, Any] | None = None) -> M
 @torch.inference_mode()
 def logits_of(model: MoE, *prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     """All logits of prompts, each read in these pieces, one piece of each prompt at a time."""
-    caches = [model.backbone.new_cache(len(PROMPT)) for _ in prompts]
+    caches = [model.backbone.new_cache(sum(map(len, pieces))) for pieces in prompts]
     found: list[list[Tensor]] = [[] for _ in prompts]
     for pieces in zip(*prompts, strict=True):
         work = [Work(ids, cache, True) for ids, cache in zip(pieces, caches, strict=True)]

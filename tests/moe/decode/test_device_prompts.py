@@ -35,10 +35,11 @@ from moe.network.packed_pass import Work
 from moe.settings.device import to_device
 from routing import Routing, RoutingStatistics
 from tests.amounts import amount
+from tests.launches import Launches
 from tests.moe.decode.description_cases import VOCABULARY, routed, table
 from tests.moe.decode.tape import Tape
+from tests.moe.decode.test_compiled_prompts import logits_of
 from tests.moe.decode.test_graphs import (
-    Launches,
     gated_silu,
     joined,
     layers_like_qwen3,
@@ -160,20 +161,6 @@ def loaded(folder: Path, kind: str, settings: dict[str, Any] | None = None) -> M
     if not (folder / "config.json").exists():
         tiny_model(kind).save_pretrained(folder)
     return MoE.from_pretrained(folder, settings or {})
-
-
-@torch.inference_mode()
-def logits_of(model: MoE, *prompts: Sequence[list[int]]) -> list[Tensor]:
-    """All logits of prompts, each read in these pieces, one piece of each prompt at a time."""
-    caches = [model.backbone.new_cache(len(PROMPT)) for _ in prompts]
-    found: list[list[Tensor]] = [[] for _ in prompts]
-    for pieces in zip(*prompts, strict=True):
-        work = [Work(ids, cache, True) for ids, cache in zip(pieces, caches, strict=True)]
-        lanes = model.backbone.lanes(work)
-        run_lanes(lanes, model.experts.run)
-        for own, rows in zip(found, lanes[0].result(), strict=True):
-            own.append(rows)
-    return [torch.cat(own) for own in found]
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from kernels.reference import ExpertWeights
@@ -44,6 +43,7 @@ from moe.network.packed_pass import Work
 from routing import Routing
 from routing.routers import RouterRule
 from tests.amounts import amount
+from tests.launches import Launches
 from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed, table
 from tests.moe.decode.tape import Tape
 
@@ -350,36 +350,6 @@ def layers_like_qwen3(layers: int) -> Description:
     embedding = nn.Embedding(VOCABULARY, 32).bfloat16().requires_grad_(False)
     head = projection(VOCABULARY, 32)
     return Description(embedding, 1.0, tuple(made), norm(32), head, 1.0, None)
-
-
-class Launches(TorchDispatchMode):
-    """Names what a device would launch: operations of torch that are no views, and kernels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        with self:  # in inference mode, torch shows some operations whole, casts among them
-            whole = function.decompose(*args, **(kwargs or {}))
-        if whole is not NotImplemented:
-            return whole
-        name = function._schema.name.removeprefix("aten::")
-        made = function(*args, **(kwargs or {}))
-        # Some give a view or a copy, as it turns out: `to`, `contiguous`, `flatten`.
-        is_view = function.is_view and (not isinstance(made, Tensor) or same_memory(made, args[0]))
-        if not is_view and "empty" not in name and name not in _FREE:
-            self.names.append(name)
-        return made
-
-
-_FREE = ("_unsafe_view", "detach", "lift_fresh", "_reshape_alias", "promote_types")
-
-
-def same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 @torch.inference_mode()
