@@ -136,7 +136,7 @@ class DrawingStep:
     @property
     def tokens(self) -> Mapping[RunningSequence, Tensor]:
         """See `StepInFlight`."""
-        if not self._goes_on or not isinstance(self._next, NextTokens):
+        if not self._goes_on or not self._drawn or not isinstance(self._next, NextTokens):
             return {}
         sequences = (end.sequence for end, _ in self._drawn)
         tokens = zip(sequences, self._next.ids_B.split(1), strict=True)
