@@ -532,7 +532,7 @@ class _Sent:
         self._arrived: torch.cuda.Event | None = None
         if values.is_cuda:
             self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._arrived.record(torch.cuda.current_stream(values.device))
 
     def read(self) -> np.ndarray:
         if self._arrived is not None:

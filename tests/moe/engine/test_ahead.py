@@ -21,9 +21,11 @@ from moe.engine.engine import Engine
 from moe.engine.prefill_batch import SequenceGroup
 from moe.engine.runner import ModelRunner
 from moe.sampling import batch, host
+from moe.sampling.batch import LogitsError
+from moe.sampling.params import Structure
 from moe.sequence import Delta
 
-ROOT = Path(__file__).parents[3]
+DEMO = Path(__file__).parents[3] / "examples/demo-model"
 GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0, ignore_eos=True)
 VOCABULARY = 128
 
@@ -190,3 +192,103 @@ def test_tokens_are_those_of_the_synchronous_order(
                 assert one.token.id == other.token.id
                 assert one.finish_reason == other.finish_reason
                 assert (one.token.logprob is None) == (other.token.logprob is None)
+
+
+def test_a_failing_step_takes_nothing_from_the_one_before(
+    model: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own sequences end with the error, one step later."""
+    expected = model.generate([5, 6, 7], GREEDY)[0].token_ids
+    true, calls = model.backbone.forward_packed, []
+
+    def failing(work: Any, **how: Any) -> Any:
+        calls.append(work[0].ahead is not None)
+        if len(calls) == 4:
+            raise RuntimeError("the device")
+        return true(work, **how)
+
+    monkeypatch.setattr(model.backbone, "forward_packed", failing)
+    engine = model.engine()
+    with like_a_device(model):
+        (events,) = run(engine, [model.request([5, 6, 7], GREEDY)])
+    assert calls == [False, False, True, True]
+    *tokens, error = events
+    assert [one.token.id for one in tokens if isinstance(one, Delta)] == expected[:3]
+    assert isinstance(error, RuntimeError)
+    assert set(engine.occupancy().values()) == {0}
+
+
+@pytest.mark.parametrize("at", [3, 4])
+def test_a_row_without_a_token_ends_its_sequence_only(
+    model: MoE, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [[5, 6, 7], [9, 8]]
+    expected = [completion.token_ids for completion in model.generate(prompts, GREEDY)]
+    true, calls = model.backbone.forward_packed, []
+
+    def damaged(work: Any, **how: Any) -> Any:
+        calls.append(len(work))
+        logits = true(work, **how)
+        if len(calls) == at:
+            logits[0].fill_(float("nan"))
+        return logits
+
+    monkeypatch.setattr(model.backbone, "forward_packed", damaged)
+    with like_a_device(model) as seen:
+        groups = [model.request(prompt, GREEDY) for prompt in prompts]
+        first, second = run(model.engine(), groups)
+    assert "ahead" in seen.order
+    assert [type(one) for one in first] == [Delta] * (at - 1) + [LogitsError]
+    assert groups[0].sequences[0].token_ids == expected[0][: at - 1]
+    assert groups[1].sequences[0].token_ids == expected[1]
+    # The first sequence was read once more, before that was known.
+    assert calls == [2] * (at + 1) + [1] * (8 - at - 1)
+    assert len(second) == 8
+
+
+def test_the_prefix_cache_keeps_what_it_would_have_kept(
+    tiny_checkpoint: Callable[[str], Path],
+) -> None:
+    """The answer ends by a token, so that it was read too far."""
+    params, prompt, found = replace(GREEDY, max_new_tokens=60), list(range(3, 25)), []
+    memory = {"reuse_answers": True, "kv_tokens": 400, "prefix_tokens": 200}
+    for ahead in (False, True):
+        model = MoE.from_pretrained(
+            tiny_checkpoint("qwen3_moe"), engine={"fused": "off"}, memory=memory
+        )
+        answer = model.generate(prompt, params)[0].token_ids
+        # 22 + 43 tokens: with the last one, which nobody has read, there would be a block more.
+        stop = next(token for at, token in enumerate(answer) if at >= 42)
+        prefixes = model._prefixes
+        assert prefixes is not None
+        while prefixes.evict():
+            pass
+        engine, group = model.engine(), model.request(prompt, params)
+        (sequence,) = group.sequences
+        sequence._stop_token_ids = frozenset([stop])
+        with like_a_device(model, ahead=ahead) as seen:
+            run(engine, [group])
+        assert ("ahead" in seen.order) == ahead
+        whole = [*prompt, *sequence.token_ids]
+        known = [prefixes.num_cached("", [*whole[:end], 0]) for end in range(len(whole) + 1)]
+        found.append((sequence.token_ids, known, engine.occupancy(), prefixes.num_tokens))
+    assert found[0] == found[1]
+
+
+def test_texts_are_those_of_the_synchronous_order() -> None:
+    """Ends by stop strings and by structures."""
+    model = MoE.from_pretrained(DEMO, engine={"fused": "off", "max_batch_size": 4})
+    greedy = replace(GREEDY, max_new_tokens=24)
+    params = [
+        replace(greedy, stop=("e",)), replace(greedy, stop=("return", "self")), greedy,
+        replace(greedy, structure=Structure.regex("[a-z]{3} [0-9]{2}")),
+    ]  # fmt: skip
+    prompts: list[Any] = ["def main():", "class A:\n    def", "import os", "x ="]
+    for some in (slice(3), slice(4)):
+        found = []
+        for ahead in (False, True):
+            with like_a_device(model, ahead=ahead) as seen:
+                done = model.generate(prompts[some], params[some])
+            found.append([(one.token_ids, one.text, one.finish_reason) for one in done])
+            assert ("ahead" in seen.order) == ahead
+        assert found[0] == found[1]
