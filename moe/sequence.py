@@ -126,6 +126,11 @@ class RunningSequence:
         """Tokens of state this sequence can come to hold; its last token is never read back."""
         return len(self.prompt_token_ids) + self.max_new_tokens - 1
 
+    @property
+    def ends_next(self) -> bool:
+        """The next token is the last, whatever it is."""
+        return self._is_expired or len(self.token_ids) + 1 >= self.max_new_tokens
+
     def last_tokens(self, count: int) -> list[int]:
         """At most ``count`` tokens from the end of the sequence, prompt included."""
         return [*self.prompt_token_ids[-count:], *self.token_ids[-count:]][-count:]
@@ -175,11 +180,12 @@ class RunningSequence:
     def append_token(self, token: Token) -> Delta:
         """Append the next token, which may end the sequence."""
         assert self.finish_reason is None
+        is_full = self.ends_next
         self.token_ids.append(token.id)
         is_end = token.id in self._stop_token_ids
         if is_end or token.is_last:
             self.finish_reason = "stop"
-        elif self._is_expired or len(self.token_ids) >= self.max_new_tokens:
+        elif is_full:
             self.finish_reason = "length"
         text = self._new_text(token.id, is_end)
         return Delta(

@@ -80,7 +80,7 @@ def enable_fused(backbone: Backbone, experts: MoELayers) -> Fused:
         # What an unknown architecture does to a probe cannot be foreseen, and must not stop it.
         return Fused(False, f"probing raised {type(error).__name__}: {error}")
     fused = Fused(True, reason, forward.keeps_hidden, forward)
-    backbone.decode_by(_FusedForward(forward, backbone, fused))
+    backbone.decode_by(_FusedForward(forward, backbone, fused), lambda: forward.runs_ahead)
     return fused
 
 

@@ -282,6 +282,11 @@ class DecodeForward:
         here = self._experts.dispatcher.local and not self._cached
         return here and not self._changes_routing
 
+    @property
+    def runs_ahead(self) -> bool:
+        """A step is one recording, which the host does not wait for."""
+        return isinstance(self._step, RecordsExperts) and self.all_inside
+
     def count_inside(self, ids_LBK: Tensor) -> None:
         """A compiled call has run these experts, of all MoE layers in turn, in a decode step."""
         self._experts.statistics.record_layers(0, "decode", ids_LBK)

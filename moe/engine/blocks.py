@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from moe.engine.in_flight import Finished, Outcome
 from moe.engine.prefill_batch import ScheduledStep
-from moe.engine.runner import ModelRunner, Outcome
+from moe.engine.runner import ModelRunner
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import BlockWriter
 from moe.network.block_lane import BlockLane
@@ -57,7 +58,7 @@ class BlockRunner(ModelRunner):
         self._num_final = 0
 
     @torch.inference_mode()
-    def run(self, step: ScheduledStep) -> list[Outcome]:
+    def launch(self, step: ScheduledStep) -> Finished:
         """The blocks that became final in this step.
 
         If a pass of a sequence raises, the exception is the outcome of that sequence only.
@@ -83,7 +84,7 @@ class BlockRunner(ModelRunner):
                 failed = isinstance(end.rows, Exception)
                 outcomes.append((end.sequence, end.rows if failed else []))  # type: ignore[arg-type]
             self._prefill_pass = None
-        return outcomes
+        return Finished(outcomes)
 
     def end(self, sequences: Sequence[RunningSequence]) -> None:
         for sequence in sequences:

@@ -6,25 +6,30 @@
             ...  # a Delta, or the exception that ended the sequence
 
 A request's way: `submit` queues its group in `Scheduler.waiting`; `schedule` puts it into a prefill
-batch, and when its prompt has been read into `Scheduler.running`; `ModelRunner.run` computes the
-step; `process_outputs` appends the new tokens and drops the sequences that ended.
+batch, and when its prompt has been read into `Scheduler.running`; `ModelRunner.launch` computes the
+step; `process_outputs` appends the new tokens and drops the sequences that ended. While sequences
+do nothing but decode on a device, the next step is launched before the tokens of a step are read
+(`moe.engine.in_flight`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Protocol
 
+from torch import Tensor
+
 from moe.calibration.predictors import PromptEstimator
 from moe.engine.borrowing import KVBorrowing
 from moe.engine.expert_aware_order import ExpertAwareOrder
+from moe.engine.in_flight import Outcome, StepInFlight
 from moe.engine.kv_account import KVAccount
 from moe.engine.prefill_batch import PrefillBatch, ScheduledStep, SequenceGroup
 from moe.engine.prefill_mode import LayerWork, PrefillPlanner
 from moe.engine.prefix_cache import PrefixCache
-from moe.engine.runner import ModelRunner, Outcome
+from moe.engine.runner import ModelRunner
 from moe.engine.scheduler import Scheduler
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import KVCache
@@ -41,7 +46,11 @@ Event = tuple[RunningSequence, Delta | Exception]
 class StepRunner(Protocol):
     """Computes steps, here or on another rank; see `ModelRunner`."""
 
-    def run(self, step: ScheduledStep) -> list[Outcome]: ...
+    def launch(self, step: ScheduledStep) -> StepInFlight: ...
+
+    def launch_ahead(
+        self, step: ScheduledStep, tokens: Mapping[RunningSequence, Tensor]
+    ) -> StepInFlight: ...
 
     def keep_prefill(self, batch: PrefillBatch | None) -> None: ...
 
@@ -97,6 +106,7 @@ class Engine:
     ) -> None:
         self.runner: StepRunner = runner or ModelRunner(backbone, experts, speculator)
         self._borrowing = borrowing
+        self._ahead: StepInFlight | None = None  # launched, and not read
         drafts = profile.speculation
         self._rows = 1 if drafts.mode == "off" else 1 + drafts.max_depth  # of a sequence in a step
         work = partial(LayerWork.of, backbone.model, experts.layers)
@@ -137,6 +147,7 @@ class Engine:
     def cancel(self, group: SequenceGroup) -> None:
         """Remove sequences between steps, and free their caches."""
         self.scheduler.cancel(group)
+        self._drop_ahead(group.sequences)
         group.release()
         self.runner.keep_prefill(self.scheduler.prefilling)
         self.runner.end(group.sequences)
@@ -149,7 +160,20 @@ class Engine:
             the sampler of a sequence raises, the exception is its event and only that sequence is
             dropped.
         """
-        return self.process_outputs(self.runner.run(self.schedule()))
+        now = self._ahead or self.runner.launch(self.schedule())
+        self._ahead = None
+        if tokens := now.tokens:
+            following = self.scheduler.schedule_ahead(tokens)
+            if following is not None:
+                self._ahead = self.runner.launch_ahead(following, tokens)
+        return self.process_outputs(now.outcomes())
+
+    def _drop_ahead(self, sequences: Collection[RunningSequence]) -> None:
+        """Take back what has been launched for these."""
+        if self._ahead is not None:
+            self._ahead.drop(sequences)
+            if self._ahead.is_empty:
+                self._ahead = None
 
     def schedule(self) -> ScheduledStep:
         """The first half of `step`: who takes part."""
@@ -165,6 +189,8 @@ class Engine:
         for sequence, tokens in outcomes:
             events += [(sequence, event) for event in append_tokens(sequence, tokens)]
         ended = {sequence for sequence, event in events if is_last(event)}
+        if self._ahead is not None:
+            self._drop_ahead([s for s, _ in outcomes if s in ended or s.sampler.redrawn])
         prefixes = self.scheduler.prefixes
         for sequence in ended:
             cache, finished = sequence.cache, sequence.finish_reason is not None

@@ -61,6 +61,11 @@ class KVAccount:
             kept = min(kept, max(most - cache.length + cache.dropped_tokens, 0))
         return self._whole(tokens - max(unread - kept, 0)) - cache.shared_tokens
 
+    def growth(self, sequence: RunningSequence, tokens: int) -> int:
+        """What a running sequence takes for so many tokens more."""
+        held = len(sequence.prompt_token_ids) + len(sequence.token_ids) - 1
+        return self._whole(held + tokens) - self._whole(held)
+
     def half_read(self, group: SequenceGroup) -> int:
         """What the part of a waiting prompt holds that has been read."""
         return self._whole(group.num_held)

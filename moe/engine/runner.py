@@ -16,15 +16,16 @@ takes too long holds its logits and is left out of passes until it is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moe.engine.in_flight import DrawingStep, End, Lost, Outcome, StepInFlight, num_unread
 from moe.engine.overlap import run_overlapped
 from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep
 from moe.network.backbone import SHORT, Backbone
@@ -32,17 +33,13 @@ from moe.network.kv_cache import SequenceCache
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
-from moe.sampling.batch import Token, joined
-from moe.sampling.constraint import MaskLateError
-from moe.sampling.sampler import Guesses, verify
+from moe.sampling.batch import joined
 from moe.sequence import RunningSequence
 from moe.settings.device import to_device
-from moe.speculate.draft import PLAIN, Draft
+from moe.speculate.draft import PLAIN
 from moe.speculate.speculator import Speculator
 from offload.errors import OffloadError
 
-Outcome = tuple[RunningSequence, list[Token] | Exception]
-"""A sequence and its next tokens, or the error that ended it."""
 MASKS_S = 0.02
 """How long all sequences of a step together wait for what their structures allow."""
 
@@ -64,15 +61,19 @@ class ModelRunner:
         self._speculator = speculator
         self._prefill_pass: PrefillPass | None = None
 
-    @torch.inference_mode()
     def run(self, step: ScheduledStep) -> list[Outcome]:
         """The next tokens of every sequence that gets some in this step.
 
         If the forward pass or the sampler of a sequence raises, the exception is the outcome of
         that sequence only.
         """
+        return self.launch(step).outcomes()
+
+    @torch.inference_mode()
+    def launch(self, step: ScheduledStep) -> StepInFlight:
+        """Begin a step."""
         prefill = self._begin_prefill(step.prefill)
-        counts = [_num_unread(sequence) for sequence in step.decode]
+        counts = [num_unread(sequence) for sequence in step.decode]
         decode = [s for s, count in zip(step.decode, counts, strict=True) if count]
         held = [s for s, count in zip(step.decode, counts, strict=True) if not count]
         unread = [count for count in counts if count]
@@ -95,17 +96,30 @@ class ModelRunner:
         last = prefill if prefill is not None and prefill.batch.is_last_layer_group else None
         _limit_waiting([*step.decode, *(last.sequences if last is not None else ())])
         ends = [
-            _End(sequence, rows, draft if proposed else None, lost)
+            End(sequence, rows, draft if proposed else None, lost)
             for sequence, (rows, lost), draft in zip(decode, logits, drafts, strict=True)
         ]
-        ends += [_End(sequence, _held(sequence)) for sequence in held]
+        ends += [End(sequence, _held(sequence)) for sequence in held]
         if last is not None:
             ends += last.finish(self.experts.run)
             self._prefill_pass = None
-        outcomes = _sample(ends, speculator)
-        if speculator is not None:
-            speculator.finish(alone=step.prefill is None)
-        return outcomes
+        goes_on = self._speculator is None and step.prefill is None and self.backbone.decodes_ahead
+        return DrawingStep(ends, speculator, alone=step.prefill is None, goes_on=goes_on)
+
+    @torch.inference_mode()
+    def launch_ahead(
+        self, step: ScheduledStep, tokens: Mapping[RunningSequence, Tensor]
+    ) -> StepInFlight:
+        """Begin a step of sequences whose last tokens only the device knows.
+
+        Args:
+            tokens: of a step in flight.
+        """
+        caches = {s: (s.cache, s.cache.length) for s in step.decode if s.cache is not None}
+        work = [Work([0], cache, ahead=tokens[s]) for s, (cache, _) in caches.items()]
+        logits = self._forward(work, None, overlap=False)
+        ends = [End(s, rows, lost=lost) for s, (rows, lost) in zip(caches, logits, strict=True)]
+        return DrawingStep(ends, goes_on=self.backbone.decodes_ahead, behind=caches)
 
     def _begin_prefill(self, batch: PrefillBatch | None) -> PrefillPass | None:
         """The pass that reads this batch, now or on from its last pause; None without one."""
@@ -184,42 +198,18 @@ class PrefillPass:
         for lane in self.lanes:
             lane.cancel()
 
-    def finish(self, run_experts: ExpertsRunner) -> list[_End]:
+    def finish(self, run_experts: ExpertsRunner) -> list[End]:
         """The ends of the prompts that have been read whole, and failures."""
         logits, lanes = _results(self.lanes, self._work, self._backbone, run_experts)
         logits = [
             own if isinstance(own, Exception) or (error := lost()) is None else error
             for own, lost in zip(logits, _lost_of(lanes, self._work), strict=True)
         ]
-        ends: list[_End] = []
+        ends: list[End] = []
         for chunk, work, rows in zip(self.batch.chunks, self._work, logits, strict=True):
             if not chunk.group.cancelled:
                 ends += _finish_chunk(chunk, work.cache, rows)
         return ends
-
-
-Lost = Callable[[], Exception | None]
-"""Reads back from the device why logits mean nothing, if they do."""
-
-
-class _End(NamedTuple):
-    """Where the next tokens of a sequence are drawn.
-
-    Attributes:
-        rows: ``(T, V)`` logits of its last tokens, drafted ones included; or why there are none.
-        draft: that was read with them, `PLAIN` or more; None where nothing was proposed.
-        lost: where only the device knows whether an expert of another rank was missing: then the
-            logits are NaN, so that it costs no readback as long as tokens can be drawn.
-    """
-
-    sequence: RunningSequence
-    rows: Tensor | Exception
-    draft: Draft | None = None
-    lost: Lost | None = None
-
-    @property
-    def guesses(self) -> Guesses:
-        return () if self.draft is None else self.draft.guesses
 
 
 def _work(chunk: PromptChunk, backbone: Backbone) -> Work:
@@ -234,7 +224,7 @@ def _work(chunk: PromptChunk, backbone: Backbone) -> Work:
     return Work(chunk.token_ids, cache, scored, chunk.snapshots, given)
 
 
-def _finish_chunk(chunk: PromptChunk, cache: SequenceCache, rows: Tensor | Exception) -> list[_End]:
+def _finish_chunk(chunk: PromptChunk, cache: SequenceCache, rows: Tensor | Exception) -> list[End]:
     """Score the prompt's tokens if the request wants that; the sequences whose next token follows
     the prompt, with its logits or an error."""
     group = chunk.group
@@ -245,13 +235,13 @@ def _finish_chunk(chunk: PromptChunk, cache: SequenceCache, rows: Tensor | Excep
             rows = error
     if isinstance(rows, Exception):
         group.restart()
-        return [_End(sequence, rows) for sequence in group.sequences]
+        return [End(sequence, rows) for sequence in group.sequences]
     if not chunk.is_last:
         return []
     group.finish([cache, *(cache.fork(s.capacity, cache.length) for s in group.sequences[1:])])
     for sequence in group.sequences:
         sequence.keep_prompt_logprobs(group.prompt_logprobs)
-    return [_End(sequence, rows) for sequence in group.sequences]
+    return [End(sequence, rows) for sequence in group.sequences]
 
 
 def _results(
@@ -339,63 +329,9 @@ def _limit_waiting(sequences: Sequence[RunningSequence]) -> None:
         sequence.sampler.wait_until(until)
 
 
-def _sample(ends: Sequence[_End], speculator: Speculator | None) -> list[Outcome]:
-    """The tokens of all sequences, drawn together: after the last row, or those of a draft that are
-    right and one more. Caches are cut back to accepted tokens.
-
-    None yet if the sequence has unread tokens, or if it comes to hold its logits, or goes on
-    holding them, because its structure's mask is late.
-
-    Args:
-        speculator: hears what becomes of drafts.
-    """
-    outcomes: dict[RunningSequence, list[Token] | Exception] = {}
-    drawn: list[tuple[_End, Guesses, Tensor]] = []
-    for end in ends:
-        outcomes[end.sequence] = end.rows if isinstance(end.rows, Exception) else []
-        # A preempted sequence has its next tokens already.
-        if not isinstance(end.rows, Exception) and _num_unread(end.sequence) <= 0:
-            guesses, rows = end.guesses, end.rows
-            many = rows.shape[0] > 1 + len(guesses)
-            drawn.append((end, guesses, rows[-1 - len(guesses) :] if many else rows))
-        elif end.lost is not None and (lost := end.lost()) is not None:
-            outcomes[end.sequence] = lost
-    samplers = [end.sequence.sampler for end, *_ in drawn]
-    try:
-        verified = verify(samplers, [own for _, own, _ in drawn], [rows for *_, rows in drawn])
-    except Exception as error:  # memory of the device, for one
-        return [*(outcomes | {end.sequence: error for end, *_ in drawn}).items()]
-    for (end, guesses, rows), found in zip(drawn, verified, strict=True):
-        sequence = end.sequence
-        if found.error is not None and end.lost is not None and (lost := end.lost()) is not None:
-            outcomes[sequence] = lost
-            continue
-        if found.error is None:
-            sequence.hold(None)
-            outcomes[sequence] = found.tokens
-            if speculator is not None and end.draft is not None:
-                speculator.accept(sequence, end.draft, found)
-        elif not isinstance(found.error, MaskLateError):
-            outcomes[sequence] = found.error
-            continue
-        elif sequence.held_logits_V is None:
-            sequence.hold(rows[0])
-        if guesses:
-            assert sequence.cache is not None
-            sequence.cache.cut(sequence.cache.length - len(rows) + max(len(found.tokens), 1))
-    return [*outcomes.items()]
-
-
 def _held(sequence: RunningSequence) -> Tensor:
     assert sequence.held_logits_V is not None
     return sequence.held_logits_V[None]
-
-
-def _num_unread(sequence: RunningSequence) -> int:
-    """Tokens of a sequence that its cache lacks: the last; more if it was preempted."""
-    assert sequence.cache is not None
-    known = len(sequence.prompt_token_ids) + len(sequence.token_ids)
-    return known - sequence.cache.length
 
 
 def _contexts(
@@ -404,7 +340,7 @@ def _contexts(
     """The last ``count`` tokens up to each one that is read, drafted ones included."""
     contexts = []
     for sequence, item in zip(sequences, work, strict=True):
-        unread = _num_unread(sequence)
+        unread = num_unread(sequence)
         before = sequence.last_tokens(count - 1 + unread)[:-unread]
         tokens = [*before, *item.token_ids]
         ends = range(len(before) + 1, len(tokens) + 1)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from operator import attrgetter
 
 from moe.engine.expert_aware_order import ExpertAwareOrder
@@ -120,6 +120,41 @@ class Scheduler:
         if spare < (self.account.unit - 1) * len(self.running):  # drafts may need a block of each
             spare = 0
         return ScheduledStep(list(self.running), self.prefilling, max(0, spare))
+
+    def schedule_ahead(self, known: Container[RunningSequence]) -> ScheduledStep | None:
+        """The step behind one that is in flight, without sequences that are known to end with that;
+        None if it would do more than decode, or read what is not known. `update` comes between.
+
+        Args:
+            known: sequences of which the device has the next token.
+        """
+        if self.prefilling is not None or (self.waiting and not self._admits_none()):
+            return None
+        decode = [sequence for sequence in self.running if not sequence.ends_next]
+        if not decode or not all(sequence in known for sequence in decode):
+            return None
+        grown = sum(self.account.growth(sequence, 2) for sequence in self.running)
+        if self.num_used_tokens() + grown > self.kv_tokens:
+            return None
+        self._num_steps += 1
+        return ScheduledStep(decode, None)
+
+    def _admits_none(self) -> bool:
+        """Whether no prompt can join the running sequences before one of these ends."""
+        first = self.waiting[0]
+        if self.prefixes is not None and not first.looked_up and first.prompt_logprobs is None:
+            return False
+        if len(self.running) >= self.engine.max_batch_size:
+            return True
+        if self._expert_order is not None:
+            return False
+        size = len(self.running) + len(first.sequences)
+        if size > self.engine.max_batch_size:
+            return True
+        prefixes = self.prefixes.num_tokens if self.prefixes is not None else 0
+        freed = prefixes + sum(map(self.account.half_read, self.waiting[1:]))
+        needed = size + self.account.to_come(first)
+        return self.num_used_tokens() - freed + needed > self.kv_tokens
 
     def update(self, ended: Collection[RunningSequence]) -> None:
         """After a step: remove the sequences that ended in it.

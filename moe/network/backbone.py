@@ -90,6 +90,7 @@ class Backbone:
         self._needs_history: set[int] = set()
         self.recurrent_kernels: dict[str, str] = {}
         self.decode_forward: Forward | None = None
+        self._decodes_ahead: Callable[[], bool] = lambda: False
         self.prompt_forward: Forward | None = None
         self.recurrent = self._reads_whole = False
         self.watched = False
@@ -164,9 +165,19 @@ class Backbone:
         self.contrast = reader
         self.cache_type = KVCache if reader is None else reader.cache_type
 
-    def decode_by(self, forward: Forward | None) -> None:
-        """Read short decode work by ``forward`` from now on; None: by transformers' forward."""
-        self.decode_forward = forward
+    def decode_by(self, forward: Forward | None, ahead: Callable[[], bool] = lambda: False) -> None:
+        """Read short decode work by ``forward`` from now on; None: by transformers' forward.
+
+        Args:
+            ahead: whether it reads tokens that only the device knows (`Work.ahead`) as things are,
+                and returns before the device has.
+        """
+        self.decode_forward, self._decodes_ahead = forward, ahead
+
+    @property
+    def decodes_ahead(self) -> bool:
+        """Whether decode steps can be launched behind each other before they are done."""
+        return self.packed and self.contrast is None and self._decodes_ahead()
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """State of a new sequence that will hold at most ``capacity`` tokens."""

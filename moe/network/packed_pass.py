@@ -51,6 +51,10 @@ class Work:
 
 def put_ahead(work: Sequence[Work], ids_T: Tensor) -> None:
     """Put tokens that only the device knows (`Work.ahead`) among those of a pass."""
+    ahead = [item.ahead for item in work if item.ahead is not None]
+    if ahead and len(ahead) == sum(len(item.token_ids) for item in work):
+        torch.cat(ahead, out=ids_T[: len(ahead)])
+        return
     end = 0
     for item in work:
         end += len(item.token_ids)

@@ -19,15 +19,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from moe.engine.borrowing import KVBorrowing
 from moe.engine.engine import Engine, Event, is_last
+from moe.engine.in_flight import Outcome, StepInFlight
 from moe.engine.prefill_batch import (
     PrefillBatch,
     PromptChunk,
     ScheduledStep,
     SequenceGroup,
 )
-from moe.engine.runner import ModelRunner, Outcome
+from moe.engine.runner import ModelRunner
 from moe.errors import RankError, StructureError
 from moe.network.kv_blocks import SLACK, BlockHolder, KVBlock
 from moe.network.kv_cache import KVCache, SequenceCache, States
@@ -48,7 +51,12 @@ _MOST_EXPECTED = 1024
 class RemoteRunner:
     """The runner of an engine that only plans: another rank computes its steps."""
 
-    def run(self, step: ScheduledStep) -> list[Outcome]:
+    def launch(self, step: ScheduledStep) -> StepInFlight:
+        raise AssertionError("this engine plans only")
+
+    def launch_ahead(
+        self, step: ScheduledStep, tokens: Mapping[RunningSequence, Tensor]
+    ) -> StepInFlight:
         raise AssertionError("this engine plans only")
 
     def keep_prefill(self, batch: PrefillBatch | None) -> None:

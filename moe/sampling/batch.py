@@ -1,9 +1,10 @@
 """Tokens drawn for a batch of rows of logits, with one readback.
 
-`draw_batch` gets the logits of many sequences and a `Row` of each: its parameters, its random
-number, and what bias, penalties and structure do to its scores. All of it is copied to the device
-where the logits are, the arithmetic of `draws.py` runs there, and one copy brings tokens and
-log-probabilities back. Rows in main memory are drawn one by one (`host.py`).
+`Draws` gets the logits of many sequences and a `Row` of each: its parameters, its random number,
+and what bias, penalties and structure do to its scores. All of it is copied to the device where
+the logits are, the arithmetic of `draws.py` runs there, and one copy brings tokens and
+log-probabilities back. Until that is read, a next step may read the tokens where they are. Rows in
+main memory are drawn one by one (`host.py`).
 
 Shape suffixes: B rows of a batch, T rows or tokens of a sequence, N edited scores, V vocabulary, C
 candidates.
@@ -12,12 +13,12 @@ candidates.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import isfinite
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ _logger = logging.getLogger("moe")
 _FIRST_GUESS = 1024
 """Largest scores looked at before top-p sorts more of the vocabulary: another readback."""
 _CACHED = 1 << 18  # scores that a CPU takes at once: what its caches hold, with their weights
+_HEADS = 5  # numbers of each row that `_outcome` reads
 _AT_ONCE = 1 << 26  # scores that another device takes at once: it needs some 30 bytes for each
 
 
@@ -113,26 +115,104 @@ class Drawn(NamedTuple):
     likeliest: int
 
 
-def draw_batch(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[Drawn]:
-    """The token of each row.
+class Draws:
+    """The token of each row, which a device goes on to draw while the host does something else.
 
     One readback for the whole batch; two or three where top-p alone keeps very many tokens.
 
     Args:
         logits: ``(T, V)`` each, one for all rows in their order; of one dtype and device.
     """
-    if not rows:
-        return []
-    drawn, logits_RV = list[Drawn](), joined(logits).detach()
-    for part in parts_of(len(rows), logits_RV[0]):
-        logits_BV, given = logits_RV[part.start : part.stop], rows[part.start : part.stop]
-        if all(row.is_argmax for row in given):
-            drawn += _likeliest(logits_BV)
-        elif host.on_host(logits_BV):
-            drawn += _one_by_one(logits_BV, given)
-        else:
-            drawn += _Batch(logits_BV, given, _kernels_for(logits_BV)).drawn()
-    return drawn
+
+    def __init__(self, logits: Sequence[Tensor], rows: Sequence[Row]) -> None:
+        self._parts: list[_Part] = []
+        if not rows:
+            return
+        logits_RV = joined(logits).detach()
+        for part in parts_of(len(rows), logits_RV[0]):
+            logits_BV, given = logits_RV[part.start : part.stop], rows[part.start : part.stop]
+            self._parts.append(_part_of(logits_BV, given))
+
+    @property
+    def ids_B(self) -> Tensor:
+        """``(B,)`` int64 where the logits are: the tokens, but for `redrawn` rows and those without
+        a token."""
+        parts = [part.ids_B for part in self._parts]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def read(self) -> list[Drawn]:
+        """The outcome of each row; waits for the device."""
+        return [drawn for part in self._parts for drawn in part.read()]
+
+    @property
+    def redrawn(self) -> set[int]:
+        """Rows that `read` had to draw again, as top-p keeps more tokens than were looked at."""
+        found, begin = set[int](), 0
+        for part in self._parts:
+            found |= {begin + row for row in part.redrawn}
+            begin += len(part.ids_B)
+        return found
+
+
+def draw_batch(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[Drawn]:
+    """The token of each row; see `Draws`."""
+    return Draws(logits, rows).read()
+
+
+class _Part(Protocol):
+    """Some rows of `Draws`."""
+
+    @property
+    def ids_B(self) -> Tensor: ...
+    @property
+    def redrawn(self) -> Collection[int]: ...
+    def read(self) -> list[Drawn]: ...
+
+
+def _part_of(logits_BV: Tensor, rows: Sequence[Row]) -> _Part:
+    likeliest = all(row.is_argmax for row in rows)
+    if host.on_host(logits_BV):
+        return _OnHost(_likeliest(logits_BV) if likeliest else _one_by_one(logits_BV, rows))
+    return _Peaks(logits_BV) if likeliest else _Batch(logits_BV, rows, _kernels_for(logits_BV))
+
+
+class _OnHost:
+    """Rows that have been drawn."""
+
+    redrawn: Collection[int] = ()
+
+    def __init__(self, drawn: list[Drawn]) -> None:
+        self._drawn = drawn
+
+    @property
+    def ids_B(self) -> Tensor:
+        found = [d.token.id if isinstance(d.token, Token) else d.likeliest for d in self._drawn]
+        return torch.tensor(found)
+
+    def read(self) -> list[Drawn]:
+        return self._drawn
+
+
+class _Peaks:
+    """Rows of which the largest logit is wanted, on a device.
+
+    Args:
+        logits_BV: any float dtype.
+    """
+
+    redrawn: Collection[int] = ()
+
+    def __init__(self, logits_BV: Tensor) -> None:
+        values, self.ids_B = logits_BV.max(-1)
+        self._sent = _Sent(torch.stack((self.ids_B.double(), values.double())))
+
+    def found(self) -> tuple[list[int], list[float]]:
+        """As `peaks`."""
+        ids, values = self._sent.read()
+        return ids.astype(np.int64).tolist(), values.tolist()
+
+    def read(self) -> list[Drawn]:
+        return _at_peaks(*self.found())
 
 
 def joined(logits: Sequence[Tensor]) -> Tensor:
@@ -191,6 +271,22 @@ def _drawn_of(row: Row, ids_C: np.ndarray | None, weights_C: np.ndarray) -> int:
     return place if ids_C is None else int(ids_C[place])
 
 
+class _Drawing(NamedTuple):
+    """Rows of a `_Batch` on their way.
+
+    Attributes:
+        rows: which.
+        ids_B1: int64, on the device.
+        scored: those of them whose log-probabilities are wanted.
+        sent: what is known of all of them.
+    """
+
+    rows: Sequence[int]
+    ids_B1: Tensor
+    scored: Sequence[int]
+    sent: _Sent
+
+
 class _Batch:
     """A batch whose tokens are drawn together, on a device.
 
@@ -215,21 +311,30 @@ class _Batch:
         self._numbers_4B1 = to_device(np.array(own).T[..., None].copy(), logits_BV.device)
         self._totals_B1: Tensor | None = None
         self._keys_BV: Tensor | None = None
+        self._size = min(_FIRST_GUESS, logits_BV.shape[1])
+        self._first = self._begin(range(len(rows)), self._size)
+        self.redrawn = set[int]()
 
-    def drawn(self) -> list[Drawn]:
+    @property
+    def ids_B(self) -> Tensor:
+        """See `Draws`."""
+        return self._first.ids_B1[:, 0]
+
+    def read(self) -> list[Drawn]:
         """The outcome of each row."""
-        vocab_size = self._logits_BV.shape[1]
-        size = min(_FIRST_GUESS, vocab_size)
-        made: dict[int, Drawn] = {}
-        while rows := [row for row in range(len(self._rows)) if row not in made]:
-            found = zip(rows, self._draw(rows, size), strict=True)
+        made, drawing = dict[int, Drawn](), self._first
+        while True:
+            found = zip(drawing.rows, self._finish(drawing), strict=True)
             made |= {row: drawn for row, drawn in found if drawn is not None}
-            size = min(16 * size, vocab_size)
-        return [made[row] for row in range(len(made))]
+            left = [row for row in drawing.rows if row not in made]
+            if not left:
+                return [made[row] for row in range(len(made))]
+            self.redrawn |= set(left)
+            self._size = min(16 * self._size, self._logits_BV.shape[1])
+            drawing = self._begin(left, self._size)
 
-    def _draw(self, rows: Sequence[int], size: int) -> list[Drawn | None]:
-        """The outcome of some rows; None where top-p needs more than the ``size`` largest
-        scores."""
+    def _begin(self, rows: Sequence[int], size: int) -> _Drawing:
+        """Draw some rows by their ``size`` largest scores."""
         every = len(rows) == len(self._rows)
         at = None if every else to_device(np.array(rows), self._logits_BV.device)
         logits_BV, peak_B1 = _of(self._logits_BV, at), _of(self._peak_B1, at)
@@ -254,16 +359,21 @@ class _Batch:
             most = min(max(count or 0 for count in counts), logits_BV.shape[1])
             own = to_device(np.array(scored), logits_BV.device)
             parts.append(draws.logprobs(logits_BV[own], ids_B1[own], most))
-        if not scored:
-            return [_outcome(*row) for row in _read(parts[0]).tolist()]
-        numbers = _read(torch.cat([part.flatten() for part in parts]))
-        head_end = len(heads) * len(rows)
-        head, tail = numbers[:head_end], numbers[head_end:].reshape(len(scored), -1)
+            parts = [torch.cat([part.flatten() for part in parts])]
+        return _Drawing(rows, ids_B1, scored, _Sent(parts[0]))
+
+    def _finish(self, drawing: _Drawing) -> list[Drawn | None]:
+        """The outcome of these rows; None where top-p needs more than were looked at."""
+        rows, numbers = drawing.rows, drawing.sent.read()
+        if not drawing.scored:
+            return [_outcome(*row) for row in numbers.tolist()]
+        head_end = _HEADS * len(rows)
+        head, tail = numbers[:head_end], numbers[head_end:].reshape(len(drawing.scored), -1)
         found = [_outcome(*row) for row in head.reshape(len(rows), -1).tolist()]
-        for place, row in zip(scored, tail, strict=True):
-            drawn = found[place]
+        for place, row in zip(drawing.scored, tail, strict=True):
+            drawn, count = found[place], self._rows[rows[place]].params.logprobs
             if drawn is not None and isinstance(drawn.token, Token):
-                token = _scored(drawn.token.id, row, counts[place] or 0)
+                token = _scored(drawn.token.id, row, count or 0)
                 found[place] = drawn._replace(token=token)
         return found
 
@@ -404,7 +514,7 @@ def _draws_alike(kernels: ModuleType, device: torch.device) -> bool:
     logits_BV = 6 * torch.randn(len(rows), 3000, generator=torch.Generator().manual_seed(0))
     expected = _one_by_one(logits_BV, rows)
     try:
-        if _Batch(logits_BV.to(device), rows, kernels).drawn() == expected:
+        if _Batch(logits_BV.to(device), rows, kernels).read() == expected:
             return True
         why = "draw others"
     except RuntimeError as error:  # of Triton's compiler, too
@@ -413,10 +523,26 @@ def _draws_alike(kernels: ModuleType, device: torch.device) -> bool:
     return False
 
 
+class _Sent:
+    """Numbers on their way to the host: `read` is the only place where sampling waits for a
+    device, and for no more than what was asked of it before these."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.to("cpu", non_blocking=True)  # of a GPU: pinned memory
+        self._arrived: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(values.device))
+
+    def read(self) -> np.ndarray:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        numbers: np.ndarray = self._values.numpy()
+        return numbers
+
+
 def _read(values: Tensor) -> np.ndarray:
-    """Copied to the host: the only place where sampling waits for the device."""
-    numbers: np.ndarray = values.to("cpu").numpy()
-    return numbers
+    return _Sent(values).read()
 
 
 def _of(values: Tensor, rows: Tensor | None) -> Tensor:
@@ -425,10 +551,8 @@ def _of(values: Tensor, rows: Tensor | None) -> Tensor:
 
 def peaks(logits_TV: Tensor) -> tuple[list[int], list[float]]:
     """The id and the value of each row's largest logit; NaN counts as the largest."""
-    if not logits_TV.is_cpu:
-        values, ids = logits_TV.max(-1)
-        numbers = _read(torch.stack((ids.double(), values.double())))
-        return numbers[0].astype(np.int64).tolist(), numbers[1].tolist()
+    if not host.on_host(logits_TV):
+        return _Peaks(logits_TV).found()
     rows = (logits_TV.float() if logits_TV.dtype == torch.bfloat16 else logits_TV).detach().numpy()
     best = rows.argmax(-1)
     return best.tolist(), rows[np.arange(len(rows)), best].tolist()
@@ -446,9 +570,12 @@ def candidates(scores_V: Tensor, params: SamplingParams) -> tuple[np.ndarray, np
 
 
 def _likeliest(logits_BV: Tensor) -> list[Drawn]:
+    return _at_peaks(*peaks(logits_BV))
+
+
+def _at_peaks(ids: Sequence[int], values: Sequence[float]) -> list[Drawn]:
     return [
-        Drawn(_usable(peak) or Token(best), best)
-        for best, peak in zip(*peaks(logits_BV), strict=True)
+        Drawn(_usable(peak) or Token(best), best) for best, peak in zip(ids, values, strict=True)
     ]
 
 

@@ -1,7 +1,7 @@
 """The next tokens of a batch, from rows of logits.
 
 Each sequence owns a `Sampler` with its own penalties and its own random numbers, so that what a
-request gets never depends on who else is in the batch. `sample_batch` draws the next token of many
+request gets never depends on who else is in the batch. `NextTokens` draws the next token of many
 at once, and `verify` the next tokens of many with drafts, on the device where their logits are:
 everything that a step's draws depend on is copied there, and one readback brings tokens and
 log-probabilities.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from itertools import islice
@@ -28,6 +28,7 @@ from torch import Tensor
 from moe.sampling import draws, host
 from moe.sampling.batch import (
     Drawn,
+    Draws,
     LogitsError,
     Proposal,
     Row,
@@ -54,6 +55,9 @@ class Sampler:
     stream stays the same in later versions; each token takes one number, so a token's draw depends
     on the seed and its position only, on any device. Without a seed, the numbers derive from that
     generator's global state: they differ in each process unless the caller seeds it.
+
+    Attributes:
+        redrawn: its last token had to be drawn again (`moe.sampling.batch.Draws`).
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Sampler:
     ) -> None:
         assert 0 <= index < params.n, (index, params.n)
         self.params, self.index = params, index
+        self.redrawn = False
         self._constraint = constraint
         self._vocab_size = vocab_size
         seed = params.seed
@@ -84,6 +89,12 @@ class Sampler:
             and self._edits is None
             and self._constraint is None
         )
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next token can only be drawn when the host knows the one before: for
+        penalties, for a structure, or as that is likely to be drawn again."""
+        return self._edits is not None or self._constraint is not None or self.redrawn
 
     def begin_mask(self) -> None:
         """Begin to find out, in another thread, what the structure lets follow; if there is one."""
@@ -143,13 +154,16 @@ class Sampler:
         self._remember(token_id)
         return token_id, Proposal(token_id, ids_C, weights_C / weights_C.sum())
 
-    def row(self) -> Row:
+    def row(self, place: int = 0) -> Row:
         """What decides the next token beside its logits; it stays the same until the token is
         accepted.
 
+        Args:
+            place: 1: of the token after the next one, if this does not need it (`needs_tokens`).
+
         Raises `StructureError`, `MaskLateError`, and `LogitsError` if nothing may follow.
         """
-        return self._row(0, self._edits, self._constraint, None)
+        return self._row(place, self._edits, self._constraint, None)
 
     def rows(self, guesses: Guesses) -> Iterator[Row]:
         """Yield the `row` of the next token, then that of each token behind a drafted one, as if
@@ -274,7 +288,7 @@ def sample_batch(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[
         samplers: each once; they advance by their tokens.
         logits: (V,) of each, of one dtype and device.
     """
-    found = verify(samplers, [()] * len(samplers), [logits_V[None] for logits_V in logits])
+    found = NextTokens(samplers, [logits_V[None] for logits_V in logits]).read()
     return [one.error or one.tokens[0] for one in found]
 
 
@@ -321,7 +335,7 @@ def verify(
             one dtype and device.
     """
     if not any(guesses):
-        return _next_tokens(samplers, logits)
+        return NextTokens(samplers, logits).read()
     each = [_Verification(*one) for one in zip(samplers, guesses, logits, strict=True)]
     while wave := [(one, rows) for one in each if (rows := one.next_rows())]:
         drawn = iter(
@@ -335,31 +349,59 @@ def verify(
     return [one.finish() for one in each]
 
 
-def _next_tokens(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[Verified]:
-    """`verify` where nobody has a draft."""
-    rows: list[Row | Exception] = []
-    for sampler in samplers:
-        try:
-            rows.append(sampler.row())
-        except Exception as error:  # of its structure
-            rows.append(error)
-    known = [row for row in rows if isinstance(row, Row)]
-    pairs = zip(logits, rows, strict=True)
-    drawn = iter(draw_batch([own for own, row in pairs if isinstance(row, Row)], known))
-    found: list[Verified] = []
-    for sampler, row, own in zip(samplers, rows, logits, strict=True):
-        if isinstance(row, Exception):
-            found.append(Verified([], row, own, []))
-            continue
-        token, likeliest = next(drawn)
-        if isinstance(token, Exception):
-            found.append(Verified([], token, own, [likeliest]))
-            continue
-        try:
-            found.append(Verified([sampler.accept(token)], None, own, [likeliest]))
-        except Exception as error:  # of its structure
-            found.append(Verified([], error, own, [likeliest]))
-    return found
+class NextTokens:
+    """The next token of each sequence, which a device goes on to draw until they are read.
+
+    Args:
+        samplers: each once; they advance when the tokens are read.
+        logits: ``(1, V)`` of each, of one dtype and device.
+        place: see `Sampler.row`.
+    """
+
+    def __init__(
+        self, samplers: Sequence[Sampler], logits: Sequence[Tensor], place: int = 0
+    ) -> None:
+        self._samplers, self._logits = samplers, logits
+        self._rows: list[Row | Exception] = []
+        for sampler in samplers:
+            try:
+                self._rows.append(sampler.row(place))
+            except Exception as error:  # of its structure
+                self._rows.append(error)
+        pairs = zip(logits, self._rows, strict=True)
+        known = [row for row in self._rows if isinstance(row, Row)]
+        self._draws = Draws([own for own, row in pairs if isinstance(row, Row)], known)
+
+    @property
+    def ids_B(self) -> Tensor:
+        """``(B,)`` int64 on the device; see `Draws`. For sequences without structures."""
+        return self._draws.ids_B
+
+    def read(self, dropped: Collection[Sampler] = ()) -> list[Verified]:
+        """The outcome of each sequence; waits for the device.
+
+        Args:
+            dropped: these get no token, and stay as they are.
+        """
+        drawn = enumerate(self._draws.read())
+        redrawn, found = self._draws.redrawn, list[Verified]()
+        for sampler, row, own in zip(self._samplers, self._rows, self._logits, strict=True):
+            if isinstance(row, Exception):
+                found.append(Verified([], row, own, []))
+                continue
+            at, (token, likeliest) = next(drawn)
+            if sampler in dropped:
+                found.append(Verified([], None, own, [likeliest]))
+                continue
+            sampler.redrawn = at in redrawn
+            if isinstance(token, Exception):
+                found.append(Verified([], token, own, [likeliest]))
+                continue
+            try:
+                found.append(Verified([sampler.accept(token)], None, own, [likeliest]))
+            except Exception as error:  # of its structure
+                found.append(Verified([], error, own, [likeliest]))
+        return found
 
 
 def _reading_waits(logits: Tensor) -> bool:

@@ -13,7 +13,8 @@ from examples.models.loopback import Switchboard, ThreadExchange, on_ranks
 from experts.dispatch import DeviceDispatcher, Failure
 from experts.dispatch.routing_exchange import exchange_headers
 from experts.placement import linear
-from moe.engine.runner import _End, _lost_later, _sample
+from moe.engine.in_flight import DrawingStep, End
+from moe.engine.runner import _lost_later
 from moe.errors import RankError
 from moe.network.lanes import ExpertCall, Lane
 from moe.network.packed_pass import Work
@@ -28,7 +29,7 @@ VOCABULARY = 16
 
 
 class Sequence(SimpleNamespace):
-    """What `_sample` asks of a `RunningSequence`."""
+    """What `DrawingStep` asks of a `RunningSequence`."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
 
@@ -77,12 +78,15 @@ def test_a_step_of_ranks_has_one_readback_unless_rows_are_lost(
             found = _lost_later(list(logits.split(1)), [lane], work)
             sequences = [sequence_of() for _ in own]
             ends = [
-                _End(sequence, rows, PLAIN, lost)
+                End(sequence, rows, PLAIN, lost)
                 for sequence, (rows, lost) in zip(sequences, found, strict=True)
             ]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("moe.engine.runner._num_unread", lambda _: 0)
-                steps[exchange.rank] = [outcome for _, outcome in _sample(ends, None)], expected
+                patch.setattr("moe.engine.in_flight.num_unread", lambda _: 0)
+                steps[exchange.rank] = (
+                    [outcome for _, outcome in DrawingStep(ends).outcomes()],
+                    expected,
+                )
 
         if exchange.rank:
             step()
@@ -104,8 +108,8 @@ def test_a_step_of_ranks_has_one_readback_unless_rows_are_lost(
 
 
 def test_a_sequence_that_draws_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moe.engine.runner._num_unread", lambda _: 2)
+    monkeypatch.setattr("moe.engine.in_flight.num_unread", lambda _: 2)
     error, rows = RankError("rank 1 could not run it"), torch.zeros(1, VOCABULARY)
     first, second = (sequence_of() for _ in range(2))
-    ends = [_End(first, rows, None, lambda: error), _End(second, rows, None, lambda: None)]
-    assert _sample(ends, None) == [(first, error), (second, [])]
+    ends = [End(first, rows, None, lambda: error), End(second, rows, None, lambda: None)]
+    assert DrawingStep(ends).outcomes() == [(first, error), (second, [])]
