@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from kernels.triton.tiles import PREFILL
+
 _BUILD = """
 import re, subprocess, tempfile
 import triton, triton.language as tl
@@ -22,7 +24,7 @@ POINTERS |= {name: "*fp32" for name in ("weights", "sums")}
 POINTERS |= {"table": "*i64", "ids": "*i64", "source": "*u32", "target": "*u32"}
 FLOATS = {name: "fp32" for name in ("slope", "limit", "offset", "scale")}
 # Sizes of real layers are multiples of 16, and so are addresses.
-DIVISIBLE = {"N", "K", "width", "weight_row", "part_stride", "slots_in_all", "block_bytes"}
+DIVISIBLE = {"N", "K", "H", "width", "weight_row", "part_stride", "slots_in_all", "block_bytes"}
 
 def build(architecture, kernel, options, **constants):
     types = POINTERS | FLOATS
@@ -53,9 +55,9 @@ _PROGRAM = (
 from kernels.scales import SCALES
 from kernels.triton.draw import CHUNK as DRAWN, MOST, OPTIONS, draw_kernel, keys_kernel
 from kernels.triton.experts import combine_kernel
-from kernels.triton.grouped import whole_kernel
-from kernels.triton.router import LOGITS_OPTIONS, LOGITS_TILE, decide_kernel, logits_kernel
-from kernels.triton.router import options
+from kernels.triton.grouped import described_kernel, whole_kernel
+from kernels.triton.router import LOGITS_OPTIONS, LOGITS_TILE, PROMPT_OPTIONS, PROMPT_TILE
+from kernels.triton.router import decide_kernel, logits_kernel, options, prompt_logits_kernel
 from kernels.triton.routing import CHUNK, MOST_EXPERTS, MOST_SLOTS, SORT_OPTIONS, align_kernel
 from kernels.triton.routing import align_options, count_kernel, sort_kernel, sort_tile
 from kernels.triton.planes import arrange_kernel, dequantize_kernel, planes_kernel
@@ -81,6 +83,13 @@ for architecture, tile in ((80, DECODE[0]), (90, PREFILL[0])):
     show(architecture, whole_kernel, tile.options, CURVE=0, GATED=True, DEPTH=64, **shape,
          **(ONES if architecture == 80 else {}))
     show(architecture, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256, ADD=False)
+for parts in (1, 2):
+    for tile in PREFILL:
+        block = f"1,{parts},{tile.columns},{tile.depth}"
+        POINTERS["weight"] = f"tensordesc<bf16[{block}]>"
+        show(90, described_kernel, tile.options, CURVE=0, PARTS=parts, **SHAPE, ROWS=tile.rows,
+             COLUMNS=tile.columns, DEPTH=tile.depth, HALVES=tile.halves)
+POINTERS["weight"] = POINTERS["x"]
 POINTERS["output"] = "*fp32"
 show(80, combine_kernel, {"enable_fp_fusion": True}, COLUMNS=256, ADD=True)
 POINTERS["output"] = POINTERS["rows"]
@@ -103,6 +112,9 @@ for groups, score, size in ((8, 1, 256), (1, 0, 512)):
 POINTERS |= {"rows": "*fp32", "bias": "*fp32"}
 for hidden in (2048, 7168, 2880):
     show(90, logits_kernel, LOGITS_OPTIONS, H=hidden, HAS_BIAS=hidden == 2880, **LOGITS_TILE)
+for architecture in (80, 90):
+    show(architecture, prompt_logits_kernel, PROMPT_OPTIONS, HAS_BIAS=True, COMPUTE=tl.bfloat16,
+         **PROMPT_TILE)
 POINTERS |= {"rows": "*bf16", "bias": "*bf16"}
 for slots, experts in ((32, 256), (512, 256), (MOST_SLOTS, 2 * MOST_EXPERTS)):
     show(90, align_kernel, align_options(slots), SLOTS=slots, EXPERTS=experts, BLOCKS=512)
@@ -351,10 +363,11 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 31
+    assert len(lines) == 33 + 2 * len(PREFILL)
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
-        assert int(shared) <= _LEAST_SHARED, name
+        most = _MOST_SHARED if name == "described_kernel" else _LEAST_SHARED
+        assert int(shared) <= most, name
 
 
 def check_planes(architectures: str, codes: list[str], tiles: str) -> None:
