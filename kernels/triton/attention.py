@@ -229,8 +229,7 @@ def split_of(first, end, SPLITS: tl.constexpr, KEYS: tl.constexpr):
 
 @triton.jit
 def joined(peak, total, result, more_peak, more_total, more_result, COLUMN: tl.constexpr):
-    """The softmax sums of some keys and of those behind them, peaks being powers of two; `COLUMN`: a
-    peak is one of a row.
+    """The softmax sums of some keys and of those behind them; `COLUMN`: a peak is one of a row.
     Products are fused where it says so and nowhere else: all who join give the same bits."""
     higher = tl.maximum(peak, more_peak)
     finite = tl.where(higher == float("-inf"), 0.0, higher)  # of rows that see no key so far

@@ -93,7 +93,7 @@ def described_kernel(
     if (own < 0) | (own >= count):  # another call has its weights
         return
     first = tl.load(block_first + block)
-    if HALVES:
+    if HALVES:  # noqa: SIM102 - one may not join a constant and a value
         if tl.load(offsets + expert + 1) - first <= ROWS // 2:
             project_block(
                 x, weight, bias, output, order, offsets, expert, own, first, column, share,
