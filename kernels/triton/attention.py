@@ -24,6 +24,7 @@ from there to its own position.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -65,12 +66,14 @@ class KeyTile(NamedTuple):
 
     Attributes:
         rows: queries times query heads of one key/value head.
+        ahead: products with the next keys are made beside the softmax of these.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    ahead: bool = False
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -87,14 +90,25 @@ def decode_tile(size: int, dtype: torch.dtype) -> KeyTile:
     return KeyTile(DECODE_ROWS, max(16, min(64, numbers // _width(size))), 4, 2)
 
 
-def prompt_tile(size: int, dtype: torch.dtype) -> KeyTile:
-    """Of spans of several queries; no tile spills registers on sm_80 to sm_90."""
+def prompt_tile(size: int, dtype: torch.dtype, wide: bool | None = None) -> KeyTile:
+    """Of spans of several queries; no tile spills registers on sm_80 to sm_90.
+
+    Args:
+        wide: whether the device has the matrix instructions and shared memory of sm_90; None: look.
+    """
     if INTERPRETED:
-        return KeyTile(64, 64, 4, 1)
+        return KeyTile(64, 64, 4, 1, ahead=True)
     width = _width(size)
     if dtype.itemsize > 2:  # no matrix instructions: few rows, so that sums stay in registers
         return KeyTile(16, max(16, min(64, 2048 // width)), 4, 1)
+    if width <= 128 and (_is_wide() if wide is None else wide):
+        return KeyTile(128, 64, 8, 2, ahead=True)
     return KeyTile(128 if width <= 128 else 64, 64 if width <= 64 else 32, 8, 2)
+
+
+@cache
+def _is_wide() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def prompt_queries(group: int, size: int, value_size: int, dtype: torch.dtype) -> int:
@@ -166,9 +180,11 @@ def attend(
         queries[0], queries[-1], keys[0], keys[-1], values,
         rows.tables, spans, firsts, sinks, output, peaks, totals, sums,
         *queries[0].stride()[:2], *queries[-1].stride()[:2],
-        *_strides(keys[0]), *_strides(keys[-1]), *_strides(values),
+        *_strides(keys[0])[:2], *_strides(keys[-1])[:2], *_strides(values)[:2],
         0 if rows.tables is None else rows.tables.stride(0), kv_heads, scale, softcap or 1.0,
+        k_token=keys[0].stride(-2), r_token=keys[-1].stride(-2), v_token=values.stride(-2),
         PAGED=rows.tables is not None, SECOND=both, LATENT=latent, CAPPED=softcap is not None,
+        AHEAD=tile.ahead and not latent and not both,
         SUNK=sinks is not None, SPLITS=splits if splitting else min(splits, 2), SEGMENT=segment,
         COMPUTE=compute_type(query.dtype),
         GROUP=group, D=queries[0].shape[-1], R=queries[-1].shape[-1], V=value_size,
@@ -201,6 +217,9 @@ def _halves(size: int) -> tuple[int, int]:
     return (first, size - first) if first >= 64 else (size, 0)
 
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
 @triton.jit
 def split_of(first, end, SPLITS: tl.constexpr, KEYS: tl.constexpr):
     """Tiles of keys from the first one that a query sees, and how many of them a split has."""
@@ -214,7 +233,7 @@ def joined(peak, total, result, more_peak, more_total, more_result, COLUMN: tl.c
     Products are fused where it says so and nowhere else: all who join give the same bits."""
     higher = tl.maximum(peak, more_peak)
     finite = tl.where(higher == float("-inf"), 0.0, higher)  # of rows that see no key so far
-    less, more = tl.exp(peak - finite), tl.exp(more_peak - finite)
+    less, more = tl.exp2(peak - finite), tl.exp2(more_peak - finite)
     total = tl.fma(more_total, more, total * less)
     if COLUMN:
         less, more = less[:, None], more[:, None]
@@ -222,19 +241,73 @@ def joined(peak, total, result, more_peak, more_total, more_result, COLUMN: tl.c
 
 
 @triton.jit
+def block_of(tables, place, columns, key, stop, PAGED: tl.constexpr):
+    """Where a tile of keys lies: its block, or where its sequence begins."""
+    block = place
+    if PAGED:
+        at = place.to(tl.int64) * columns + key // 64
+        block = tl.load(tables + at, mask=key < stop, other=0)
+    return block
+
+
+@triton.jit
+def rows_of(
+    rows, block, start, stop, kv_head, block_step, head_step, token_step,
+    PAGED: tl.constexpr, COMPUTE: tl.constexpr,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A tile of keys or values; zeros beyond ``stop``."""
+    near, size = tl.arange(0, KEYS), tl.arange(0, WIDTH)
+    if PAGED:  # a tile lies within a block
+        rows += block.to(tl.int64) * block_step
+        within = start % 64 + near
+    else:
+        rows += (block + start).to(tl.int64) * token_step
+        within = near
+    at = rows + kv_head * head_step + within[:, None] * token_step + size[None, :]
+    mask = (start + near < stop)[:, None] & (size < SIZE)[None, :]
+    return tl.load(at, mask=mask, other=0.0).to(COMPUTE)
+
+
+@triton.jit
+def scores_of(
+    q, q2, keys, seconds, block, start, stop, kv_head,
+    k_block, k_head, k_token, r_block, r_head, r_token,
+    PAGED: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr,
+    R: tl.constexpr, KEYS: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_R: tl.constexpr,
+):  # fmt: skip
+    """Products of queries and a tile of keys, and these keys."""
+    k = rows_of(
+        keys, block, start, stop, kv_head, k_block, k_head, k_token, PAGED, COMPUTE, D, KEYS,
+        WIDTH_D,
+    )  # fmt: skip
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if SECOND:
+        k2 = rows_of(
+            seconds, block, start, stop, kv_head, r_block, r_head, r_token, PAGED, COMPUTE, R,
+            KEYS, WIDTH_R,
+        )  # fmt: skip
+        scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
+    return scores, k
+
+
+@triton.jit
 def attend_kernel(
     query, second, keys, seconds, values, tables, spans, firsts, sinks,
     output, peaks, totals, sums,
     q_token, q_head, s_token, s_head,
-    k_block, k_head, k_token, r_block, r_head, r_token, v_block, v_head, v_token,
+    k_block, k_head, r_block, r_head, v_block, v_head,
     columns, kv_heads, scale, softcap,
+    k_token: tl.constexpr, r_token: tl.constexpr, v_token: tl.constexpr,
     PAGED: tl.constexpr, SECOND: tl.constexpr, LATENT: tl.constexpr, CAPPED: tl.constexpr,
+    AHEAD: tl.constexpr,
     SUNK: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     WIDTH_D: tl.constexpr, WIDTH_R: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
-    span = spans + tl.program_id(0) * 4
+    # The last queries of a prompt see the most keys: they begin first.
+    span = spans + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     place, query_at = tl.load(span), tl.load(span + 1)
     count, position = tl.load(span + 2), tl.load(span + 3)
     parts = tl.num_programs(1) // kv_heads
@@ -252,6 +325,8 @@ def attend_kernel(
     token = (query_at + row).to(tl.int64)
     first = tl.load(firsts + token, mask=used, other=2147483647)
     last_row = tl.minimum(count - 1, (flat_from + ROWS - 1) // GROUP)
+    # All rows see the keys between these.
+    seen_from, seen_to = tl.max(tl.where(used, first, 0)), position + flat_from // GROUP + 1
     end = tl.where(padding, 0, position + last_row + 1)
     seen = tl.minimum(tl.min(first), end)
     if SEGMENT == 0:
@@ -274,6 +349,13 @@ def attend_kernel(
         beside = second + token[:, None] * s_token + head[:, None] * s_head
         r_mask = used[:, None] & (r < R)[None, :]
         q2 = tl.load(beside + r[None, :], mask=r_mask, other=0.0).to(COMPUTE)
+    else:
+        q2 = q
+    # Scores are powers of two, and become such in one operation with the softmax's difference.
+    if CAPPED:
+        bend, unit = 2.0 * LOG2E * scale / softcap, LOG2E * softcap
+    else:
+        bend, unit = 1.0, LOG2E * scale
     all_peak = tl.full((ROWS,), float("-inf"), tl.float32)
     all_total = tl.zeros((ROWS,), tl.float32)
     all_result = tl.zeros((ROWS, WIDTH_V), tl.float32)
@@ -284,40 +366,49 @@ def attend_kernel(
         peak = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         result = tl.zeros((ROWS, WIDTH_V), tl.float32)
+        block = block_of(tables, place, columns, begin, stop, PAGED)
+        next_block = block_of(tables, place, columns, begin + KEYS, stop, PAGED)
+        if AHEAD:
+            ahead, k = scores_of(
+                q, q2, keys, seconds, block, begin, stop, kv_head,
+                k_block, k_head, k_token, r_block, r_head, r_token,
+                PAGED, SECOND, COMPUTE, D, R, KEYS, WIDTH_D, WIDTH_R,
+            )  # fmt: skip
         for start in range(begin, stop, KEYS):
-            at = start + tl.arange(0, KEYS)
-            here = (at < stop)[:, None]
-            if PAGED:  # a tile lies within a block
-                block = tl.load(tables + place.to(tl.int64) * columns + start // 64).to(tl.int64)
-                within = (start % 64 + tl.arange(0, KEYS))[:, None]
-                k_from, v_from = keys + block * k_block, values + block * v_block
-                r_from = seconds + block * r_block
+            here, ahead_here = block, next_block
+            # A block is asked for long before its keys are. Loads must not wait for two rounds.
+            block = block_of(tables, place, columns, start + KEYS, stop, PAGED)
+            if AHEAD:
+                next_block = block_of(tables, place, columns, start + 2 * KEYS, stop, PAGED)
+                scores = ahead
+                ahead, k = scores_of(
+                    q, q2, keys, seconds, ahead_here, start + KEYS, stop, kv_head,
+                    k_block, k_head, k_token, r_block, r_head, r_token,
+                    PAGED, SECOND, COMPUTE, D, R, KEYS, WIDTH_D, WIDTH_R,
+                )  # fmt: skip
             else:
-                from_token = (place + start).to(tl.int64)
-                within = tl.arange(0, KEYS)[:, None]
-                k_from, v_from = keys + from_token * k_token, values + from_token * v_token
-                r_from = seconds + from_token * r_token
-            k_at = k_from + kv_head * k_head + within * k_token + d[None, :]
-            k = tl.load(k_at, mask=here & (d < D)[None, :], other=0.0).to(COMPUTE)
-            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-            if SECOND:
-                r_at = r_from + kv_head * r_head + within * r_token + r[None, :]
-                k2 = tl.load(r_at, mask=here & (r < R)[None, :], other=0.0).to(COMPUTE)
-                scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
+                scores, k = scores_of(
+                    q, q2, keys, seconds, here, start, stop, kv_head,
+                    k_block, k_head, k_token, r_block, r_head, r_token,
+                    PAGED, SECOND, COMPUTE, D, R, KEYS, WIDTH_D, WIDTH_R,
+                )  # fmt: skip
             if LATENT:
                 values_here = k
             else:
-                v_at = v_from + kv_head * v_head + within * v_token + v[None, :]
-                values_here = tl.load(v_at, mask=here & (v < V)[None, :], other=0.0).to(COMPUTE)
-            scores *= scale
+                values_here = rows_of(
+                    values, here, start, stop, kv_head, v_block, v_head, v_token,
+                    PAGED, COMPUTE, V, KEYS, WIDTH_V,
+                )  # fmt: skip
             if CAPPED:  # tanh(x) is 1 - 2 / (exp(2 x) + 1)
-                scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
-            allowed = (at[None, :] >= first[:, None]) & (at[None, :] <= (position + row)[:, None])
-            scores = tl.where(allowed, scores, float("-inf"))
-            higher = tl.maximum(peak, tl.max(scores, 1))
+                scores = 1.0 - 2.0 / (tl.exp2(scores * bend) + 1.0)
+            if (start < seen_from) | (start + KEYS > seen_to):
+                at = start + tl.arange(0, KEYS)
+                below = at[None, :] <= (position + row)[:, None]
+                scores = tl.where(below & (at[None, :] >= first[:, None]), scores, float("-inf"))
+            higher = tl.maximum(peak, tl.max(scores, 1) * unit)
             finite = tl.where(higher == float("-inf"), 0.0, higher)  # of rows that see no key yet
-            shares = tl.exp(scores - finite[:, None])
-            less = tl.exp(peak - finite)
+            shares = tl.exp2(scores * unit - finite[:, None])
+            less = tl.exp2(peak - finite)
             total = total * less + tl.sum(shares, 1)
             result = result * less[:, None]
             result = tl.dot(shares.to(COMPUTE), values_here, result, input_precision="ieee")
@@ -338,10 +429,10 @@ def attend_kernel(
         tl.store(sums + to[:, None] * V + v[None, :], result, mask=v_mask)
     else:
         if SUNK:
-            sink = tl.load(sinks + head, mask=used, other=0.0)
+            sink = tl.load(sinks + head, mask=used, other=0.0) * LOG2E
             higher = tl.maximum(peak, sink)
-            less = tl.exp(peak - higher)
-            total = tl.fma(total, less, tl.exp(sink - higher))
+            less = tl.exp2(peak - higher)
+            total = tl.fma(total, less, tl.exp2(sink - higher))
             result = result * less[:, None]
         result = result / tl.where(total > 0.0, total, 1.0)[:, None]
         made = result.to(output.dtype.element_ty)
@@ -376,10 +467,10 @@ def join_kernel(
         part = tl.load(sums + own * V + v, mask=v < V, other=0.0)
         peak, total, result = joined(peak, total, result, more_peak, more_total, part, COLUMN=False)
     if SUNK:
-        sink = tl.load(sinks + head)
+        sink = tl.load(sinks + head) * LOG2E
         higher = tl.maximum(peak, sink)
-        less = tl.exp(peak - higher)
-        total = tl.fma(total, less, tl.exp(sink - higher))
+        less = tl.exp2(peak - higher)
+        total = tl.fma(total, less, tl.exp2(sink - higher))
         result = result * less
     result = result / tl.where(total > 0.0, total, 1.0)
     tl.store(output + at * V + v, result.to(output.dtype.element_ty), mask=v < V)

@@ -34,6 +34,7 @@ _COLUMNS = 256  # of a program of `combine_kernel`
 
 
 _MANY_ROWS = 32  # of an expert, from which on taller tiles pay
+_MOST_ROWS = 256  # from which on other tiles may be the best
 _PANEL_ROWS = 128  # of a matrix, from which on its planes are dequantised first
 PANEL_BYTES = 128 << 20
 """Memory of dequantised weights at most, but for one expert."""
@@ -157,7 +158,7 @@ class _Projection:
         more: tuple[Tile | PlaneTile, ...] = PREFILL
         if known and not self.in_panels:
             reference, some, more = PLANES[0], PLANES, PREFILL_PLANES
-        many = call.each >= _MANY_ROWS
+        many = (call.each >= _MANY_ROWS) + (call.each >= _MOST_ROWS)
         candidates = [t for t in (more if many else some) if rows is None or t.rows == rows]
         shape = (
             self.weights

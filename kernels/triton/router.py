@@ -12,13 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.language import masked_by
+from kernels.triton.language import compute_type, masked_by
 
 SCORES = {"softmax": 0, "sigmoid": 1, "mixer": 2}
 LOGITS_TILE = {"ROWS": 4, "COLUMNS": 2, "DEPTH": 1024}
 LOGITS_OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 MOST_TOKENS = 256
-"""For which `logits` pays: those of a decode step. It reads a matrix again for every few tokens."""
+"""For which `logits_kernel` pays: those of a decode step. It reads a matrix again for every few
+tokens."""
+PROMPT_TILE = {"ROWS": 64, "COLUMNS": 32, "DEPTH": 64}
+PROMPT_OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
 
 
 def options(experts: int) -> dict[str, int | bool]:
@@ -53,8 +56,52 @@ def logits_kernel(
     tl.store(to, made, mask=(token < tokens)[:, None] & (expert < experts)[None, :])
 
 
+@triton.jit
+def _leading(x):
+    """The first eight bits of float32 numbers: bf16 holds them."""
+    return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def prompt_logits_kernel(
+    rows, weight, bias, logits, tokens, experts, weight_row, H,
+    HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """By matrix instructions: three bf16 numbers have all 24 bits of a float32 one, so products
+    with bf16 weights are exact. Sums of a depth are added in float32, as these instructions cut
+    bits where others round."""
+    token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    from_rows = rows + token.to(tl.int64)[:, None] * H + depth[None, :]
+    from_weight = weight + expert.to(tl.int64)[:, None] * weight_row + depth[None, :]
+    known, there = (token < tokens)[:, None], (expert < experts)[:, None]
+    sums = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(0, H, DEPTH):
+        rest = (depth < H - k)[None, :]
+        own = tl.load(from_rows + k, mask=known & rest, other=0.0)
+        tile = tl.trans(tl.load(from_weight + k, mask=there & rest, other=0.0).to(COMPUTE))
+        first = _leading(own)
+        second = _leading(own - first)
+        third = own - first - second
+        part = tl.dot(third.to(COMPUTE), tile, input_precision="ieee")
+        part = tl.dot(second.to(COMPUTE), tile, part, input_precision="ieee")
+        sums += tl.dot(first.to(COMPUTE), tile, part, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + expert, mask=expert < experts, other=0.0)[None, :]
+    to = logits + token.to(tl.int64)[:, None] * experts + expert[None, :]
+    tl.store(to, sums, mask=known & (expert < experts)[None, :])
+
+
+def takes(tokens: int, weight_EH: Tensor) -> bool:
+    """Whether `logits` pays for so many tokens."""
+    return tokens <= MOST_TOKENS or weight_EH.dtype == torch.bfloat16
+
+
 def logits(rows_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
-    """(T, E) float32 ``rows W^T + bias``, products in float32. A row's bits depend on itself only.
+    """(T, E) float32 ``rows W^T + bias``, products in float32. A row's bits depend on itself, and
+    on whether there are more than `MOST_TOKENS`.
 
     Args:
         rows_TH: float32, contiguous.
@@ -63,6 +110,15 @@ def logits(rows_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
     """
     (tokens, hidden), experts = rows_TH.shape, len(weight_EH)
     logits_TE = torch.empty(tokens, experts, dtype=torch.float32, device=rows_TH.device)
+    if tokens > MOST_TOKENS and weight_EH.dtype == torch.bfloat16:
+        tile = PROMPT_TILE
+        grid = triton.cdiv(experts, tile["COLUMNS"]), triton.cdiv(tokens, tile["ROWS"])
+        prompt_logits_kernel[grid](
+            rows_TH, weight_EH, bias_E, logits_TE, tokens, experts, weight_EH.stride(0), hidden,
+            HAS_BIAS=bias_E is not None, COMPUTE=compute_type(torch.bfloat16),
+            **tile, **PROMPT_OPTIONS,
+        )  # fmt: skip
+        return logits_TE
     tile = LOGITS_TILE
     grid = triton.cdiv(experts, tile["COLUMNS"]), triton.cdiv(tokens, tile["ROWS"])
     logits_kernel[grid](

@@ -23,13 +23,14 @@ from kernels.triton.language import INTERPRETED
 @dataclass(frozen=True)
 class Tile:
     """Slots and outputs of one program, its warps, its loads in flight, and how much of K each load
-    of whole weights has."""
+    of whole weights has. `halves`: a block of half as many slots or fewer takes half the time."""
 
     rows: int
     columns: int
     warps: int = 4
     stages: int = 3
     depth: int = 64
+    halves: bool = False
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -75,7 +76,13 @@ DECODE = (
     Tile(16, 32, warps=2, stages=4, depth=128),
     Tile(16, 32, stages=6),
 )
-PREFILL = (Tile(64, 64), Tile(64, 128), Tile(128, 64), Tile(128, 128, warps=8))
+PREFILL = (
+    Tile(64, 64),
+    Tile(128, 64),
+    Tile(128, 64, halves=True),
+    Tile(128, 128, warps=8),
+    Tile(128, 128, warps=8, halves=True),
+)
 # Bit planes, of few rows and of 32 or more: all tiles give the same bits.
 PLANES = (
     PlaneTile(8),

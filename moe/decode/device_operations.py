@@ -23,7 +23,7 @@ from torch.nn.functional import linear
 from kernels import PlaneMatrix, linear_forward
 from kernels.triton import attention
 from kernels.triton.attention import BLOCK, KeyRows
-from kernels.triton.router import MOST_TOKENS, logits
+from kernels.triton.router import logits, takes
 from kernels.triton.rows import Heads, RowNorm, Turn, add_norm, gated, place_heads
 from moe.decode.joined import readers_of
 from moe.decode.reference import Normed, chosen
@@ -234,8 +234,8 @@ class DeviceOperations:
         router, places = feed.router, self.inputs.slots
         if isinstance(router, OwnRouter) or feed.num_experts > MOST_EXPERTS:
             return _without(chosen(feed, rows.exact), places < 0)
-        weight, few = router.weight.weight, len(places) <= MOST_TOKENS
-        if isinstance(weight, Tensor) and few:
+        weight = router.weight.weight
+        if isinstance(weight, Tensor) and takes(len(places), weight):
             made = logits(rows.exact, weight, router.weight.bias)
         else:
             made = project(router.weight, rows.exact)

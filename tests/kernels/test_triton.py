@@ -17,7 +17,9 @@ from torch import Tensor
 from kernels import reference
 from kernels.planes import PREFIX_BITS, dequantize
 from kernels.triton.experts import experts_forward, linear_forward, supports, supports_matrix
+from kernels.triton.grouped import describable
 from kernels.triton.language import INTERPRETED
+from kernels.triton.tiles import Tile
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import (
     ACTIVATIONS,
@@ -62,6 +64,40 @@ def test_many_rows_an_expert() -> None:
     together = run(case)
     assert_close(together, case)
     assert torch.equal(run(case.rows(slice(7, 8))), together[7:8])
+
+
+@pytest.mark.parametrize(
+    ("activation", "halves"),
+    [("silu gate", True), ("clamped interleaved gate", False), ("squared relu, no gate", True)],
+)
+def test_prompts_read_weights_by_descriptors(
+    activation: str, halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of any number of slots, and sizes that tiles do not divide; panels of some experts."""
+    case = make_case(
+        60, 3, 2, hidden=72, width=40, dtype=torch.float16, activation=activation, biased=True,
+        unused=0.2,
+    )  # fmt: skip
+    tile, seen = Tile(64, 32, halves=halves), list[bool]()
+
+    def noted(*of: Tensor) -> bool:
+        seen.append(describable(*of))
+        return seen[-1]
+
+    monkeypatch.setattr("kernels.triton.experts.PREFILL", (tile,))
+    monkeypatch.setattr("kernels.triton.grouped.describable", noted)
+    together = run(case)
+    assert_close(together, case)
+    assert seen == [True, True]
+    monkeypatch.setattr("kernels.triton.experts._MANY_ROWS", 0)
+    assert_close(run(case.rows(slice(7, 9))), case.rows(slice(7, 9)))
+    planes, whole = quantize_case(case, 32, [8, 3, 2])
+    monkeypatch.setattr("kernels.triton.experts._PANEL_ROWS", 0)
+    monkeypatch.setattr("kernels.triton.experts.PANEL_BYTES", 1)
+    assert_close(
+        experts_forward(case.hidden, case.ids, case.weights, planes.for_device(CUDA)), whole
+    )
+    assert seen == [True] * 10
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import get_args
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.triton import router
 from kernels.triton.language import INTERPRETED
 from kernels.triton.router import logits
 from kernels.triton.routing import CHUNK, Blocks, align, route, sort_slots
@@ -75,17 +77,19 @@ def test_padding_visits_nobody(case: tuple[RouterRule, Tensor], data: st.DataObj
 def test_logits_are_exact_products(
     data: st.DataObject, tokens: int, experts: int, hidden: int
 ) -> None:
-    """A row has the same bits alone and in company."""
+    """A row has the same bits alone and in company, among few and among many."""
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
     rows, weight = torch.randn(tokens, hidden), torch.randn(experts, hidden + 3).to(dtype)
     weight = weight[:, :hidden]  # its rows lie apart
     bias = torch.randn(experts) if data.draw(st.booleans()) else None
-    found = logits(rows, weight, bias)
+    at = data.draw(st.integers(0, tokens - 1))
+    few = data.draw(st.sampled_from([0, router.MOST_TOKENS]))
+    with patch.object(router, "MOST_TOKENS", few):
+        found = logits(rows, weight, bias)
+        assert torch.equal(logits(rows[at : at + 1], weight, bias)[0], found[at])
     expected = rows.double() @ weight.double().T + (0.0 if bias is None else bias.double())
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5 * hidden**0.5)
-    at = data.draw(st.integers(0, tokens - 1))
-    assert torch.equal(logits(rows[at : at + 1], weight, bias)[0], found[at])
 
 
 @settings(max_examples=25)
