@@ -31,10 +31,12 @@ from kernels.triton.codes import (
     FP8,
     OFFSET,
     SUPER_OFFSET,
+    WIDTH,
     file_numbers,
     float_numbers,
     group_scale,
     in_order,
+    less_middle,
     load_rows,
     load_words,
     symmetric_numbers,
@@ -76,31 +78,34 @@ def plane_bases(entry, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.
 def load_unit(
     bases, unit, wanted,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
-    TAIL: tl.constexpr, MASKED: tl.constexpr,
+    TAIL: tl.constexpr, MASKED: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
     """Each thread's words of four planes, then scales and offsets of the groups of a unit: of its
     first half, of that one's last 16 columns, and likewise of the second half. What there is not is
-    what came before."""
+    what came before. The unit is LATER units behind `unit`, a multiple of 4."""
     FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
     SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
-    words0 = load_words(bases[0], 2 * unit, wanted, FIRST, TAIL, MASKED)
+    chunk = 2 * unit
+    words0 = load_words(bases[0], chunk, wanted, FIRST, TAIL, MASKED, 2 * LATER)
     words1, words2, words3 = words0, words0, words0
     if PLANES >= 2:
-        words1 = load_words(bases[1], 2 * unit, wanted, SECOND, TAIL, MASKED)
+        words1 = load_words(bases[1], chunk, wanted, SECOND, TAIL, MASKED, 2 * LATER)
     if KIND == 0 and PLANES >= 3:
-        words2 = load_words(bases[2], 2 * unit, wanted, 1, TAIL, MASKED)
+        words2 = load_words(bases[2], chunk, wanted, 1, TAIL, MASKED, 2 * LATER)
     if KIND == 0 and PLANES >= 4:
-        words3 = load_words(bases[3], 2 * unit, wanted, 4, TAIL, MASKED)
+        words3 = load_words(bases[3], chunk, wanted, 4, TAIL, MASKED, 2 * LATER)
     group = unit * 64 // GROUP if GROUP >= 64 else unit * (64 // GROUP)
-    scale0, least0 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED)
+    MORE: tl.constexpr = LATER * 64 // GROUP
+    scale0, least0 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED, MORE)
     scale1, least1, scale2, least2, scale3, least3 = scale0, least0, scale0, least0, scale0, least0
     if GROUP == 16:
-        scale1, least1 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED)
+        scale1, least1 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED, MORE)
     if GROUP < 64 and not TAIL:
         group += 32 // GROUP
-        scale2, least2 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED)
+        scale2, least2 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED, MORE)
         if GROUP == 16:
-            scale3, least3 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED)
+            group += 1
+            scale3, least3 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED, MORE)
     return (
         words0, words1, words2, words3,
         scale0, least0, scale1, least1, scale2, least2, scale3, least3,
@@ -114,7 +119,7 @@ def numbers_of(
 ):  # fmt: skip
     """(S, 16, 32) numbers of half a unit, of what `load_unit` returned."""
     if KIND == 0:
-        return symmetric_numbers(own, T, PIECE, PLANES, COMPUTE)
+        return symmetric_numbers(own, T, PIECE, PLANES, COMPUTE, WIDTH)
     elif KIND >= FP8:
         return float_numbers(own[0], T, BITS, COMPUTE)
     else:
@@ -136,48 +141,75 @@ def add_products(
 
 
 @triton.jit
+def row_sums(x, zero, COMPUTE: tl.constexpr):
+    """``zero`` and the sums of (S, 32, ROWS) activations: (S, 16, ROWS), each 16 times.
+
+    By a product with ones: matrix instructions have time.
+    """
+    S: tl.constexpr = zero.shape[0]
+    half = tl.full((S, 16, 16), 1.0, COMPUTE)
+    # Joined, so that Triton takes x as it lies for the product with codes.
+    ones = tl.reshape(tl.join(half, half), (S, 16, 32))
+    return tl.dot(ones, x, zero, input_precision="ieee")
+
+
+@triton.jit
+def group_sums(
+    x, zero, KIND: tl.constexpr, COMPUTE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr
+):  # fmt: skip
+    """`row_sums` of each group of a unit, as often as codes need them; the others are junk.
+
+    Args:
+        x: from `load_all_rows`.
+    """
+    first, second, third, fourth = zero, zero, zero, zero
+    if KIND < FP8:
+        first = row_sums(x[0], zero, COMPUTE)
+        if GROUP == 16:
+            second = row_sums(x[1], zero, COMPUTE)
+        if not TAIL:
+            third = row_sums(x[2], first if GROUP >= 64 else zero, COMPUTE)
+            if GROUP == 16:
+                fourth = row_sums(x[3], zero, COMPUTE)
+            if GROUP >= 64:
+                first = third
+    return first, second, third, fourth
+
+
+@triton.jit
 def add_unit(
-    sums, own, x,
+    sums, own, x, ones,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """`sums` and the products of one unit of each warp; each scale group is summed, and then
     multiplied by its scale. Offsets count as often as the sum of the group's activations says.
 
-    Codes that are no floating point numbers are doubled, and so is all that is added.
-
     Args:
         own: from `load_unit`.
         x: four times (S, 32, ROWS), from `load_all_rows`.
+        ones: from `group_sums`.
     """
-    S: tl.constexpr = sums.shape[0]
     ADDS: tl.constexpr = KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8)
-    # A product with ones gives the sum of a group's activations: matrix instructions have time.
-    twos = tl.full((S, 16, 32), 2.0, COMPUTE)
-    dot = tl.zeros_like(sums)
-    whole = dot
+    dot = less_middle(tl.zeros_like(sums), ones[0], BITS, KIND, PLANES, COMPUTE)
     for T in tl.static_range(1 if TAIL else 2):
-        if GROUP < 64:
-            dot = tl.zeros_like(sums)
-            whole = dot
+        if GROUP < 64 and T == 1:
+            dot = less_middle(tl.zeros_like(sums), ones[2], BITS, KIND, PLANES, COMPUTE)
         dot = add_products(dot, own, x[2 * T], T, BITS, KIND, PLANES, COMPUTE)
-        if ADDS:
-            whole = tl.dot(twos, x[2 * T], whole, input_precision="ieee")
         if GROUP < 64:
             sums += dot * own[4 + 4 * T][:, :, None]
             if ADDS:
-                sums += whole * own[5 + 4 * T][:, :, None]
+                sums += ones[2 * T] * own[5 + 4 * T][:, :, None]
         if GROUP == 16:
-            dot = tl.zeros_like(sums)
+            dot = less_middle(tl.zeros_like(sums), ones[2 * T + 1], BITS, KIND, PLANES, COMPUTE)
             dot = add_products(dot, own, x[2 * T + 1], T, BITS, KIND, PLANES, COMPUTE)
             sums += dot * own[6 + 4 * T][:, :, None]
             if ADDS:
-                whole = tl.dot(twos, x[2 * T + 1], tl.zeros_like(sums), input_precision="ieee")
-                sums += whole * own[7 + 4 * T][:, :, None]
+                sums += ones[2 * T + 1] * own[7 + 4 * T][:, :, None]
     if GROUP >= 64:
         sums += dot * own[4][:, :, None]
         if ADDS:
-            sums += whole * own[5][:, :, None]
+            sums += ones[0] * own[5][:, :, None]
     return sums
 
 
@@ -185,19 +217,44 @@ def add_unit(
 def load_all_rows(
     from_x, unit, K,
     COMPUTE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    LATER: tl.constexpr,
 ):  # fmt: skip
     """Activations of a unit's first half and of its second one; where groups have 16 columns, of
-    the first and of the last 16 columns of each."""
+    the first and of the last 16 columns of each. The unit is LATER units behind `unit`."""
     HALF: tl.constexpr = 0 if GROUP == 16 else -1
-    x0 = load_rows(from_x, unit * 64, K, COMPUTE, HALF, MASKED)
+    at = unit * 64
+    MORE: tl.constexpr = LATER * 64
+    x0 = load_rows(from_x, at, K, COMPUTE, HALF, MASKED, MORE)
     x1, x2, x3 = x0, x0, x0
     if GROUP == 16:
-        x1 = load_rows(from_x, unit * 64, K, COMPUTE, 1, MASKED)
+        x1 = load_rows(from_x, at, K, COMPUTE, 1, MASKED, MORE)
     if not TAIL:
-        x2 = load_rows(from_x, unit * 64 + 32, K, COMPUTE, HALF, MASKED)
+        x2 = load_rows(from_x, at, K, COMPUTE, HALF, MASKED, MORE + 32)
         if GROUP == 16:
-            x3 = load_rows(from_x, unit * 64 + 32, K, COMPUTE, 1, MASKED)
+            x3 = load_rows(from_x, at, K, COMPUTE, 1, MASKED, MORE + 32)
     return x0, x1, x2, x3
+
+
+@triton.jit
+def load_units(
+    bases, bases_b, unit, units,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
+    TWO: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """UNROLL times what `load_unit` returns, and with TWO as often that of another block."""
+    own = ()
+    for index in tl.static_range(UNROLL):
+        wanted = unit + index * PARTS < units
+        one = load_unit(
+            bases, unit, wanted, BITS, KIND, PLANES, GROUP, False, MASKED, index * PARTS
+        )
+        own = own + (one,)
+        if TWO:
+            one = load_unit(
+                bases_b, unit, wanted, BITS, KIND, PLANES, GROUP, False, MASKED, index * PARTS
+            )
+            own = own + (one,)
+    return own
 
 
 @triton.jit
@@ -205,7 +262,8 @@ def sum_units(
     entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """Two times (16, ROWS) float32: products of a block, and with TWO of another one.
 
@@ -213,52 +271,50 @@ def sum_units(
     """
     bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
     bases_b = plane_bases(entry_b, block_b, chunks, block_bytes, BITS, KIND)
-    sums = tl.zeros((PARTS, 16, ROWS), tl.float32)
-    sums_b = sums
+    zero = tl.zeros((PARTS, 16, ROWS), tl.float32)
+    sums, sums_b = zero, zero
     part = tl.arange(0, PARTS)
     units = chunks // 2
     MASKED: tl.constexpr = not EVEN
+    EACH: tl.constexpr = 2 if TWO else 1
+    steps = tl.cdiv(units, PARTS)
     if AHEAD:
-        own = load_unit(bases, part, part < units, BITS, KIND, PLANES, GROUP, False, True)
-        if TWO:
-            own_b = load_unit(bases_b, part, part < units, BITS, KIND, PLANES, GROUP, False, True)
-        for step in range(0, tl.cdiv(units, PARTS)):
-            unit = step * PARTS + part
-            x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED)
-            more = unit + PARTS
-            after = load_unit(bases, more, more < units, BITS, KIND, PLANES, GROUP, False, True)
-            if TWO:
-                after_b = load_unit(
-                    bases_b, more, more < units, BITS, KIND, PLANES, GROUP, False, True
-                )
-            sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
+        own = load_units(
+            bases, bases_b, part, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
+        )
+    for step in tl.range(0, steps, UNROLL, num_stages=STAGES):
+        unit = step * PARTS + part
+        if AHEAD:  # the last ones are read again, in vain
+            more = tl.minimum(step + UNROLL, steps - UNROLL if EVEN else steps) * PARTS + part
+        else:
+            more = unit
+        after = load_units(
+            bases, bases_b, more, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
+        )
+        if not AHEAD:
             own = after
+        for index in tl.static_range(UNROLL):
+            x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED, index * PARTS)
+            ones = group_sums(x, zero, KIND, COMPUTE, GROUP, False)
+            sums = add_unit(
+                sums, own[EACH * index], x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, False
+            )
             if TWO:
-                sums_b = add_unit(sums_b, own_b, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
-                own_b = after_b
-    else:
-        for step in range(0, tl.cdiv(units, PARTS), UNROLL):
-            for index in tl.static_range(UNROLL):
-                unit = (step + index) * PARTS + part
-                own = load_unit(bases, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED)
-                if TWO:
-                    own_b = load_unit(
-                        bases_b, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED
-                    )
-                x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED)
-                sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
-                if TWO:
-                    sums_b = add_unit(sums_b, own_b, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
+                sums_b = add_unit(
+                    sums_b, own[EACH * index + 1], x, ones,
+                    BITS, KIND, PLANES, COMPUTE, GROUP, False,
+                )  # fmt: skip
+        if AHEAD:
+            own = after
     if TAIL:
         unit = units + part
-        x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True)
-        own = load_unit(bases, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
-        sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
+        x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True, 0)
+        last = load_unit(bases, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True, 0)
+        ones = group_sums(x, zero, KIND, COMPUTE, GROUP, True)
+        sums = add_unit(sums, last, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, True)
         if TWO:
-            own = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
-            sums_b = add_unit(sums_b, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
-    if KIND < FP8:
-        sums, sums_b = sums * 0.5, sums_b * 0.5
+            last = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True, 0)
+            sums_b = add_unit(sums_b, last, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, True)
     return tl.sum(sums, 0), tl.sum(sums_b, 0)
 
 
@@ -270,7 +326,8 @@ def planes_kernel(
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, DENSE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """PLANES: that all experts have; 0 if they differ, or are not known."""
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
@@ -304,42 +361,50 @@ def planes_kernel(
         if PLANES > 0:
             sums, more = sum_units(
                 entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
             )  # fmt: skip
         elif tl.load(entry + 1) != 0:
             sums, more = sum_units(
                 entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
             )  # fmt: skip
         else:
             sums, more = sum_units(
                 entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
             )  # fmt: skip
     elif PLANES > 0:
         sums, more = sum_units(
             entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
         )  # fmt: skip
     elif tl.load(entry + 3) != 0:
         sums, more = sum_units(
             entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
         )  # fmt: skip
     elif tl.load(entry + 2) != 0:
         sums, more = sum_units(
             entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
         )  # fmt: skip
     elif tl.load(entry + 1) != 0:
         sums, more = sum_units(
             entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
         )  # fmt: skip
     else:
         sums, more = sum_units(
             entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
         )  # fmt: skip
     units = block * 16 + tl.arange(0, 16)
     store(sums, more, bias, output, expert, part, slots, used, units, width, N,
@@ -431,7 +496,7 @@ def project_planes(
     width = parts * layout.rows
     output_SN = x_XK.new_empty(slots, layout.rows if known else width)
     own = parts_of(layout)
-    step = CHUNK_COLUMNS * 2 * own * (1 if tile.ahead else tile.unroll)
+    step = CHUNK_COLUMNS * 2 * own * tile.unroll
     rows = layout.num_blocks if gated or not two else -(-layout.num_blocks // 2)
     planes_kernel[count, rows, 1 if gated else parts](
         x_XK, table_EP5, bias_EW, output_SN, *where,
@@ -459,14 +524,13 @@ def dequantize_unit(
         inside: (8, 1, 2, 1) of these.
     """
     PARTS: tl.constexpr = unit.shape[0]
-    own = load_unit(bases, unit, wanted, BITS, KIND, PLANES, GROUP, TAIL, True)
+    own = load_unit(bases, unit, wanted, BITS, KIND, PLANES, GROUP, TAIL, True, 0)
     for T in tl.static_range(1 if TAIL else 2):
         numbers = numbers_of(own, T, 0, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
         if (KIND == 0 and PLANES == 4) or (KIND > 0 and KIND < FP8 and BITS > 4 and PLANES == 2):
             numbers += numbers_of(own, T, 1, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
         numbers = in_order(numbers)
-        if KIND < FP8:
-            numbers *= 0.5
+        numbers = less_middle(numbers, 1.0, BITS, KIND, PLANES, COMPUTE)
         weights = numbers * own[4 + 4 * T][:, :, None] + own[5 + 4 * T][:, :, None]
         if GROUP == 16:
             late = numbers * own[6 + 4 * T][:, :, None] + own[7 + 4 * T][:, :, None]
