@@ -29,6 +29,7 @@ from kernels.scales import BLOCK_ROWS, SCALES
 from kernels.scales import block_bytes as scale_bytes
 from kernels.triton.codes import (
     FP8,
+    INTERPRETED,
     OFFSET,
     SUPER_OFFSET,
     WIDTH,
@@ -72,6 +73,41 @@ def plane_bases(entry, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.
     plane2, plane3 = words_at(entry, 2) + before, words_at(entry, 3) + before * 4
     scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.uint8)), 16)
     return plane0, plane1, plane2, plane3, scales + block.to(tl.int64) * block_bytes
+
+
+@triton.jit
+def fetch(at, nbytes):
+    """Ask for bytes to be brought to the L2 cache, by one thread; both are multiples of 16."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""", "=r,l,r", [at.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def fetch_block(
+    entry, block, chunks, block_bytes,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """`fetch` all that `sum_units` reads of a block."""
+    FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
+    SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
+    bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
+    fetch(bases[0], chunks * (64 * FIRST))
+    if PLANES >= 2:
+        fetch(bases[1], chunks * (64 * SECOND))
+    if KIND == 0 and PLANES >= 3:
+        fetch(bases[2], chunks * 64)
+    if KIND == 0 and PLANES >= 4:
+        fetch(bases[3], chunks * 256)
+    fetch(bases[4], block_bytes)
 
 
 @triton.jit
@@ -326,8 +362,8 @@ def planes_kernel(
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, DENSE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    TAIL: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """PLANES: that all experts have; 0 if they differ, or are not known."""
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
@@ -350,13 +386,58 @@ def planes_kernel(
     from_x = x + (own // share).to(tl.int64) * K
     part = tl.program_id(2)
     entry = table + (expert * parts + part) * 5
-    block, entry_b = tl.program_id(1), entry
+    if BLOCKS == 1:
+        planes_block(
+            tl.program_id(1), entry, bias, output, expert, part, slots, used, from_x,
+            width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
+            BITS, KIND, PLANES, COMPUTE, CURVE, GATED, HAS_BIAS, ROWS, GROUP, TWO, PARTS,
+            UNROLL, AHEAD, STAGES, FETCH, BLOCKS, EVEN, TAIL,
+        )  # fmt: skip
+    else:
+        begin = tl.program_id(1) * BLOCKS
+        end = (N + 15) // 16
+        if TWO and not GATED:
+            end = (end + 1) // 2
+        for block in range(begin, tl.minimum(begin + BLOCKS, end)):
+            planes_block(
+                block, entry, bias, output, expert, part, slots, used, from_x,
+                width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
+                BITS, KIND, PLANES, COMPUTE, CURVE, GATED, HAS_BIAS, ROWS, GROUP, TWO, PARTS,
+                UNROLL, AHEAD, STAGES, FETCH, BLOCKS, EVEN, TAIL,
+            )  # fmt: skip
+
+
+@triton.jit
+def planes_block(
+    block, entry, bias, output, expert, part, slots, used, from_x,
+    width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+    CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """One block of outputs, or with TWO two."""
+    entry_b = entry
     block_b = block
     if GATED:
         entry_b = entry + 5
     elif TWO:
         block = block * 2
         block_b = tl.minimum(block + 1, (N + 15) // 16 - 1)
+    if FETCH and PLANES > 0:
+        if BLOCKS == 1 or tl.program_id(1) * BLOCKS * (2 if TWO and not GATED else 1) == block:
+            fetch_block(entry, block, chunks, block_bytes, BITS, KIND, PLANES)
+            if TWO:
+                fetch_block(entry_b, block_b, chunks, block_bytes, BITS, KIND, PLANES)
+        if BLOCKS > 1:  # those of the next one, too
+            MORE: tl.constexpr = 2 if TWO and not GATED else 1
+            most = (N + 15) // 16 - 1
+            next = tl.minimum(block + MORE, most)
+            fetch_block(entry, next, chunks, block_bytes, BITS, KIND, PLANES)
+            if TWO:
+                next = tl.minimum(block_b + MORE, most)
+                fetch_block(entry_b, next, chunks, block_bytes, BITS, KIND, PLANES)
     if KIND > 0:
         if PLANES > 0:
             sums, more = sum_units(
@@ -498,6 +579,7 @@ def project_planes(
     own = parts_of(layout)
     step = CHUNK_COLUMNS * 2 * own * tile.unroll
     rows = layout.num_blocks if gated or not two else -(-layout.num_blocks // 2)
+    rows = -(-rows // tile.blocks)
     planes_kernel[count, rows, 1 if gated else parts](
         x_XK, table_EP5, bias_EW, output_SN, *where,
         share, slots, parts, width, layout.rows, layout.columns, _chunks(layout),

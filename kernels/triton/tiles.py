@@ -46,6 +46,8 @@ class PlaneTile:
         unroll: units that a warp reads at once.
         ahead: each unit is read before the one before it is multiplied.
         stages: units on their way at once, through shared memory.
+        fetch: all that a block of outputs needs is first asked for, into the L2 cache.
+        blocks: of outputs, or twos of them, that a program has one after the other.
     """
 
     rows: int
@@ -53,6 +55,8 @@ class PlaneTile:
     unroll: int = 1
     ahead: bool = False
     stages: int = 1
+    fetch: bool = False
+    blocks: int = 1
 
     def constants(self, parts: int) -> dict[str, int | bool]:
         """What the kernel is compiled for; parts of K have a warp each."""
@@ -62,6 +66,8 @@ class PlaneTile:
             "UNROLL": self.unroll,
             "AHEAD": self.ahead,
             "STAGES": self.stages,
+            "FETCH": self.fetch,
+            "BLOCKS": self.blocks,
         }
 
     def options(self, parts: int) -> dict[str, int | bool]:
