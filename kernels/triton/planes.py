@@ -58,28 +58,40 @@ _ARRANGED_UNITS = 4  # of a program of `arrange_kernel`
 
 
 @triton.jit
-def words_at(entry, PLANE: tl.constexpr):
-    return tl.multiple_of(tl.load(entry + PLANE).to(tl.pointer_type(tl.uint32)), 16)
+def addresses(entry):
+    """Where a matrix's four planes and its scales begin, of a row of `address_table`."""
+    return (
+        tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3),
+        tl.load(entry + 4),
+    )  # fmt: skip
 
 
 @triton.jit
-def plane_bases(entry, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.constexpr):
+def words_at(address):
+    return tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
+
+
+@triton.jit
+def plane_bases(begins, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.constexpr):
     """Where a block of 16 rows begins in each plane, and in the scales' bytes."""
     before = block.to(tl.int64) * chunks * 16
     FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
     SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
-    plane0 = words_at(entry, 0) + before * FIRST
-    plane1 = words_at(entry, 1) + before * SECOND
-    plane2, plane3 = words_at(entry, 2) + before, words_at(entry, 3) + before * 4
-    scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.uint8)), 16)
+    plane0 = words_at(begins[0]) + before * FIRST
+    plane1 = words_at(begins[1]) + before * SECOND
+    plane2, plane3 = words_at(begins[2]) + before, words_at(begins[3]) + before * 4
+    scales = tl.multiple_of(begins[4].to(tl.pointer_type(tl.uint8)), 16)
     return plane0, plane1, plane2, plane3, scales + block.to(tl.int64) * block_bytes
 
 
 @triton.jit
 def fetch(at, nbytes):
-    """Ask for bytes to be brought to the L2 cache, by one thread; both are multiples of 16."""
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
+    """Ask for bytes to be brought to the L2 cache, by one thread; both are multiples of 16. Returns
+    0."""
+    if INTERPRETED:
+        return 0
+    else:
+        return tl.inline_asm_elementwise(
             """{
             .reg .pred first;
             .reg .u32 thread;
@@ -93,21 +105,44 @@ def fetch(at, nbytes):
 
 @triton.jit
 def fetch_block(
-    entry, block, chunks, block_bytes,
+    begins, block, chunks, block_bytes,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """`fetch` all that `sum_units` reads of a block."""
     FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
     SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
-    bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
-    fetch(bases[0], chunks * (64 * FIRST))
+    bases = plane_bases(begins, block, chunks, block_bytes, BITS, KIND)
+    asked = fetch(bases[0], chunks * (64 * FIRST))
+    asked += fetch(bases[4], block_bytes)
     if PLANES >= 2:
-        fetch(bases[1], chunks * (64 * SECOND))
+        asked += fetch(bases[1], chunks * (64 * SECOND))
     if KIND == 0 and PLANES >= 3:
-        fetch(bases[2], chunks * 64)
+        asked += fetch(bases[2], chunks * 64)
     if KIND == 0 and PLANES >= 4:
-        fetch(bases[3], chunks * 256)
-    fetch(bases[4], block_bytes)
+        asked += fetch(bases[3], chunks * 256)
+    return asked
+
+
+@triton.jit
+def fetch_blocks(
+    begins, begins_b, block, N, chunks, block_bytes,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr,
+    GATED: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """`fetch` what `planes_block` reads; returns 0."""
+    if GATED:
+        asked = fetch_block(begins, block, chunks, block_bytes, BITS, KIND, PLANES)
+        asked += fetch_block(begins_b, block, chunks, block_bytes, BITS, KIND, PLANES)
+    elif TWO:
+        last = (N + 15) // 16 - 1
+        first = tl.minimum(2 * block, last)
+        asked = fetch_block(begins, first, chunks, block_bytes, BITS, KIND, PLANES)
+        first = tl.minimum(2 * block + 1, last)
+        asked += fetch_block(begins, first, chunks, block_bytes, BITS, KIND, PLANES)
+    else:
+        block = tl.minimum(block, (N + 15) // 16 - 1)
+        asked = fetch_block(begins, block, chunks, block_bytes, BITS, KIND, PLANES)
+    return asked
 
 
 @triton.jit
@@ -295,7 +330,7 @@ def load_units(
 
 @triton.jit
 def sum_units(
-    entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+    begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
     UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
@@ -305,8 +340,8 @@ def sum_units(
 
     A warp adds every unit number PARTS, whatever the tile; then its parts are added.
     """
-    bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
-    bases_b = plane_bases(entry_b, block_b, chunks, block_bytes, BITS, KIND)
+    bases = plane_bases(begins, block, chunks, block_bytes, BITS, KIND)
+    bases_b = plane_bases(begins_b, block_b, chunks, block_bytes, BITS, KIND)
     zero = tl.zeros((PARTS, 16, ROWS), tl.float32)
     sums, sums_b = zero, zero
     part = tl.arange(0, PARTS)
@@ -314,6 +349,8 @@ def sum_units(
     MASKED: tl.constexpr = not EVEN
     EACH: tl.constexpr = 2 if TWO else 1
     steps = tl.cdiv(units, PARTS)
+    if EVEN:
+        tl.assume(steps >= UNROLL)
     if AHEAD:
         own = load_units(
             bases, bases_b, part, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
@@ -367,8 +404,18 @@ def planes_kernel(
 ):  # fmt: skip
     """PLANES: that all experts have; 0 if they differ, or are not known."""
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
+    part = tl.program_id(2)
     if DENSE:
         expert = 0
+        begins = addresses(table + part * 5)
+        begins_b = begins
+        if GATED:
+            begins_b = addresses(table + (part + 1) * 5)
+        if FETCH and PLANES > 0:
+            fetch_blocks(
+                begins, begins_b, tl.program_id(1) * BLOCKS, N, chunks, block_bytes,
+                BITS, KIND, PLANES, GATED, TWO,
+            )  # fmt: skip
         first = tl.program_id(0) * ROWS
         slots = first + tl.arange(0, ROWS)
         used = slots < slots_in_all
@@ -378,17 +425,29 @@ def planes_kernel(
         expert = tl.load(block_expert + tl.program_id(0))
         if expert < 0:
             return
+        begins = addresses(table + (expert * parts + part) * 5)
+        begins_b = begins
+        if GATED:
+            begins_b = addresses(table + (expert * parts + part + 1) * 5)
         first = tl.load(block_first + tl.program_id(0))
-        slots, used = block_slots(order, offsets, expert, first, ROWS)
+        # This adds 0, so that planes are asked for before what else is waited for.
+        bits = begins[0] | begins[1] | begins[2] | begins[3] | begins[4] | begins_b[0]
+        bits |= begins_b[1] | begins_b[2] | begins_b[3] | begins_b[4]
+        first += (bits & 15).to(tl.int32)
+        if FETCH and PLANES > 0:
+            first += fetch_blocks(
+                begins, begins_b, tl.program_id(1) * BLOCKS, N, chunks, block_bytes,
+                BITS, KIND, PLANES, GATED, TWO,
+            )  # fmt: skip
         own = first + from_position
-        own = tl.load(order + own, mask=own < tl.load(offsets + expert + 1), other=0)
+        inside = own < tl.load(offsets + expert + 1)
+        own = tl.load(order + own, mask=inside, other=0)
+        slots, used = block_slots(order, offsets, expert, first, ROWS)
     # Rows that are not in use are those of slot 0: computed, but not written.
     from_x = x + (own // share).to(tl.int64) * K
-    part = tl.program_id(2)
-    entry = table + (expert * parts + part) * 5
     if BLOCKS == 1:
         planes_block(
-            tl.program_id(1), entry, bias, output, expert, part, slots, used, from_x,
+            tl.program_id(1), begins, begins_b, bias, output, expert, part, slots, used, from_x,
             width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
             BITS, KIND, PLANES, COMPUTE, CURVE, GATED, HAS_BIAS, ROWS, GROUP, TWO, PARTS,
             UNROLL, AHEAD, STAGES, FETCH, BLOCKS, EVEN, TAIL,
@@ -399,8 +458,13 @@ def planes_kernel(
         if TWO and not GATED:
             end = (end + 1) // 2
         for block in range(begin, tl.minimum(begin + BLOCKS, end)):
+            if FETCH and PLANES > 0:
+                fetch_blocks(
+                    begins, begins_b, block + 1, N, chunks, block_bytes,
+                    BITS, KIND, PLANES, GATED, TWO,
+                )  # fmt: skip
             planes_block(
-                block, entry, bias, output, expert, part, slots, used, from_x,
+                block, begins, begins_b, bias, output, expert, part, slots, used, from_x,
                 width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
                 BITS, KIND, PLANES, COMPUTE, CURVE, GATED, HAS_BIAS, ROWS, GROUP, TWO, PARTS,
                 UNROLL, AHEAD, STAGES, FETCH, BLOCKS, EVEN, TAIL,
@@ -409,7 +473,7 @@ def planes_kernel(
 
 @triton.jit
 def planes_block(
-    block, entry, bias, output, expert, part, slots, used, from_x,
+    block, begins, begins_b, bias, output, expert, part, slots, used, from_x,
     width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -418,72 +482,56 @@ def planes_block(
     BLOCKS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """One block of outputs, or with TWO two."""
-    entry_b = entry
     block_b = block
-    if GATED:
-        entry_b = entry + 5
-    elif TWO:
+    if TWO and not GATED:
         block = block * 2
         block_b = tl.minimum(block + 1, (N + 15) // 16 - 1)
-    if FETCH and PLANES > 0:
-        if BLOCKS == 1 or tl.program_id(1) * BLOCKS * (2 if TWO and not GATED else 1) == block:
-            fetch_block(entry, block, chunks, block_bytes, BITS, KIND, PLANES)
-            if TWO:
-                fetch_block(entry_b, block_b, chunks, block_bytes, BITS, KIND, PLANES)
-        if BLOCKS > 1:  # those of the next one, too
-            MORE: tl.constexpr = 2 if TWO and not GATED else 1
-            most = (N + 15) // 16 - 1
-            next = tl.minimum(block + MORE, most)
-            fetch_block(entry, next, chunks, block_bytes, BITS, KIND, PLANES)
-            if TWO:
-                next = tl.minimum(block_b + MORE, most)
-                fetch_block(entry_b, next, chunks, block_bytes, BITS, KIND, PLANES)
     if KIND > 0:
         if PLANES > 0:
             sums, more = sum_units(
-                entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+                begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
                 BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
             EVEN, TAIL,
             )  # fmt: skip
-        elif tl.load(entry + 1) != 0:
+        elif begins[1] != 0:
             sums, more = sum_units(
-                entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+                begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
                 BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
             EVEN, TAIL,
             )  # fmt: skip
         else:
             sums, more = sum_units(
-                entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+                begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
                 BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
             EVEN, TAIL,
             )  # fmt: skip
     elif PLANES > 0:
         sums, more = sum_units(
-            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
             BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
             EVEN, TAIL,
         )  # fmt: skip
-    elif tl.load(entry + 3) != 0:
+    elif begins[3] != 0:
         sums, more = sum_units(
-            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
             BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
             EVEN, TAIL,
         )  # fmt: skip
-    elif tl.load(entry + 2) != 0:
+    elif begins[2] != 0:
         sums, more = sum_units(
-            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
             BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
             EVEN, TAIL,
         )  # fmt: skip
-    elif tl.load(entry + 1) != 0:
+    elif begins[1] != 0:
         sums, more = sum_units(
-            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
             BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
             EVEN, TAIL,
         )  # fmt: skip
     else:
         sums, more = sum_units(
-            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
             BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
             EVEN, TAIL,
         )  # fmt: skip
@@ -626,11 +674,11 @@ def dequantize_unit(
 
 @triton.jit
 def dequantize_block(
-    entry, block, to, inside, chunks, block_bytes, K,
+    begins, block, to, inside, chunks, block_bytes, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
+    bases = plane_bases(begins, block, chunks, block_bytes, BITS, KIND)
     part, units = tl.arange(0, PARTS), chunks // 2
     for step in range(0, tl.cdiv(units, PARTS)):
         unit = step * PARTS + part
@@ -654,38 +702,38 @@ def dequantize_kernel(
     expert = tl.load(experts + own)
     if expert < 0:
         return
-    entry = table + (expert * MATRICES + matrix) * 5
+    begins = addresses(table + (expert * MATRICES + matrix) * 5)
     block = first_row // 16 + tl.program_id(0)
     rows = block * 16 + tl.arange(0, 8)[:, None] + tl.arange(0, 2)[None, :] * 8
     row = own.to(tl.int64) * width + (rows - first_row) * unit_stride + matrix * part_stride
     to = (output + row * K)[:, None, :, None]
     inside = (rows < last_row)[:, None, :, None]
     if KIND > 0:
-        if tl.load(entry + 1) != 0:
+        if begins[1] != 0:
             dequantize_block(
-                entry, block, to, inside, chunks, block_bytes, K,
+                begins, block, to, inside, chunks, block_bytes, K,
                 BITS, KIND, 2, COMPUTE, GROUP, PARTS,
             )  # fmt: skip
         else:
             dequantize_block(
-                entry, block, to, inside, chunks, block_bytes, K,
+                begins, block, to, inside, chunks, block_bytes, K,
                 BITS, KIND, 1, COMPUTE, GROUP, PARTS,
             )  # fmt: skip
-    elif tl.load(entry + 3) != 0:
+    elif begins[3] != 0:
         dequantize_block(
-            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 4, COMPUTE, GROUP, PARTS
+            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 4, COMPUTE, GROUP, PARTS
         )
-    elif tl.load(entry + 2) != 0:
+    elif begins[2] != 0:
         dequantize_block(
-            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 3, COMPUTE, GROUP, PARTS
+            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 3, COMPUTE, GROUP, PARTS
         )
-    elif tl.load(entry + 1) != 0:
+    elif begins[1] != 0:
         dequantize_block(
-            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 2, COMPUTE, GROUP, PARTS
+            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 2, COMPUTE, GROUP, PARTS
         )
     else:
         dequantize_block(
-            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 1, COMPUTE, GROUP, PARTS
+            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 1, COMPUTE, GROUP, PARTS
         )
 
 

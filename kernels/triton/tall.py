@@ -18,7 +18,7 @@ from kernels.planes import CHUNK_COLUMNS, PlaneLayout
 from kernels.scales import block_bytes as scale_bytes
 from kernels.triton.codes import group_scale, load_words, symmetric_numbers
 from kernels.triton.language import Epilogue, activate, block_slots, compute_type
-from kernels.triton.planes import words_at
+from kernels.triton.planes import addresses, words_at
 from kernels.triton.routing import Blocks
 from kernels.triton.tiles import TallTile
 
@@ -42,19 +42,19 @@ def whole_numbers(own, T: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.conste
 
 @triton.jit
 def load_blocks(
-    entry, chunk, blocks, group, block_bytes, PLANES: tl.constexpr, GROUP: tl.constexpr
+    begins, chunk, blocks, group, block_bytes, PLANES: tl.constexpr, GROUP: tl.constexpr
 ):
     """Words of the planes of a unit of S blocks, and (16 S,) scales of both halves."""
     wanted = chunk >= 0
-    words0 = load_words(words_at(entry, 0), chunk, wanted, 2, False, False, 0)
+    words0 = load_words(words_at(begins[0]), chunk, wanted, 2, False, False, 0)
     words1, words2, words3 = words0, words0, words0
     if PLANES >= 2:
-        words1 = load_words(words_at(entry, 1), chunk, wanted, 1, False, False, 0)
+        words1 = load_words(words_at(begins[1]), chunk, wanted, 1, False, False, 0)
     if PLANES >= 3:
-        words2 = load_words(words_at(entry, 2), chunk, wanted, 1, False, False, 0)
+        words2 = load_words(words_at(begins[2]), chunk, wanted, 1, False, False, 0)
     if PLANES >= 4:
-        words3 = load_words(words_at(entry, 3), chunk, wanted, 4, False, False, 0)
-    scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.uint8)), 16)
+        words3 = load_words(words_at(begins[3]), chunk, wanted, 4, False, False, 0)
+    scales = tl.multiple_of(begins[4].to(tl.pointer_type(tl.uint8)), 16)
     at = scales + blocks[:, None].to(tl.int64) * block_bytes
     own = group + 0 * chunk
     scale0, _ = group_scale(at, own, wanted, 8, 0, GROUP, False, 0)
@@ -98,7 +98,10 @@ def tall_kernel(
     first = tl.load(block_first + tl.program_id(1))
     slots, used = block_slots(order, offsets, expert, first, ROWS)
     part = tl.program_id(2)
-    entry = table + (expert * parts + part) * 5
+    begins = addresses(table + (expert * parts + part) * 5)
+    begins_b = begins
+    if GATED:
+        begins_b = addresses(table + (expert * parts + part + 1) * 5)
     blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = blocks < (N + 15) // 16
     before = tl.where(inside, blocks, 0) * chunks
@@ -111,12 +114,12 @@ def tall_kernel(
         x1 = tl.load(from_x + unit * 64 + 32).to(COMPUTE)
         group = unit * 64 // GROUP
         words, scale0, scale1 = load_blocks(
-            entry, before + 2 * unit, blocks, group, block_bytes, PLANES, GROUP
+            begins, before + 2 * unit, blocks, group, block_bytes, PLANES, GROUP
         )
         sums = add_blocks(sums, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP)
         if GATED:
             words, scale0, scale1 = load_blocks(
-                entry + 5, before + 2 * unit, blocks, group, block_bytes, PLANES, GROUP
+                begins_b, before + 2 * unit, blocks, group, block_bytes, PLANES, GROUP
             )
             more = add_blocks(more, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP)
     units = tl.program_id(0) * (16 * BLOCKS) + tl.arange(0, 16 * BLOCKS)
