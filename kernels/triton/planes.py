@@ -74,14 +74,14 @@ def words_at(address):
 @triton.jit
 def plane_bases(begins, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.constexpr):
     """Where a block of 16 rows begins in each plane, and in the scales' bytes."""
-    before = block.to(tl.int64) * chunks * 16
+    before = tl.cast(block, tl.int64) * chunks * 16
     FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
     SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
     plane0 = words_at(begins[0]) + before * FIRST
     plane1 = words_at(begins[1]) + before * SECOND
     plane2, plane3 = words_at(begins[2]) + before, words_at(begins[3]) + before * 4
     scales = tl.multiple_of(begins[4].to(tl.pointer_type(tl.uint8)), 16)
-    return plane0, plane1, plane2, plane3, scales + block.to(tl.int64) * block_bytes
+    return plane0, plane1, plane2, plane3, scales + tl.cast(block, tl.int64) * block_bytes
 
 
 @triton.jit
