@@ -3,9 +3,10 @@
 A *unit* is 64 columns of 16 rows. Each thread of a warp loads its own words of a plane and unpacks
 them where they are: nothing passes through shared memory on the way to the matrix instruction.
 
-Codes become whole numbers, which bf16 and float16 hold exactly, of 8 bits in two pieces:
-`symmetric_numbers` of symmetric codes, `file_numbers` of those that a file had quantised, both
-twice their size. Scales and offsets `group_scale` reads as kernels/scales.py has them. Codes that
+Codes become numbers above 0, which bf16 and float16 hold exactly, of 8 bits in two pieces:
+`symmetric_numbers` of symmetric codes, `file_numbers` of those that a file had quantised. That
+their middle is not 0 is mended once for all products of a group (`less_middle`), not for each
+number: instructions are what few rows wait for. Scales and offsets `group_scale` reads as kernels/scales.py has them. Codes that
 are floating point numbers stay exact, too: `widened` moves their bits to where wider types have
 them.
 
@@ -93,7 +94,10 @@ def load_by_thread(pointers, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr):
+def load_words(
+    plane, chunk, wanted,
+    BITS: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr, LATER: tl.constexpr,
+):  # fmt: skip
     """(u, q, S, BITS) words of a plane; (u, q, S) of 1 bit, and (u, q, S, 2, 4) of 8.
 
     Dimensions go from the one that is nearest in memory on, but for a thread's own words:
@@ -104,13 +108,15 @@ def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MAS
         chunk: (S,) of each unit's first 32 columns.
         wanted: (S,) with MASKED; the words of others are 0.
         TAIL: the last 32 columns, which have no neighbour; the other half is junk.
+        LATER: chunks to add, which cost no instruction.
     """
     u, q = tl.arange(0, 4), tl.arange(0, 8)
     begin = chunk * (16 * BITS)
+    MORE: tl.constexpr = LATER * 16 * BITS
     if BITS == 1:
         lane = q[None, :, None] * 4 + u[:, None, None]
         at = begin[None, None, :] + (lane // 2 if TAIL else lane)
-        words = load_by_thread(plane + at, wanted[None, None, :], MASKED)
+        words = load_by_thread(plane + at + MORE, wanted[None, None, :], MASKED)
         if TAIL:
             words = words >> (u % 2).to(tl.uint32)[:, None, None]
     elif BITS == 8:  # a thread takes 16 bytes at once
@@ -119,7 +125,7 @@ def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MAS
         at = lane * 4 if TAIL else lane * 8 + half * 4
         at = begin[None, None, :, None, None] + at + own[None, None, None, None, :]
         at, _ = tl.broadcast(at, half)
-        words = load_by_thread(plane + at, wanted[None, None, :, None, None], MASKED)
+        words = load_by_thread(plane + at + MORE, wanted[None, None, :, None, None], MASKED)
     else:
         OWN: tl.constexpr = BITS // 2 if TAIL else BITS
         own = tl.arange(0, BITS)[None, None, None, :]
@@ -127,7 +133,7 @@ def load_words(plane, chunk, wanted, BITS: tl.constexpr, TAIL: tl.constexpr, MAS
         at = begin[None, None, :, None] + lane * OWN + (own % OWN)
         if not TAIL:
             at = begin[None, None, :, None] + lane * OWN + own
-        words = load_by_thread(plane + at, wanted[None, None, :, None], MASKED)
+        words = load_by_thread(plane + at + MORE, wanted[None, None, :, None], MASKED)
     return words
 
 
@@ -149,17 +155,17 @@ def half_of(words, T: tl.constexpr):
 
 
 @triton.jit
-def arranged(a0, a1, a2, a3, b0, b1, b2, b3):
+def arranged(a0, a1, a2, a3, b0, b1, b2, b3, OWN: tl.constexpr):
     """(S, 16, 32) numbers of (u, q, S, h) pairs: of both rows of a thread, p from 0 to 3.
 
-    Columns are in the order (p % 2, u, p // 2, h), or where WIDTH is 2 (p, u, h): that of the
-    operands, so that nothing moves. `load_rows` has the same.
+    Columns are in the order (p % 2, u, p // 2, h), or where OWN is 2 (p, u, h): that of the
+    operands, so that nothing moves. `load_rows` has that of WIDTH.
     """
     S: tl.constexpr = a0.shape[2]
     first = tl.join(tl.join(a0, a2), tl.join(a1, a3))
     second = tl.join(tl.join(b0, b2), tl.join(b1, b3))
     numbers = tl.join(first, second)  # u q S h p1 p0 c
-    if WIDTH == 4:
+    if OWN == 4:
         numbers = tl.permute(numbers, (2, 6, 1, 5, 0, 4, 3))
     else:
         numbers = tl.permute(numbers, (2, 6, 1, 4, 5, 0, 3))
@@ -179,7 +185,8 @@ def in_order(numbers):
 
 @triton.jit
 def load_rows(
-    from_x, column, K, COMPUTE: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr
+    from_x, column, K,
+    COMPUTE: tl.constexpr, HALF: tl.constexpr, MASKED: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
     """(S, 32, ROWS) activations, columns in the order of `arranged`: 8 u + 2 p + h of each u.
 
@@ -187,14 +194,15 @@ def load_rows(
         from_x: (8, ROWS / 8) pointers of rows; row r of 8 and then i is ``8 i + r``.
         column: (S,) the first of 32.
         HALF: with 0 or 1, only 16 of these columns, others are 0; -1 for all.
+        LATER: columns to add, which cost no instruction.
     """
     S: tl.constexpr = column.shape[0]
     MORE: tl.constexpr = from_x.shape[1]
     u, own = tl.arange(0, 4), tl.arange(0, 8)
     depth = u[:, None, None, None, None] * 8 + own[None, None, None, None, :]
     at = column[None, None, :, None, None] + depth
-    pointers = from_x[None, :, None, :, None] + at
-    x = load_by_thread(pointers, at < K, MASKED)
+    pointers = from_x[None, :, None, :, None] + at + LATER
+    x = load_by_thread(pointers, at + LATER < K, MASKED)
     if HALF >= 0:
         x = tl.where((u // 2 == HALF)[:, None, None, None, None], x, 0.0)
     x = tl.reshape(x.to(COMPUTE), (4, 8, S, MORE, 2, 2, 2))  # u r S i p1 p0 h
@@ -203,55 +211,73 @@ def load_rows(
 
 
 @triton.jit
-def pair_of(word, P: tl.constexpr, CENTRE: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr):
-    """``STEP * (2 * nibble + CENTRE)``, and 128 times STEP more of bf16 or 1024 times of float16,
-    of the two columns p of each word: (u, q, S, h).
+def pair_of(word, P: tl.constexpr, HALVES: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr):
+    """``STEP * (nibble + HALVES / 2)``, and `lift_of` times STEP more, of the two columns p of each
+    word: (u, q, S, h).
 
-    The bits of a bf16 are those of 128 and of a whole number below 128, or of a float16 those of
-    1024 and one below 1024, both times STEP, a power of two: no conversion is needed.
+    The bits of a bf16 or float16 are those of 16 and of a whole number below 16, both times STEP, a
+    power of two: no conversion is needed.
     """
-    own = word << 1 if P == 0 else word >> (4 * P - 1)
     if tl.float32 == COMPUTE:
-        own = and_or(own, 0x001E001E, CENTRE * 0x00010001)
-        low, high = (own & 0xFFFF).to(tl.float32) * STEP, (own >> 16).to(tl.float32) * STEP
+        own = word << 1 if P == 0 else word >> (4 * P - 1)
+        own = and_or(own, 0x001E001E, HALVES * 0x00010001)
+        low = (own & 0xFFFF).to(tl.float32) * (STEP * 0.5)
+        high = (own >> 16).to(tl.float32) * (STEP * 0.5)
     else:
         EXPONENT: tl.constexpr = (STEP >= 2) + (STEP >= 4) + (STEP >= 8) + (STEP >= 16)
         if tl.bfloat16 == COMPUTE:
-            own = and_or(own, 0x001E001E, (0x4300 + EXPONENT * 0x80 + CENTRE) * 0x00010001)
+            own = word << 3 if P == 0 else word >> (4 * P - 3)
+            own = and_or(own, 0x00780078, (0x4180 + EXPONENT * 0x80 + HALVES * 4) * 0x00010001)
         else:
-            own = and_or(own, 0x001E001E, (0x6400 + EXPONENT * 0x400 + CENTRE) * 0x00010001)
+            own = word << (6 - 4 * P) if P < 2 else word >> (4 * P - 6)
+            own = and_or(own, 0x03C003C0, (0x4C00 + EXPONENT * 0x400 + HALVES * 32) * 0x00010001)
         low = (own & 0xFFFF).to(tl.int16).to(COMPUTE, bitcast=True)
         high = (own >> 16).to(tl.int16).to(COMPUTE, bitcast=True)
     return tl.join(low, high)
 
 
 @triton.jit
-def doubled(
+def lifted(
     first, second,
-    CENTRE: tl.constexpr, LESS: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr,
+    HALVES: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr, OWN: tl.constexpr,
 ):  # fmt: skip
-    """(S, 16, 32) numbers ``STEP * (2 * nibble + CENTRE - LESS)`` of a thread's words of both
-    rows."""
-    numbers = arranged(
-        pair_of(first, 0, CENTRE, STEP, COMPUTE), pair_of(first, 1, CENTRE, STEP, COMPUTE),
-        pair_of(first, 2, CENTRE, STEP, COMPUTE), pair_of(first, 3, CENTRE, STEP, COMPUTE),
-        pair_of(second, 0, CENTRE, STEP, COMPUTE), pair_of(second, 1, CENTRE, STEP, COMPUTE),
-        pair_of(second, 2, CENTRE, STEP, COMPUTE), pair_of(second, 3, CENTRE, STEP, COMPUTE),
+    """(S, 16, 32) numbers ``STEP * (nibble + HALVES / 2 + lift)`` of a thread's words of both
+    rows; the lift is 16, of float32 0."""
+    return arranged(
+        pair_of(first, 0, HALVES, STEP, COMPUTE), pair_of(first, 1, HALVES, STEP, COMPUTE),
+        pair_of(first, 2, HALVES, STEP, COMPUTE), pair_of(first, 3, HALVES, STEP, COMPUTE),
+        pair_of(second, 0, HALVES, STEP, COMPUTE), pair_of(second, 1, HALVES, STEP, COMPUTE),
+        pair_of(second, 2, HALVES, STEP, COMPUTE), pair_of(second, 3, HALVES, STEP, COMPUTE), OWN,
     )  # fmt: skip
-    if tl.float32 == COMPUTE:
-        return numbers - LESS * STEP
-    elif tl.bfloat16 == COMPUTE:
-        return numbers - (128 + LESS) * STEP
+
+
+@triton.jit
+def less_middle(
+    numbers, ones,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """``numbers`` less what all pieces of a code are above its distance from the middle, so many
+    times; float32 both, or sums of products and of activations."""
+    LIFT: tl.constexpr = 0 if tl.float32 == COMPUTE else 16
+    if KIND >= FP8:
+        return numbers
+    elif KIND == 0:
+        MIDDLE: tl.constexpr = 16 * (LIFT + 8) + (LIFT + 8 if PLANES == 4 else 0)
+        return numbers - ones * MIDDLE
     else:
-        return numbers - (1024 + LESS) * STEP
+        STEP: tl.constexpr = 2 ** (BITS - 4) if BITS > 4 else 1
+        REST: tl.constexpr = LIFT if BITS > 4 and PLANES == 2 else 0
+        MISSING: tl.constexpr = (STEP - 1) / 2 if PLANES == 1 else 0
+        return numbers - ones * (STEP * LIFT + 2 ** (BITS - 1) + REST - MISSING)
 
 
 @triton.jit
 def symmetric_numbers(
-    own, T: tl.constexpr, PIECE: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """(S, 16, 32) whole numbers of a unit's half T: twice ``code - 136``, of 8 bits the sum of two
-    pieces.
+    own, T: tl.constexpr, PIECE: tl.constexpr,
+    PLANES: tl.constexpr, COMPUTE: tl.constexpr, OWN: tl.constexpr,
+):  # fmt: skip
+    """(S, 16, 32) numbers of a unit's half T, of 8 bits the sum of two pieces; `less_middle` makes
+    them ``code - 136``.
 
     Missing bits stand for the middle of the codes that begin with the others.
 
@@ -260,7 +286,7 @@ def symmetric_numbers(
     """
     if PIECE == 1:
         first, second = tl.split(half_of(own[3], T))
-        return doubled(first, second, 0, 16, 1, COMPUTE)
+        return lifted(first, second, 0, 1, COMPUTE, OWN)
     else:
         high = half_of(own[0], T)
         if PLANES == 1:
@@ -270,8 +296,8 @@ def symmetric_numbers(
             low = low & 0xAAAAAAAA if PLANES == 2 else chosen(low, own[2] >> T, 0xAAAAAAAA)
             first = chosen(high << 2, low, 0xCCCCCCCC)
             second = chosen(high, low >> 2, 0xCCCCCCCC)
-        CENTRE: tl.constexpr = 3 if PLANES == 1 else (1 if PLANES == 2 else 0)
-        return doubled(first, second, CENTRE, 16, 16, COMPUTE)
+        HALVES: tl.constexpr = 3 if PLANES == 1 else (1 if PLANES == 2 else 0)
+        return lifted(first, second, HALVES, 16, COMPUTE, OWN)
 
 
 @triton.jit
@@ -292,8 +318,8 @@ def file_numbers(
     own, T: tl.constexpr, PIECE: tl.constexpr,
     BITS: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """(S, 16, 32) numbers of a unit's half T: twice the code less what BITS can count, of more than
-    4 bits the sum of two pieces.
+    """(S, 16, 32) numbers of a unit's half T, of more than 4 bits the sum of two pieces;
+    `less_middle` makes them the code less half of what BITS can count.
 
     Missing bits stand for the middle of the codes that begin with the others.
 
@@ -303,7 +329,7 @@ def file_numbers(
     """
     if PIECE == 1:
         first, second = nibbles_of(own[1], BITS - 4, T)
-        return doubled(first, second, 0, 0, 1, COMPUTE)
+        return lifted(first, second, 0, 1, COMPUTE, WIDTH)
     else:
         first, second = nibbles_of(own[0], 4 if BITS >= 4 else 2, T)
         if BITS == 3:
@@ -311,12 +337,9 @@ def file_numbers(
             if PLANES == 2:
                 low, more = nibbles_of(own[1], 1, T)
                 first, second = first | low, second | more
-        CENTRE: tl.constexpr = 1 if BITS == 3 and PLANES == 1 else 0
+        HALVES: tl.constexpr = 1 if BITS == 3 and PLANES == 1 else 0
         STEP: tl.constexpr = 2 ** (BITS - 4) if BITS > 4 else 1
-        numbers = doubled(first, second, CENTRE, 2**BITS // STEP, STEP, COMPUTE)
-        if PLANES == 1 and STEP > 1:
-            numbers += STEP - 1
-        return numbers
+        return lifted(first, second, HALVES, STEP, COMPUTE, WIDTH)
 
 
 @triton.jit
@@ -353,7 +376,7 @@ def float_numbers(words, T: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.conste
             widened(a << 8, 4, 3, COMPUTE), widened(a, 4, 3, COMPUTE),
             widened(c << 8, 4, 3, COMPUTE), widened(c, 4, 3, COMPUTE),
             widened(b << 8, 4, 3, COMPUTE), widened(b, 4, 3, COMPUTE),
-            widened(d << 8, 4, 3, COMPUTE), widened(d, 4, 3, COMPUTE),
+            widened(d << 8, 4, 3, COMPUTE), widened(d, 4, 3, COMPUTE), WIDTH,
         )  # fmt: skip
     else:
         a, b = tl.split(half_of(words, T))
@@ -361,22 +384,34 @@ def float_numbers(words, T: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.conste
             widened(a << 12, 2, 1, COMPUTE), widened(a << 8, 2, 1, COMPUTE),
             widened(a << 4, 2, 1, COMPUTE), widened(a, 2, 1, COMPUTE),
             widened(b << 12, 2, 1, COMPUTE), widened(b << 8, 2, 1, COMPUTE),
-            widened(b << 4, 2, 1, COMPUTE), widened(b, 2, 1, COMPUTE),
+            widened(b << 4, 2, 1, COMPUTE), widened(b, 2, 1, COMPUTE), WIDTH,
         )  # fmt: skip
+
+
+@triton.jit
+def half_float(words, late):
+    """Float32 numbers of the lower or the upper float16 of words."""
+    return (words >> (late * 16).to(tl.uint32)).to(tl.uint16).to(tl.float16, bitcast=True).to(
+        tl.float32
+    )
 
 
 @triton.jit
 def group_scale(
     scales, group, wanted,
     BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+    LATER: tl.constexpr,
 ):  # fmt: skip
     """(S, 16) float32 scales of groups, and what is added for each code less its middle.
 
     Args:
         scales: bytes of the block of rows.
         group, wanted: (S,); the scale of a group that is not wanted is 0.
+        LATER: groups to add, which cost symmetric codes no instruction.
     """
     within = tl.arange(0, 16)[None, :]
+    if KIND > 0:
+        group += LATER
     group, mask = group[:, None], None
     if MASKED:
         mask = (wanted[:, None] & (within >= 0)) != 0
@@ -390,10 +425,12 @@ def group_scale(
         scale = tl.where(power == 0, 1 << 22, power << 23).to(tl.float32, bitcast=True)
     elif KIND <= OFFSET:
         NUMBERS: tl.constexpr = 2 if KIND == OFFSET else 1
-        at = scales.to(tl.pointer_type(tl.float16)) + group * (16 * NUMBERS) + within
-        scale = load(at, mask, MASKED).to(tl.float32)
+        # Whole words: smaller loads are not pipelined.
+        at = scales.to(tl.pointer_type(tl.uint32)) + group * (8 * NUMBERS) + within // 2
+        MORE: tl.constexpr = 0 if KIND > 0 else LATER * 8
+        scale = half_float(load(at + MORE, mask, MASKED), within % 2)
         if KIND == OFFSET:
-            least = load(at + 16, mask, MASKED).to(tl.float32)
+            least = half_float(load(at + 8, mask, MASKED), within % 2)
     else:
         GROUPS: tl.constexpr = 256 // GROUP
         HEAD: tl.constexpr = 32 if KIND == SUPER else 64

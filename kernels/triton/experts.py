@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,14 +29,27 @@ from kernels.triton.language import DTYPES, Epilogue, masked_by
 from kernels.triton.planes import address_table, dequantized, project_planes, readable
 from kernels.triton.planes import arrange as arrange  # for kernels.arrange_for_cuda
 from kernels.triton.routing import Blocks, route, used_experts
-from kernels.triton.tiles import DECODE, PLANES, PREFILL, PREFILL_PLANES, PlaneTile, Tile, choose
+from kernels.triton.tall import project_tall, reads, turned
+from kernels.triton.tiles import (
+    DECODE,
+    PLANES,
+    PREFILL,
+    PREFILL_PLANES,
+    TALL,
+    PlaneTile,
+    TallTile,
+    Tile,
+    choose,
+)
 
 _COLUMNS = 256  # of a program of `combine_kernel`
 
 
 _MANY_ROWS = 32  # of an expert, from which on taller tiles pay
 _MOST_ROWS = 256  # from which on other tiles may be the best
-_PANEL_ROWS = 128  # of a matrix, from which on its planes are dequantised first
+_PANEL_ROWS = 128
+"""Of a matrix, from which on its planes are decoded once for many rows: by `project_tall`, or
+where that cannot read them or a linear layer has them, into panels of weights."""
 PANEL_BYTES = 128 << 20
 """Memory of dequantised weights at most, but for one expert."""
 
@@ -46,6 +60,8 @@ class _TritonPlan:
     tables_EP5: tuple[Tensor, ...]  # addresses of the planes; none for whole weights
     planes: int  # of each expert; 0 if they differ
 
+
+_AnyTile = Tile | PlaneTile | TallTile
 
 _plans: WeakKeyDictionary[AnyExperts, _TritonPlan] = WeakKeyDictionary()
 _tables: WeakKeyDictionary[PlaneMatrix, Tensor] = WeakKeyDictionary()
@@ -150,13 +166,15 @@ class _Projection:
     epilogue: Epilogue
     share: int
 
-    def tile(self, x_XK: Tensor, rows: int | None) -> Tile | PlaneTile:
+    def tile(self, x_XK: Tensor, rows: int | None) -> _AnyTile:
         """The best tile, of so many rows where the first projection has chosen."""
         call, known = self.call, isinstance(self.weights, PlaneLayout)
-        reference: Tile | PlaneTile = DECODE[0]
-        some: tuple[Tile | PlaneTile, ...] = DECODE
-        more: tuple[Tile | PlaneTile, ...] = PREFILL
-        if known and not self.in_panels:
+        reference: _AnyTile = DECODE[0]
+        some: tuple[_AnyTile, ...] = DECODE
+        more: tuple[_AnyTile, ...] = PREFILL
+        if self.tall:
+            reference, more = TALL[0], TALL
+        elif known and not self.in_panels:
             reference, some, more = PLANES[0], PLANES, PREFILL_PLANES
         many = (call.each >= _MANY_ROWS) + (call.each >= _MOST_ROWS)
         candidates = [t for t in (more if many else some) if rows is None or t.rows == rows]
@@ -166,9 +184,9 @@ class _Projection:
             else (self.weights.shape[1:], self.weights.dtype)
         )
         own = x_XK.device, x_XK.dtype, self.epilogue.parts, call.distinct, call.plan.planes, shape
-        key = *own, rows, many, self.in_panels
+        key = *own, rows, many, self.in_panels, self.tall
 
-        def prepare(tile: Tile | PlaneTile) -> Callable[[], Tensor]:
+        def prepare(tile: _AnyTile) -> Callable[[], Tensor]:
             call.blocks(tile.rows)
             return lambda: self.forward(x_XK, tile)
 
@@ -178,9 +196,20 @@ class _Projection:
     def in_panels(self) -> bool:
         return isinstance(self.weights, PlaneLayout) and self.call.each >= _PANEL_ROWS
 
-    def forward(self, x_XK: Tensor, tile: Tile | PlaneTile) -> Tensor:
+    @property
+    def tall(self) -> bool:
+        planes = isinstance(self.weights, PlaneLayout) and self.call.plan.planes > 0
+        return planes and self.in_panels and reads(cast(PlaneLayout, self.weights))
+
+    def forward(self, x_XK: Tensor, tile: _AnyTile) -> Tensor:
         """(S, W), or (S, W / parts) of a known activation."""
         call, blocks = self.call, self.call.blocks(tile.rows)
+        if isinstance(tile, TallTile):
+            assert isinstance(self.weights, PlaneLayout)
+            return project_tall(
+                turned(x_XK), call.plan.tables_EP5[self.index], self.weights, self.bias_EW, blocks,
+                tile, planes=call.plan.planes, share=self.share, epilogue=self.epilogue,
+            )  # fmt: skip
         if isinstance(tile, PlaneTile):
             assert isinstance(self.weights, PlaneLayout)
             return project_planes(

@@ -29,12 +29,15 @@ from kernels.scales import BLOCK_ROWS, SCALES
 from kernels.scales import block_bytes as scale_bytes
 from kernels.triton.codes import (
     FP8,
+    INTERPRETED,
     OFFSET,
     SUPER_OFFSET,
+    WIDTH,
     file_numbers,
     float_numbers,
     group_scale,
     in_order,
+    less_middle,
     load_rows,
     load_words,
     symmetric_numbers,
@@ -55,52 +58,125 @@ _ARRANGED_UNITS = 4  # of a program of `arrange_kernel`
 
 
 @triton.jit
-def words_at(entry, PLANE: tl.constexpr):
-    return tl.multiple_of(tl.load(entry + PLANE).to(tl.pointer_type(tl.uint32)), 16)
+def addresses(entry):
+    """Where a matrix's four planes and its scales begin, of a row of `address_table`."""
+    return (
+        tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3),
+        tl.load(entry + 4),
+    )  # fmt: skip
 
 
 @triton.jit
-def plane_bases(entry, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.constexpr):
+def words_at(address):
+    return tl.multiple_of(address.to(tl.pointer_type(tl.uint32)), 16)
+
+
+@triton.jit
+def plane_bases(begins, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.constexpr):
     """Where a block of 16 rows begins in each plane, and in the scales' bytes."""
-    before = block.to(tl.int64) * chunks * 16
+    before = tl.cast(block, tl.int64) * chunks * 16
     FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
     SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
-    plane0 = words_at(entry, 0) + before * FIRST
-    plane1 = words_at(entry, 1) + before * SECOND
-    plane2, plane3 = words_at(entry, 2) + before, words_at(entry, 3) + before * 4
-    scales = tl.multiple_of(tl.load(entry + 4).to(tl.pointer_type(tl.uint8)), 16)
-    return plane0, plane1, plane2, plane3, scales + block.to(tl.int64) * block_bytes
+    plane0 = words_at(begins[0]) + before * FIRST
+    plane1 = words_at(begins[1]) + before * SECOND
+    plane2, plane3 = words_at(begins[2]) + before, words_at(begins[3]) + before * 4
+    scales = tl.multiple_of(begins[4].to(tl.pointer_type(tl.uint8)), 16)
+    return plane0, plane1, plane2, plane3, scales + tl.cast(block, tl.int64) * block_bytes
+
+
+@triton.jit
+def fetch(at, nbytes):
+    """Ask for bytes to be brought to the L2 cache, by one thread; both are multiples of 16. Returns
+    0."""
+    if INTERPRETED:
+        return 0
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .pred first;
+            .reg .u32 thread;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 first, thread, 0;
+            @first cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.u32 $0, 0;
+            }""", "=r,l,r", [at.to(tl.int64), nbytes], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def fetch_block(
+    begins, block, chunks, block_bytes,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """`fetch` all that `sum_units` reads of a block."""
+    FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
+    SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
+    bases = plane_bases(begins, block, chunks, block_bytes, BITS, KIND)
+    asked = fetch(bases[0], chunks * (64 * FIRST))
+    asked += fetch(bases[4], block_bytes)
+    if PLANES >= 2:
+        asked += fetch(bases[1], chunks * (64 * SECOND))
+    if KIND == 0 and PLANES >= 3:
+        asked += fetch(bases[2], chunks * 64)
+    if KIND == 0 and PLANES >= 4:
+        asked += fetch(bases[3], chunks * 256)
+    return asked
+
+
+@triton.jit
+def fetch_blocks(
+    begins, begins_b, block, N, chunks, block_bytes,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr,
+    GATED: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    """`fetch` what `planes_block` reads; returns 0."""
+    if GATED:
+        asked = fetch_block(begins, block, chunks, block_bytes, BITS, KIND, PLANES)
+        asked += fetch_block(begins_b, block, chunks, block_bytes, BITS, KIND, PLANES)
+    elif TWO:
+        last = (N + 15) // 16 - 1
+        first = tl.minimum(2 * block, last)
+        asked = fetch_block(begins, first, chunks, block_bytes, BITS, KIND, PLANES)
+        first = tl.minimum(2 * block + 1, last)
+        asked += fetch_block(begins, first, chunks, block_bytes, BITS, KIND, PLANES)
+    else:
+        block = tl.minimum(block, (N + 15) // 16 - 1)
+        asked = fetch_block(begins, block, chunks, block_bytes, BITS, KIND, PLANES)
+    return asked
 
 
 @triton.jit
 def load_unit(
     bases, unit, wanted,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
-    TAIL: tl.constexpr, MASKED: tl.constexpr,
+    TAIL: tl.constexpr, MASKED: tl.constexpr, LATER: tl.constexpr,
 ):  # fmt: skip
     """Each thread's words of four planes, then scales and offsets of the groups of a unit: of its
     first half, of that one's last 16 columns, and likewise of the second half. What there is not is
-    what came before."""
+    what came before. The unit is LATER units behind `unit`, a multiple of 4."""
     FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
     SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
-    words0 = load_words(bases[0], 2 * unit, wanted, FIRST, TAIL, MASKED)
+    chunk = 2 * unit
+    words0 = load_words(bases[0], chunk, wanted, FIRST, TAIL, MASKED, 2 * LATER)
     words1, words2, words3 = words0, words0, words0
     if PLANES >= 2:
-        words1 = load_words(bases[1], 2 * unit, wanted, SECOND, TAIL, MASKED)
+        words1 = load_words(bases[1], chunk, wanted, SECOND, TAIL, MASKED, 2 * LATER)
     if KIND == 0 and PLANES >= 3:
-        words2 = load_words(bases[2], 2 * unit, wanted, 1, TAIL, MASKED)
+        words2 = load_words(bases[2], chunk, wanted, 1, TAIL, MASKED, 2 * LATER)
     if KIND == 0 and PLANES >= 4:
-        words3 = load_words(bases[3], 2 * unit, wanted, 4, TAIL, MASKED)
+        words3 = load_words(bases[3], chunk, wanted, 4, TAIL, MASKED, 2 * LATER)
     group = unit * 64 // GROUP if GROUP >= 64 else unit * (64 // GROUP)
-    scale0, least0 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED)
+    MORE: tl.constexpr = LATER * 64 // GROUP
+    scale0, least0 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED, MORE)
     scale1, least1, scale2, least2, scale3, least3 = scale0, least0, scale0, least0, scale0, least0
     if GROUP == 16:
-        scale1, least1 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED)
+        scale1, least1 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED, MORE)
     if GROUP < 64 and not TAIL:
         group += 32 // GROUP
-        scale2, least2 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED)
+        scale2, least2 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED, MORE)
         if GROUP == 16:
-            scale3, least3 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED)
+            group += 1
+            scale3, least3 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED, MORE)
     return (
         words0, words1, words2, words3,
         scale0, least0, scale1, least1, scale2, least2, scale3, least3,
@@ -114,7 +190,7 @@ def numbers_of(
 ):  # fmt: skip
     """(S, 16, 32) numbers of half a unit, of what `load_unit` returned."""
     if KIND == 0:
-        return symmetric_numbers(own, T, PIECE, PLANES, COMPUTE)
+        return symmetric_numbers(own, T, PIECE, PLANES, COMPUTE, WIDTH)
     elif KIND >= FP8:
         return float_numbers(own[0], T, BITS, COMPUTE)
     else:
@@ -136,48 +212,75 @@ def add_products(
 
 
 @triton.jit
+def row_sums(x, zero, COMPUTE: tl.constexpr):
+    """``zero`` and the sums of (S, 32, ROWS) activations: (S, 16, ROWS), each 16 times.
+
+    By a product with ones: matrix instructions have time.
+    """
+    S: tl.constexpr = zero.shape[0]
+    half = tl.full((S, 16, 16), 1.0, COMPUTE)
+    # Joined, so that Triton takes x as it lies for the product with codes.
+    ones = tl.reshape(tl.join(half, half), (S, 16, 32))
+    return tl.dot(ones, x, zero, input_precision="ieee")
+
+
+@triton.jit
+def group_sums(
+    x, zero, KIND: tl.constexpr, COMPUTE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr
+):  # fmt: skip
+    """`row_sums` of each group of a unit, as often as codes need them; the others are junk.
+
+    Args:
+        x: from `load_all_rows`.
+    """
+    first, second, third, fourth = zero, zero, zero, zero
+    if KIND < FP8:
+        first = row_sums(x[0], zero, COMPUTE)
+        if GROUP == 16:
+            second = row_sums(x[1], zero, COMPUTE)
+        if not TAIL:
+            third = row_sums(x[2], first if GROUP >= 64 else zero, COMPUTE)
+            if GROUP == 16:
+                fourth = row_sums(x[3], zero, COMPUTE)
+            if GROUP >= 64:
+                first = third
+    return first, second, third, fourth
+
+
+@triton.jit
 def add_unit(
-    sums, own, x,
+    sums, own, x, ones,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """`sums` and the products of one unit of each warp; each scale group is summed, and then
     multiplied by its scale. Offsets count as often as the sum of the group's activations says.
 
-    Codes that are no floating point numbers are doubled, and so is all that is added.
-
     Args:
         own: from `load_unit`.
         x: four times (S, 32, ROWS), from `load_all_rows`.
+        ones: from `group_sums`.
     """
-    S: tl.constexpr = sums.shape[0]
     ADDS: tl.constexpr = KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8)
-    # A product with ones gives the sum of a group's activations: matrix instructions have time.
-    twos = tl.full((S, 16, 32), 2.0, COMPUTE)
-    dot = tl.zeros_like(sums)
-    whole = dot
+    dot = less_middle(tl.zeros_like(sums), ones[0], BITS, KIND, PLANES, COMPUTE)
     for T in tl.static_range(1 if TAIL else 2):
-        if GROUP < 64:
-            dot = tl.zeros_like(sums)
-            whole = dot
+        if GROUP < 64 and T == 1:
+            dot = less_middle(tl.zeros_like(sums), ones[2], BITS, KIND, PLANES, COMPUTE)
         dot = add_products(dot, own, x[2 * T], T, BITS, KIND, PLANES, COMPUTE)
-        if ADDS:
-            whole = tl.dot(twos, x[2 * T], whole, input_precision="ieee")
         if GROUP < 64:
             sums += dot * own[4 + 4 * T][:, :, None]
             if ADDS:
-                sums += whole * own[5 + 4 * T][:, :, None]
+                sums += ones[2 * T] * own[5 + 4 * T][:, :, None]
         if GROUP == 16:
-            dot = tl.zeros_like(sums)
+            dot = less_middle(tl.zeros_like(sums), ones[2 * T + 1], BITS, KIND, PLANES, COMPUTE)
             dot = add_products(dot, own, x[2 * T + 1], T, BITS, KIND, PLANES, COMPUTE)
             sums += dot * own[6 + 4 * T][:, :, None]
             if ADDS:
-                whole = tl.dot(twos, x[2 * T + 1], tl.zeros_like(sums), input_precision="ieee")
-                sums += whole * own[7 + 4 * T][:, :, None]
+                sums += ones[2 * T + 1] * own[7 + 4 * T][:, :, None]
     if GROUP >= 64:
         sums += dot * own[4][:, :, None]
         if ADDS:
-            sums += whole * own[5][:, :, None]
+            sums += ones[0] * own[5][:, :, None]
     return sums
 
 
@@ -185,80 +288,106 @@ def add_unit(
 def load_all_rows(
     from_x, unit, K,
     COMPUTE: tl.constexpr, GROUP: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    LATER: tl.constexpr,
 ):  # fmt: skip
     """Activations of a unit's first half and of its second one; where groups have 16 columns, of
-    the first and of the last 16 columns of each."""
+    the first and of the last 16 columns of each. The unit is LATER units behind `unit`."""
     HALF: tl.constexpr = 0 if GROUP == 16 else -1
-    x0 = load_rows(from_x, unit * 64, K, COMPUTE, HALF, MASKED)
+    at = unit * 64
+    MORE: tl.constexpr = LATER * 64
+    x0 = load_rows(from_x, at, K, COMPUTE, HALF, MASKED, MORE)
     x1, x2, x3 = x0, x0, x0
     if GROUP == 16:
-        x1 = load_rows(from_x, unit * 64, K, COMPUTE, 1, MASKED)
+        x1 = load_rows(from_x, at, K, COMPUTE, 1, MASKED, MORE)
     if not TAIL:
-        x2 = load_rows(from_x, unit * 64 + 32, K, COMPUTE, HALF, MASKED)
+        x2 = load_rows(from_x, at, K, COMPUTE, HALF, MASKED, MORE + 32)
         if GROUP == 16:
-            x3 = load_rows(from_x, unit * 64 + 32, K, COMPUTE, 1, MASKED)
+            x3 = load_rows(from_x, at, K, COMPUTE, 1, MASKED, MORE + 32)
     return x0, x1, x2, x3
 
 
 @triton.jit
+def load_units(
+    bases, bases_b, unit, units,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr,
+    TWO: tl.constexpr, PARTS: tl.constexpr, UNROLL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """UNROLL times what `load_unit` returns, and with TWO as often that of another block."""
+    own = ()
+    for index in tl.static_range(UNROLL):
+        wanted = unit + index * PARTS < units
+        one = load_unit(
+            bases, unit, wanted, BITS, KIND, PLANES, GROUP, False, MASKED, index * PARTS
+        )
+        own = own + (one,)
+        if TWO:
+            one = load_unit(
+                bases_b, unit, wanted, BITS, KIND, PLANES, GROUP, False, MASKED, index * PARTS
+            )
+            own = own + (one,)
+    return own
+
+
+@triton.jit
 def sum_units(
-    entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
+    begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """Two times (16, ROWS) float32: products of a block, and with TWO of another one.
 
     A warp adds every unit number PARTS, whatever the tile; then its parts are added.
     """
-    bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
-    bases_b = plane_bases(entry_b, block_b, chunks, block_bytes, BITS, KIND)
-    sums = tl.zeros((PARTS, 16, ROWS), tl.float32)
-    sums_b = sums
+    bases = plane_bases(begins, block, chunks, block_bytes, BITS, KIND)
+    bases_b = plane_bases(begins_b, block_b, chunks, block_bytes, BITS, KIND)
+    zero = tl.zeros((PARTS, 16, ROWS), tl.float32)
+    sums, sums_b = zero, zero
     part = tl.arange(0, PARTS)
     units = chunks // 2
     MASKED: tl.constexpr = not EVEN
+    EACH: tl.constexpr = 2 if TWO else 1
+    steps = tl.cdiv(units, PARTS)
+    if EVEN:
+        tl.assume(steps >= UNROLL)
     if AHEAD:
-        own = load_unit(bases, part, part < units, BITS, KIND, PLANES, GROUP, False, True)
-        if TWO:
-            own_b = load_unit(bases_b, part, part < units, BITS, KIND, PLANES, GROUP, False, True)
-        for step in range(0, tl.cdiv(units, PARTS)):
-            unit = step * PARTS + part
-            x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED)
-            more = unit + PARTS
-            after = load_unit(bases, more, more < units, BITS, KIND, PLANES, GROUP, False, True)
-            if TWO:
-                after_b = load_unit(
-                    bases_b, more, more < units, BITS, KIND, PLANES, GROUP, False, True
-                )
-            sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
+        own = load_units(
+            bases, bases_b, part, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
+        )
+    for step in tl.range(0, steps, UNROLL, num_stages=STAGES):
+        unit = step * PARTS + part
+        if AHEAD:  # the last ones are read again, in vain
+            more = tl.minimum(step + UNROLL, steps - UNROLL if EVEN else steps) * PARTS + part
+        else:
+            more = unit
+        after = load_units(
+            bases, bases_b, more, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
+        )
+        if not AHEAD:
             own = after
+        for index in tl.static_range(UNROLL):
+            x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED, index * PARTS)
+            ones = group_sums(x, zero, KIND, COMPUTE, GROUP, False)
+            sums = add_unit(
+                sums, own[EACH * index], x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, False
+            )
             if TWO:
-                sums_b = add_unit(sums_b, own_b, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
-                own_b = after_b
-    else:
-        for step in range(0, tl.cdiv(units, PARTS), UNROLL):
-            for index in tl.static_range(UNROLL):
-                unit = (step + index) * PARTS + part
-                own = load_unit(bases, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED)
-                if TWO:
-                    own_b = load_unit(
-                        bases_b, unit, unit < units, BITS, KIND, PLANES, GROUP, False, MASKED
-                    )
-                x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED)
-                sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
-                if TWO:
-                    sums_b = add_unit(sums_b, own_b, x, BITS, KIND, PLANES, COMPUTE, GROUP, False)
+                sums_b = add_unit(
+                    sums_b, own[EACH * index + 1], x, ones,
+                    BITS, KIND, PLANES, COMPUTE, GROUP, False,
+                )  # fmt: skip
+        if AHEAD:
+            own = after
     if TAIL:
         unit = units + part
-        x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True)
-        own = load_unit(bases, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
-        sums = add_unit(sums, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
+        x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True, 0)
+        last = load_unit(bases, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True, 0)
+        ones = group_sums(x, zero, KIND, COMPUTE, GROUP, True)
+        sums = add_unit(sums, last, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, True)
         if TWO:
-            own = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True)
-            sums_b = add_unit(sums_b, own, x, BITS, KIND, PLANES, COMPUTE, GROUP, True)
-    if KIND < FP8:
-        sums, sums_b = sums * 0.5, sums_b * 0.5
+            last = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True, 0)
+            sums_b = add_unit(sums_b, last, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, True)
     return tl.sum(sums, 0), tl.sum(sums_b, 0)
 
 
@@ -270,12 +399,23 @@ def planes_kernel(
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, DENSE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """PLANES: that all experts have; 0 if they differ, or are not known."""
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
+    part = tl.program_id(2)
     if DENSE:
         expert = 0
+        begins = addresses(table + part * 5)
+        begins_b = begins
+        if GATED:
+            begins_b = addresses(table + (part + 1) * 5)
+        if FETCH and PLANES > 0:
+            fetch_blocks(
+                begins, begins_b, tl.program_id(1) * BLOCKS, N, chunks, block_bytes,
+                BITS, KIND, PLANES, GATED, TWO,
+            )  # fmt: skip
         first = tl.program_id(0) * ROWS
         slots = first + tl.arange(0, ROWS)
         used = slots < slots_in_all
@@ -285,61 +425,115 @@ def planes_kernel(
         expert = tl.load(block_expert + tl.program_id(0))
         if expert < 0:
             return
+        begins = addresses(table + (expert * parts + part) * 5)
+        begins_b = begins
+        if GATED:
+            begins_b = addresses(table + (expert * parts + part + 1) * 5)
         first = tl.load(block_first + tl.program_id(0))
-        slots, used = block_slots(order, offsets, expert, first, ROWS)
+        # This adds 0, so that planes are asked for before what else is waited for.
+        bits = begins[0] | begins[1] | begins[2] | begins[3] | begins[4] | begins_b[0]
+        bits |= begins_b[1] | begins_b[2] | begins_b[3] | begins_b[4]
+        first += (bits & 15).to(tl.int32)
+        if FETCH and PLANES > 0:
+            first += fetch_blocks(
+                begins, begins_b, tl.program_id(1) * BLOCKS, N, chunks, block_bytes,
+                BITS, KIND, PLANES, GATED, TWO,
+            )  # fmt: skip
         own = first + from_position
-        own = tl.load(order + own, mask=own < tl.load(offsets + expert + 1), other=0)
+        inside = own < tl.load(offsets + expert + 1)
+        own = tl.load(order + own, mask=inside, other=0)
+        slots, used = block_slots(order, offsets, expert, first, ROWS)
     # Rows that are not in use are those of slot 0: computed, but not written.
     from_x = x + (own // share).to(tl.int64) * K
-    part = tl.program_id(2)
-    entry = table + (expert * parts + part) * 5
-    block, entry_b = tl.program_id(1), entry
+    if BLOCKS == 1:
+        planes_block(
+            tl.program_id(1), begins, begins_b, bias, output, expert, part, slots, used, from_x,
+            width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
+            BITS, KIND, PLANES, COMPUTE, CURVE, GATED, HAS_BIAS, ROWS, GROUP, TWO, PARTS,
+            UNROLL, AHEAD, STAGES, FETCH, BLOCKS, EVEN, TAIL,
+        )  # fmt: skip
+    else:
+        begin = tl.program_id(1) * BLOCKS
+        end = (N + 15) // 16
+        if TWO and not GATED:
+            end = (end + 1) // 2
+        for block in range(begin, tl.minimum(begin + BLOCKS, end)):
+            if FETCH and PLANES > 0:
+                fetch_blocks(
+                    begins, begins_b, block + 1, N, chunks, block_bytes,
+                    BITS, KIND, PLANES, GATED, TWO,
+                )  # fmt: skip
+            planes_block(
+                block, begins, begins_b, bias, output, expert, part, slots, used, from_x,
+                width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
+                BITS, KIND, PLANES, COMPUTE, CURVE, GATED, HAS_BIAS, ROWS, GROUP, TWO, PARTS,
+                UNROLL, AHEAD, STAGES, FETCH, BLOCKS, EVEN, TAIL,
+            )  # fmt: skip
+
+
+@triton.jit
+def planes_block(
+    block, begins, begins_b, bias, output, expert, part, slots, used, from_x,
+    width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+    CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
+    BLOCKS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
+):  # fmt: skip
+    """One block of outputs, or with TWO two."""
     block_b = block
-    if GATED:
-        entry_b = entry + 5
-    elif TWO:
+    if TWO and not GATED:
         block = block * 2
         block_b = tl.minimum(block + 1, (N + 15) // 16 - 1)
     if KIND > 0:
         if PLANES > 0:
             sums, more = sum_units(
-                entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+                begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
+                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
             )  # fmt: skip
-        elif tl.load(entry + 1) != 0:
+        elif begins[1] != 0:
             sums, more = sum_units(
-                entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+                begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
+                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
             )  # fmt: skip
         else:
             sums, more = sum_units(
-                entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+                begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
+                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
             )  # fmt: skip
     elif PLANES > 0:
         sums, more = sum_units(
-            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
         )  # fmt: skip
-    elif tl.load(entry + 3) != 0:
+    elif begins[3] != 0:
         sums, more = sum_units(
-            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
         )  # fmt: skip
-    elif tl.load(entry + 2) != 0:
+    elif begins[2] != 0:
         sums, more = sum_units(
-            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
         )  # fmt: skip
-    elif tl.load(entry + 1) != 0:
+    elif begins[1] != 0:
         sums, more = sum_units(
-            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
         )  # fmt: skip
     else:
         sums, more = sum_units(
-            entry, block, entry_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
+            EVEN, TAIL,
         )  # fmt: skip
     units = block * 16 + tl.arange(0, 16)
     store(sums, more, bias, output, expert, part, slots, used, units, width, N,
@@ -431,8 +625,9 @@ def project_planes(
     width = parts * layout.rows
     output_SN = x_XK.new_empty(slots, layout.rows if known else width)
     own = parts_of(layout)
-    step = CHUNK_COLUMNS * 2 * own * (1 if tile.ahead else tile.unroll)
+    step = CHUNK_COLUMNS * 2 * own * tile.unroll
     rows = layout.num_blocks if gated or not two else -(-layout.num_blocks // 2)
+    rows = -(-rows // tile.blocks)
     planes_kernel[count, rows, 1 if gated else parts](
         x_XK, table_EP5, bias_EW, output_SN, *where,
         share, slots, parts, width, layout.rows, layout.columns, _chunks(layout),
@@ -459,14 +654,13 @@ def dequantize_unit(
         inside: (8, 1, 2, 1) of these.
     """
     PARTS: tl.constexpr = unit.shape[0]
-    own = load_unit(bases, unit, wanted, BITS, KIND, PLANES, GROUP, TAIL, True)
+    own = load_unit(bases, unit, wanted, BITS, KIND, PLANES, GROUP, TAIL, True, 0)
     for T in tl.static_range(1 if TAIL else 2):
         numbers = numbers_of(own, T, 0, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
         if (KIND == 0 and PLANES == 4) or (KIND > 0 and KIND < FP8 and BITS > 4 and PLANES == 2):
             numbers += numbers_of(own, T, 1, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
         numbers = in_order(numbers)
-        if KIND < FP8:
-            numbers *= 0.5
+        numbers = less_middle(numbers, 1.0, BITS, KIND, PLANES, COMPUTE)
         weights = numbers * own[4 + 4 * T][:, :, None] + own[5 + 4 * T][:, :, None]
         if GROUP == 16:
             late = numbers * own[6 + 4 * T][:, :, None] + own[7 + 4 * T][:, :, None]
@@ -480,11 +674,11 @@ def dequantize_unit(
 
 @triton.jit
 def dequantize_block(
-    entry, block, to, inside, chunks, block_bytes, K,
+    begins, block, to, inside, chunks, block_bytes, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    bases = plane_bases(entry, block, chunks, block_bytes, BITS, KIND)
+    bases = plane_bases(begins, block, chunks, block_bytes, BITS, KIND)
     part, units = tl.arange(0, PARTS), chunks // 2
     for step in range(0, tl.cdiv(units, PARTS)):
         unit = step * PARTS + part
@@ -508,38 +702,38 @@ def dequantize_kernel(
     expert = tl.load(experts + own)
     if expert < 0:
         return
-    entry = table + (expert * MATRICES + matrix) * 5
+    begins = addresses(table + (expert * MATRICES + matrix) * 5)
     block = first_row // 16 + tl.program_id(0)
     rows = block * 16 + tl.arange(0, 8)[:, None] + tl.arange(0, 2)[None, :] * 8
     row = own.to(tl.int64) * width + (rows - first_row) * unit_stride + matrix * part_stride
     to = (output + row * K)[:, None, :, None]
     inside = (rows < last_row)[:, None, :, None]
     if KIND > 0:
-        if tl.load(entry + 1) != 0:
+        if begins[1] != 0:
             dequantize_block(
-                entry, block, to, inside, chunks, block_bytes, K,
+                begins, block, to, inside, chunks, block_bytes, K,
                 BITS, KIND, 2, COMPUTE, GROUP, PARTS,
             )  # fmt: skip
         else:
             dequantize_block(
-                entry, block, to, inside, chunks, block_bytes, K,
+                begins, block, to, inside, chunks, block_bytes, K,
                 BITS, KIND, 1, COMPUTE, GROUP, PARTS,
             )  # fmt: skip
-    elif tl.load(entry + 3) != 0:
+    elif begins[3] != 0:
         dequantize_block(
-            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 4, COMPUTE, GROUP, PARTS
+            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 4, COMPUTE, GROUP, PARTS
         )
-    elif tl.load(entry + 2) != 0:
+    elif begins[2] != 0:
         dequantize_block(
-            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 3, COMPUTE, GROUP, PARTS
+            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 3, COMPUTE, GROUP, PARTS
         )
-    elif tl.load(entry + 1) != 0:
+    elif begins[1] != 0:
         dequantize_block(
-            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 2, COMPUTE, GROUP, PARTS
+            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 2, COMPUTE, GROUP, PARTS
         )
     else:
         dequantize_block(
-            entry, block, to, inside, chunks, block_bytes, K, BITS, KIND, 1, COMPUTE, GROUP, PARTS
+            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 1, COMPUTE, GROUP, PARTS
         )
 
 

@@ -46,12 +46,18 @@ class PlaneTile:
         two: two blocks of 16 outputs, not one; a gated activation always has two.
         unroll: units that a warp reads at once.
         ahead: each unit is read before the one before it is multiplied.
+        stages: units on their way at once, through shared memory.
+        fetch: all that a block of outputs needs is first asked for, into the L2 cache.
+        blocks: of outputs, or twos of them, that a program has one after the other.
     """
 
     rows: int
     two: bool = False
     unroll: int = 1
     ahead: bool = False
+    stages: int = 1
+    fetch: bool = False
+    blocks: int = 1
 
     def constants(self, parts: int) -> dict[str, int | bool]:
         """What the kernel is compiled for; parts of K have a warp each."""
@@ -60,11 +66,40 @@ class PlaneTile:
             "PARTS": parts,
             "UNROLL": self.unroll,
             "AHEAD": self.ahead,
+            "STAGES": self.stages,
+            "FETCH": self.fetch,
+            "BLOCKS": self.blocks,
         }
 
     def options(self, parts: int) -> dict[str, int | bool]:
         """See `Tile.options`."""
         return {"num_warps": parts, "num_stages": 1, "enable_fp_fusion": True}
+
+
+@dataclass(frozen=True)
+class TallTile:
+    """Slots of one program on bit planes that decodes each weight once for all of them.
+
+    Attributes:
+        blocks: of 16 outputs.
+        warps: each has some of the blocks.
+        stages: units on their way at once.
+    """
+
+    rows: int
+    blocks: int = 4
+    warps: int = 4
+    stages: int = 3
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the kernel is compiled for."""
+        return {"ROWS": self.rows, "BLOCKS": self.blocks, "STAGES": self.stages}
+
+    @property
+    def options(self) -> dict[str, int | bool]:
+        """See `Tile.options`."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
 # The first one fits the shared memory of any GPU, at any dtype. The others read 3.2 (one token) and
@@ -98,6 +133,8 @@ PREFILL_PLANES = (
     PlaneTile(64),
     PlaneTile(64, two=True),
 )
+# Bit planes of 128 rows and more of an expert.
+TALL = (TallTile(64), TallTile(64, blocks=8, warps=8), TallTile(64, stages=2))
 
 _chosen: dict[Hashable, Any] = {}
 _Tile = TypeVar("_Tile", bound=Hashable)
