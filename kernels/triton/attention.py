@@ -66,14 +66,12 @@ class KeyTile(NamedTuple):
 
     Attributes:
         rows: queries times query heads of one key/value head.
-        ahead: products with the next keys are made beside the softmax of these.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
-    ahead: bool = False
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -97,12 +95,12 @@ def prompt_tile(size: int, dtype: torch.dtype, wide: bool | None = None) -> KeyT
         wide: whether the device has the matrix instructions and shared memory of sm_90; None: look.
     """
     if INTERPRETED:
-        return KeyTile(64, 64, 4, 1, ahead=True)
+        return KeyTile(64, 64, 4, 1)
     width = _width(size)
     if dtype.itemsize > 2:  # no matrix instructions: few rows, so that sums stay in registers
         return KeyTile(16, max(16, min(64, 2048 // width)), 4, 1)
     if width <= 128 and (_is_wide() if wide is None else wide):
-        return KeyTile(128, 64, 8, 2, ahead=True)
+        return KeyTile(128, 64, 8, 3)
     return KeyTile(128 if width <= 128 else 64, 64 if width <= 64 else 32, 8, 2)
 
 
@@ -184,7 +182,6 @@ def attend(
         0 if rows.tables is None else rows.tables.stride(0), kv_heads, scale, softcap or 1.0,
         k_token=keys[0].stride(-2), r_token=keys[-1].stride(-2), v_token=values.stride(-2),
         PAGED=rows.tables is not None, SECOND=both, LATENT=latent, CAPPED=softcap is not None,
-        AHEAD=tile.ahead and not latent and not both,
         SUNK=sinks is not None, SPLITS=splits if splitting else min(splits, 2), SEGMENT=segment,
         COMPUTE=compute_type(query.dtype),
         GROUP=group, D=queries[0].shape[-1], R=queries[-1].shape[-1], V=value_size,
@@ -300,7 +297,6 @@ def attend_kernel(
     columns, kv_heads, scale, softcap,
     k_token: tl.constexpr, r_token: tl.constexpr, v_token: tl.constexpr,
     PAGED: tl.constexpr, SECOND: tl.constexpr, LATENT: tl.constexpr, CAPPED: tl.constexpr,
-    AHEAD: tl.constexpr,
     SUNK: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -367,31 +363,15 @@ def attend_kernel(
         total = tl.zeros((ROWS,), tl.float32)
         result = tl.zeros((ROWS, WIDTH_V), tl.float32)
         block = block_of(tables, place, columns, begin, stop, PAGED)
-        next_block = block_of(tables, place, columns, begin + KEYS, stop, PAGED)
-        if AHEAD:
-            ahead, k = scores_of(
-                q, q2, keys, seconds, block, begin, stop, kv_head,
+        for start in range(begin, stop, KEYS):
+            here = block
+            # A block is asked for before its keys are: loads must not wait for two rounds.
+            block = block_of(tables, place, columns, start + KEYS, stop, PAGED)
+            scores, k = scores_of(
+                q, q2, keys, seconds, here, start, stop, kv_head,
                 k_block, k_head, k_token, r_block, r_head, r_token,
                 PAGED, SECOND, COMPUTE, D, R, KEYS, WIDTH_D, WIDTH_R,
             )  # fmt: skip
-        for start in range(begin, stop, KEYS):
-            here, ahead_here = block, next_block
-            # A block is asked for long before its keys are. Loads must not wait for two rounds.
-            block = block_of(tables, place, columns, start + KEYS, stop, PAGED)
-            if AHEAD:
-                next_block = block_of(tables, place, columns, start + 2 * KEYS, stop, PAGED)
-                scores = ahead
-                ahead, k = scores_of(
-                    q, q2, keys, seconds, ahead_here, start + KEYS, stop, kv_head,
-                    k_block, k_head, k_token, r_block, r_head, r_token,
-                    PAGED, SECOND, COMPUTE, D, R, KEYS, WIDTH_D, WIDTH_R,
-                )  # fmt: skip
-            else:
-                scores, k = scores_of(
-                    q, q2, keys, seconds, here, start, stop, kv_head,
-                    k_block, k_head, k_token, r_block, r_head, r_token,
-                    PAGED, SECOND, COMPUTE, D, R, KEYS, WIDTH_D, WIDTH_R,
-                )  # fmt: skip
             if LATENT:
                 values_here = k
             else:

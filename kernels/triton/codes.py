@@ -391,8 +391,11 @@ def float_numbers(words, T: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.conste
 @triton.jit
 def half_float(words, late):
     """Float32 numbers of the lower or the upper float16 of words."""
-    return (words >> (late * 16).to(tl.uint32)).to(tl.uint16).to(tl.float16, bitcast=True).to(
-        tl.float32
+    return (
+        (words >> (late * 16).to(tl.uint32))
+        .to(tl.uint16)
+        .to(tl.float16, bitcast=True)
+        .to(tl.float32)
     )
 
 

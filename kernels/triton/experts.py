@@ -10,8 +10,7 @@ Shape legend as in kernels/reference.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -46,10 +45,11 @@ _COLUMNS = 256  # of a program of `combine_kernel`
 
 
 _MANY_ROWS = 32  # of an expert, from which on taller tiles pay
-_MOST_ROWS = 256  # from which on other tiles may be the best
-_PANEL_ROWS = 128
-"""Of a matrix, from which on its planes are decoded once for many rows: by `project_tall`, or
-where that cannot read them or a linear layer has them, into panels of weights."""
+_PANEL_ROWS = 128  # of a matrix, from which on its planes are dequantised first
+_PANELS_BEAT_TALL = 256
+"""Rows of an expert from which on that pays against `project_tall`, too (measured on an H100)."""
+_MOST_SUMS = 256
+"""Outputs of a row that a program may have."""
 PANEL_BYTES = 128 << 20
 """Memory of dequantised weights at most, but for one expert."""
 
@@ -148,12 +148,6 @@ class _Call:
             self._blocks[rows] = route(self.ids_TK, experts, rows, self.distinct)
         return self._blocks[rows]
 
-    def used(self, output: Tensor) -> Tensor:
-        """The rows of slots in use."""
-        ids_S = self.ids_TK.flatten()
-        used = (ids_S >= 0) & (ids_S < self.experts.num_experts)
-        return output.index_select(-2, used.nonzero()[:, 0])
-
 
 @dataclass(frozen=True)
 class _Projection:
@@ -176,30 +170,46 @@ class _Projection:
             reference, more = TALL[0], TALL
         elif known and not self.in_panels:
             reference, some, more = PLANES[0], PLANES, PREFILL_PLANES
-        many = (call.each >= _MANY_ROWS) + (call.each >= _MOST_ROWS)
-        candidates = [t for t in (more if many else some) if rows is None or t.rows == rows]
+        many = call.each >= _MANY_ROWS
+        most = _MOST_SUMS // (2 if self.epilogue.gated else 1)
+        fit = [t for t in (more if many else some) if not isinstance(t, Tile) or t.columns <= most]
+        candidates = [t for t in fit if rows is None or t.rows == rows]
         shape = (
             self.weights
             if isinstance(self.weights, PlaneLayout)
             else (self.weights.shape[1:], self.weights.dtype)
         )
+        slots = call.ids_TK.numel()
         own = x_XK.device, x_XK.dtype, self.epilogue.parts, call.distinct, call.plan.planes, shape
-        key = *own, rows, many, self.in_panels, self.tall
+        key = *own, rows, many, self.in_panels, self.tall, slots.bit_length() // 2
 
-        def prepare(tile: _AnyTile) -> Callable[[], Tensor]:
-            call.blocks(tile.rows)
-            return lambda: self.forward(x_XK, tile)
+        def prepare() -> Callable[[_AnyTile], Callable[[], Tensor]]:
+            # Of slots that are all in use: those at hand may be padding, with which kernels have
+            # nothing to do.
+            ids_S = torch.arange(slots, device=x_XK.device) % call.distinct
+            full = _Call(call.hidden_TH, ids_S.view(call.ids_TK.shape), call.experts)
+            projection, x = replace(self, call=full), torch.randn_like(x_XK)
 
-        return choose(key, candidates or [reference], reference, prepare, call.used)
+            def of(tile: _AnyTile) -> Callable[[], Tensor]:
+                full.blocks(tile.rows)
+                return lambda: projection.forward(x, tile)
 
-    @property
-    def in_panels(self) -> bool:
-        return isinstance(self.weights, PlaneLayout) and self.call.each >= _PANEL_ROWS
+            return of
+
+        return choose(key, candidates or [reference], reference, prepare)
 
     @property
     def tall(self) -> bool:
-        planes = isinstance(self.weights, PlaneLayout) and self.call.plan.planes > 0
-        return planes and self.in_panels and reads(cast(PlaneLayout, self.weights))
+        """Whether weights are decoded inside the product, once for many rows."""
+        if not isinstance(self.weights, PlaneLayout) or self.call.plan.planes == 0:
+            return False
+        return _MANY_ROWS <= self.call.each < _PANELS_BEAT_TALL and reads(self.weights)
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether weights are decoded first, and written down."""
+        planes = isinstance(self.weights, PlaneLayout) and not self.tall
+        return planes and self.call.each >= _PANEL_ROWS
 
     def forward(self, x_XK: Tensor, tile: _AnyTile) -> Tensor:
         """(S, W), or (S, W / parts) of a known activation."""
@@ -261,10 +271,9 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
     def prepare(tile: PlaneTile) -> Callable[[], Tensor]:
         return lambda: project_planes(x_TK, table, layout, bias, None, tile, planes=planes)
 
-    many = len(x_TK) >= _MANY_ROWS
-    key = x_TK.device, x_TK.dtype, layout, planes, many
-    tiles = PREFILL_PLANES if many else PLANES
-    return prepare(choose(key, tiles, PLANES[0], prepare, lambda output: output))()
+    key = x_TK.device, x_TK.dtype, layout, planes, len(x_TK).bit_length() // 2
+    tiles = PREFILL_PLANES if len(x_TK) >= _MANY_ROWS else PLANES
+    return prepare(choose(key, tiles, PLANES[0], lambda: prepare))()
 
 
 def _linear_in_panels(

@@ -129,7 +129,7 @@ def fetch_blocks(
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr,
     GATED: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """`fetch` what `planes_block` reads; returns 0."""
+    """`fetch` what a program reads; returns 0."""
     if GATED:
         asked = fetch_block(begins, block, chunks, block_bytes, BITS, KIND, PLANES)
         asked += fetch_block(begins_b, block, chunks, block_bytes, BITS, KIND, PLANES)
@@ -333,8 +333,7 @@ def sum_units(
     begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    TAIL: tl.constexpr,
+    UNROLL: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Two times (16, ROWS) float32: products of a block, and with TWO of another one.
 
@@ -351,21 +350,11 @@ def sum_units(
     steps = tl.cdiv(units, PARTS)
     if EVEN:
         tl.assume(steps >= UNROLL)
-    if AHEAD:
-        own = load_units(
-            bases, bases_b, part, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
-        )
-    for step in tl.range(0, steps, UNROLL, num_stages=STAGES):
+    for step in range(0, steps, UNROLL):
         unit = step * PARTS + part
-        if AHEAD:  # the last ones are read again, in vain
-            more = tl.minimum(step + UNROLL, steps - UNROLL if EVEN else steps) * PARTS + part
-        else:
-            more = unit
-        after = load_units(
-            bases, bases_b, more, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
+        own = load_units(
+            bases, bases_b, unit, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
         )
-        if not AHEAD:
-            own = after
         for index in tl.static_range(UNROLL):
             x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED, index * PARTS)
             ones = group_sums(x, zero, KIND, COMPUTE, GROUP, False)
@@ -377,8 +366,6 @@ def sum_units(
                     sums_b, own[EACH * index + 1], x, ones,
                     BITS, KIND, PLANES, COMPUTE, GROUP, False,
                 )  # fmt: skip
-        if AHEAD:
-            own = after
     if TAIL:
         unit = units + part
         x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True, 0)
@@ -399,8 +386,7 @@ def planes_kernel(
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, DENSE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
-    BLOCKS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
+    UNROLL: tl.constexpr, FETCH: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """PLANES: that all experts have; 0 if they differ, or are not known."""
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
@@ -413,7 +399,7 @@ def planes_kernel(
             begins_b = addresses(table + (part + 1) * 5)
         if FETCH and PLANES > 0:
             fetch_blocks(
-                begins, begins_b, tl.program_id(1) * BLOCKS, N, chunks, block_bytes,
+                begins, begins_b, tl.program_id(1), N, chunks, block_bytes,
                 BITS, KIND, PLANES, GATED, TWO,
             )  # fmt: skip
         first = tl.program_id(0) * ROWS
@@ -436,7 +422,7 @@ def planes_kernel(
         first += (bits & 15).to(tl.int32)
         if FETCH and PLANES > 0:
             first += fetch_blocks(
-                begins, begins_b, tl.program_id(1) * BLOCKS, N, chunks, block_bytes,
+                begins, begins_b, tl.program_id(1), N, chunks, block_bytes,
                 BITS, KIND, PLANES, GATED, TWO,
             )  # fmt: skip
         own = first + from_position
@@ -445,95 +431,46 @@ def planes_kernel(
         slots, used = block_slots(order, offsets, expert, first, ROWS)
     # Rows that are not in use are those of slot 0: computed, but not written.
     from_x = x + (own // share).to(tl.int64) * K
-    if BLOCKS == 1:
-        planes_block(
-            tl.program_id(1), begins, begins_b, bias, output, expert, part, slots, used, from_x,
-            width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
-            BITS, KIND, PLANES, COMPUTE, CURVE, GATED, HAS_BIAS, ROWS, GROUP, TWO, PARTS,
-            UNROLL, AHEAD, STAGES, FETCH, BLOCKS, EVEN, TAIL,
-        )  # fmt: skip
-    else:
-        begin = tl.program_id(1) * BLOCKS
-        end = (N + 15) // 16
-        if TWO and not GATED:
-            end = (end + 1) // 2
-        for block in range(begin, tl.minimum(begin + BLOCKS, end)):
-            if FETCH and PLANES > 0:
-                fetch_blocks(
-                    begins, begins_b, block + 1, N, chunks, block_bytes,
-                    BITS, KIND, PLANES, GATED, TWO,
-                )  # fmt: skip
-            planes_block(
-                block, begins, begins_b, bias, output, expert, part, slots, used, from_x,
-                width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
-                BITS, KIND, PLANES, COMPUTE, CURVE, GATED, HAS_BIAS, ROWS, GROUP, TWO, PARTS,
-                UNROLL, AHEAD, STAGES, FETCH, BLOCKS, EVEN, TAIL,
-            )  # fmt: skip
-
-
-@triton.jit
-def planes_block(
-    block, begins, begins_b, bias, output, expert, part, slots, used, from_x,
-    width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
-    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
-    CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
-    BLOCKS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    """One block of outputs, or with TWO two."""
+    block = tl.program_id(1)
     block_b = block
     if TWO and not GATED:
         block = block * 2
         block_b = tl.minimum(block + 1, (N + 15) // 16 - 1)
-    if KIND > 0:
-        if PLANES > 0:
+    if PLANES > 0:
+        sums, more = sum_units(
+            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
+            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
+        )  # fmt: skip
+    elif KIND > 0:
+        if begins[1] != 0:
             sums, more = sum_units(
                 begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
-            )  # fmt: skip
-        elif begins[1] != 0:
-            sums, more = sum_units(
-                begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
             )  # fmt: skip
         else:
             sums, more = sum_units(
                 begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
             )  # fmt: skip
-    elif PLANES > 0:
-        sums, more = sum_units(
-            begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
-        )  # fmt: skip
     elif begins[3] != 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     elif begins[2] != 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     elif begins[1] != 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     else:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     units = block * 16 + tl.arange(0, 16)
     store(sums, more, bias, output, expert, part, slots, used, units, width, N,
@@ -567,10 +504,11 @@ def store(
     tl.store(to, sums.to(output.dtype.element_ty), mask=used[None, :] & inside[:, None])
 
 
-def parts_of(layout: PlaneLayout) -> int:
+def parts_of(layout: PlaneLayout, gated: bool) -> int:
     """Parts of K that are summed apart, each by a warp: what the matrix alone decides, so that a
-    row's bits do not depend on the number of rows."""
-    return 8 if _chunks(layout) >= 64 else 4
+    row's bits do not depend on the number of rows. Measured: warps that read two matrices have
+    enough to do with four parts."""
+    return 8 if _chunks(layout) >= 64 and not gated else 4
 
 
 def _chunks(layout: PlaneLayout) -> int:
@@ -624,10 +562,9 @@ def project_planes(
         where = blocks.order_S, blocks.offsets_E1, blocks.expert_B, blocks.first_B
     width = parts * layout.rows
     output_SN = x_XK.new_empty(slots, layout.rows if known else width)
-    own = parts_of(layout)
+    own = parts_of(layout, gated)
     step = CHUNK_COLUMNS * 2 * own * tile.unroll
     rows = layout.num_blocks if gated or not two else -(-layout.num_blocks // 2)
-    rows = -(-rows // tile.blocks)
     planes_kernel[count, rows, 1 if gated else parts](
         x_XK, table_EP5, bias_EW, output_SN, *where,
         share, slots, parts, width, layout.rows, layout.columns, _chunks(layout),

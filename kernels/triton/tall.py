@@ -62,8 +62,10 @@ def load_blocks(
     if GROUP == 32:
         scale1, _ = group_scale(at, own, wanted, 8, 0, GROUP, False, 1)
     S: tl.constexpr = chunk.shape[0]
-    return (words0, words1, words2, words3), tl.reshape(scale0, (16 * S,)), tl.reshape(
-        scale1, (16 * S,)
+    return (
+        (words0, words1, words2, words3),
+        tl.reshape(scale0, (16 * S,)),
+        tl.reshape(scale1, (16 * S,)),
     )
 
 

@@ -183,7 +183,7 @@ for architecture in map(int, sys.argv[1].split()):
             ones = "offset" in scales or "nibbles" in scales
             products = 1 + two + ones << (group == "16")
             codes = multiplied / products / (tile.rows / 8) * 256 / 32  # of a thread
-            print(architecture, tile.rows, 1 + gated, tile.unroll, int(tile.ahead), name,
+            print(architecture, tile.rows, 1 + gated, tile.unroll, int(tile.fetch), name,
                   resources(built)[0], spilled, round(count / codes, 2), round(loads / codes, 3))
 """
 )
@@ -232,7 +232,6 @@ def attend(architecture, dtype, tile, sizes, **flags):
     D, R, V = sizes
     plain = {"PAGED": True, "SECOND": R != D, "LATENT": False, "CAPPED": True, "SUNK": True,
              "SEGMENT": 0, "k_token": D, "r_token": R, "v_token": V}
-    plain["AHEAD"] = tile.ahead and R == D
     compute = tl.bfloat16 if dtype == torch.bfloat16 else tl.float32
     show(architecture, attend_kernel, tile.options, dtype, COMPUTE=compute, GROUP=8, D=D, R=R, V=V,
          ROWS=tile.rows, KEYS=tile.keys, WIDTH_D=own._width(D), WIDTH_R=own._width(R),
@@ -373,7 +372,7 @@ def test_kernels_compile() -> None:
 def check_planes(architectures: str, codes: list[str], tiles: str) -> None:
     """Print the table of tiles, and hold them to the limits."""
     lines = lines_of(_PLANES, architectures, " ".join(codes), tiles)
-    heads = ["sm", "rows", "blocks", "unroll", "ahead", "codes", "registers", "spilled",
+    heads = ["sm", "rows", "blocks", "unroll", "fetch", "codes", "registers", "spilled",
              "instructions", "loads"]  # fmt: skip
     for words in (heads, *lines):
         print(*(f"{word:>12}" for word in words))

@@ -24,10 +24,8 @@ CUDA = torch.device("cuda")
 VARIANTS = (
     *PLANES,
     *PREFILL_PLANES,
-    PlaneTile(8, unroll=2),
     PlaneTile(8, two=True, unroll=3),
-    PlaneTile(8, ahead=True),
-    PlaneTile(16, two=True, ahead=True),
+    PlaneTile(16, two=True, fetch=True),
 )
 
 
@@ -147,4 +145,6 @@ def test_every_tile_adds_the_same_numbers(
 
 
 def test_the_matrix_alone_decides_the_parts() -> None:
-    assert [parts_of(PlaneLayout(64, columns)) for columns in (64, 768, 2048)] == [4, 4, 8]
+    layouts = [PlaneLayout(64, columns) for columns in (64, 768, 2048)]
+    assert [parts_of(layout, gated=False) for layout in layouts] == [4, 4, 8]
+    assert [parts_of(layout, gated=True) for layout in layouts] == [4, 4, 4]
