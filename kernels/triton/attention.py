@@ -66,14 +66,12 @@ class KeyTile(NamedTuple):
 
     Attributes:
         rows: queries times query heads of one key/value head.
-        ahead: products with the next keys are made beside the softmax of these.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
-    ahead: bool = False
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -97,12 +95,12 @@ def prompt_tile(size: int, dtype: torch.dtype, wide: bool | None = None) -> KeyT
         wide: whether the device has the matrix instructions and shared memory of sm_90; None: look.
     """
     if INTERPRETED:
-        return KeyTile(64, 64, 4, 1, ahead=True)
+        return KeyTile(64, 128, 4, 1)
     width = _width(size)
     if dtype.itemsize > 2:  # no matrix instructions: few rows, so that sums stay in registers
         return KeyTile(16, max(16, min(64, 2048 // width)), 4, 1)
     if width <= 128 and (_is_wide() if wide is None else wide):
-        return KeyTile(128, 64, 8, 2, ahead=True)
+        return KeyTile(128, 64, 8, 3)
     return KeyTile(128 if width <= 128 else 64, 64 if width <= 64 else 32, 8, 2)
 
 
@@ -184,7 +182,6 @@ def attend(
         0 if rows.tables is None else rows.tables.stride(0), kv_heads, scale, softcap or 1.0,
         k_token=keys[0].stride(-2), r_token=keys[-1].stride(-2), v_token=values.stride(-2),
         PAGED=rows.tables is not None, SECOND=both, LATENT=latent, CAPPED=softcap is not None,
-        AHEAD=tile.ahead and not latent and not both,
         SUNK=sinks is not None, SPLITS=splits if splitting else min(splits, 2), SEGMENT=segment,
         COMPUTE=compute_type(query.dtype),
         GROUP=group, D=queries[0].shape[-1], R=queries[-1].shape[-1], V=value_size,
@@ -242,7 +239,7 @@ def joined(peak, total, result, more_peak, more_total, more_result, COLUMN: tl.c
 
 @triton.jit
 def block_of(tables, place, columns, key, stop, PAGED: tl.constexpr):
-    """Where a tile of keys lies: its block, or where its sequence begins."""
+    """Where a tile of keys lies: its block, or of keys without blocks, where they begin."""
     block = place
     if PAGED:
         at = place.to(tl.int64) * columns + key // 64
@@ -252,43 +249,22 @@ def block_of(tables, place, columns, key, stop, PAGED: tl.constexpr):
 
 @triton.jit
 def rows_of(
-    rows, block, start, stop, kv_head, block_step, head_step, token_step,
+    rows, block, other, start, stop, kv_head, block_step, head_step, token_step,
     PAGED: tl.constexpr, COMPUTE: tl.constexpr,
     SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A tile of keys or values; zeros beyond ``stop``."""
+    """A tile of keys or values, which lies within a block or is two; zeros beyond ``stop``."""
     near, size = tl.arange(0, KEYS), tl.arange(0, WIDTH)
-    if PAGED:  # a tile lies within a block
-        rows += block.to(tl.int64) * block_step
-        within = start % 64 + near
+    at = rows + kv_head * head_step + size[None, :]
+    if not PAGED:
+        at += (block + start).to(tl.int64) * token_step + near[:, None] * token_step
+    elif KEYS > 64:
+        begin = tl.where(near < 64, block.to(tl.int64), other.to(tl.int64)) * block_step
+        at += (begin + near % 64 * token_step)[:, None]
     else:
-        rows += (block + start).to(tl.int64) * token_step
-        within = near
-    at = rows + kv_head * head_step + within[:, None] * token_step + size[None, :]
+        at += block.to(tl.int64) * block_step + (start % 64 + near[:, None]) * token_step
     mask = (start + near < stop)[:, None] & (size < SIZE)[None, :]
     return tl.load(at, mask=mask, other=0.0).to(COMPUTE)
-
-
-@triton.jit
-def scores_of(
-    q, q2, keys, seconds, block, start, stop, kv_head,
-    k_block, k_head, k_token, r_block, r_head, r_token,
-    PAGED: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr, D: tl.constexpr,
-    R: tl.constexpr, KEYS: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_R: tl.constexpr,
-):  # fmt: skip
-    """Products of queries and a tile of keys, and these keys."""
-    k = rows_of(
-        keys, block, start, stop, kv_head, k_block, k_head, k_token, PAGED, COMPUTE, D, KEYS,
-        WIDTH_D,
-    )  # fmt: skip
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    if SECOND:
-        k2 = rows_of(
-            seconds, block, start, stop, kv_head, r_block, r_head, r_token, PAGED, COMPUTE, R,
-            KEYS, WIDTH_R,
-        )  # fmt: skip
-        scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
-    return scores, k
 
 
 @triton.jit
@@ -300,7 +276,6 @@ def attend_kernel(
     columns, kv_heads, scale, softcap,
     k_token: tl.constexpr, r_token: tl.constexpr, v_token: tl.constexpr,
     PAGED: tl.constexpr, SECOND: tl.constexpr, LATENT: tl.constexpr, CAPPED: tl.constexpr,
-    AHEAD: tl.constexpr,
     SUNK: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
@@ -367,36 +342,28 @@ def attend_kernel(
         total = tl.zeros((ROWS,), tl.float32)
         result = tl.zeros((ROWS, WIDTH_V), tl.float32)
         block = block_of(tables, place, columns, begin, stop, PAGED)
-        next_block = block_of(tables, place, columns, begin + KEYS, stop, PAGED)
-        if AHEAD:
-            ahead, k = scores_of(
-                q, q2, keys, seconds, block, begin, stop, kv_head,
-                k_block, k_head, k_token, r_block, r_head, r_token,
-                PAGED, SECOND, COMPUTE, D, R, KEYS, WIDTH_D, WIDTH_R,
-            )  # fmt: skip
+        other = block_of(tables, place, columns, begin + 64, stop, PAGED and KEYS > 64)
         for start in range(begin, stop, KEYS):
-            here, ahead_here = block, next_block
-            # A block is asked for long before its keys are. Loads must not wait for two rounds.
+            here, behind = block, other
+            # A block is asked for long before its keys are.
             block = block_of(tables, place, columns, start + KEYS, stop, PAGED)
-            if AHEAD:
-                next_block = block_of(tables, place, columns, start + 2 * KEYS, stop, PAGED)
-                scores = ahead
-                ahead, k = scores_of(
-                    q, q2, keys, seconds, ahead_here, start + KEYS, stop, kv_head,
-                    k_block, k_head, k_token, r_block, r_head, r_token,
-                    PAGED, SECOND, COMPUTE, D, R, KEYS, WIDTH_D, WIDTH_R,
+            other = block_of(tables, place, columns, start + KEYS + 64, stop, PAGED and KEYS > 64)
+            k = rows_of(
+                keys, here, behind, start, stop, kv_head, k_block, k_head, k_token,
+                PAGED, COMPUTE, D, KEYS, WIDTH_D,
+            )  # fmt: skip
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+            if SECOND:
+                k2 = rows_of(
+                    seconds, here, behind, start, stop, kv_head, r_block, r_head, r_token,
+                    PAGED, COMPUTE, R, KEYS, WIDTH_R,
                 )  # fmt: skip
-            else:
-                scores, k = scores_of(
-                    q, q2, keys, seconds, here, start, stop, kv_head,
-                    k_block, k_head, k_token, r_block, r_head, r_token,
-                    PAGED, SECOND, COMPUTE, D, R, KEYS, WIDTH_D, WIDTH_R,
-                )  # fmt: skip
+                scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
             if LATENT:
                 values_here = k
             else:
                 values_here = rows_of(
-                    values, here, start, stop, kv_head, v_block, v_head, v_token,
+                    values, here, behind, start, stop, kv_head, v_block, v_head, v_token,
                     PAGED, COMPUTE, V, KEYS, WIDTH_V,
                 )  # fmt: skip
             if CAPPED:  # tanh(x) is 1 - 2 / (exp(2 x) + 1)

@@ -160,6 +160,8 @@ class _Projection:
             reference, some, more = PLANES[0], PLANES, PREFILL_PLANES
         many = (call.each >= _MANY_ROWS) + (call.each >= _MOST_ROWS)
         candidates = [t for t in (more if many else some) if rows is None or t.rows == rows]
+        parts = 1 + self.epilogue.gated
+        candidates = [t for t in candidates if isinstance(t, PlaneTile) or t.fits(parts)]
         shape = (
             self.weights
             if isinstance(self.weights, PlaneLayout)
