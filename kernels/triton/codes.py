@@ -6,9 +6,9 @@ them where they are: nothing passes through shared memory on the way to the matr
 Codes become numbers above 0, which bf16 and float16 hold exactly, of 8 bits in two pieces:
 `symmetric_numbers` of symmetric codes, `file_numbers` of those that a file had quantised. That
 their middle is not 0 is mended once for all products of a group (`less_middle`), not for each
-number: instructions are what few rows wait for. Scales and offsets `group_scale` reads as kernels/scales.py has them. Codes that
-are floating point numbers stay exact, too: `widened` moves their bits to where wider types have
-them.
+number: instructions are what few rows wait for. `group_scale` reads scales and offsets as
+kernels/scales.py has them. Codes that are floating point numbers stay exact, too: `widened` moves
+their bits to where wider types have them.
 
 Shape legend: S units side by side, one of each warp; u and q, a thread's place in its warp, from 0
 to 3 and from 0 to 7; c, p and h as in kernels/planes.py.

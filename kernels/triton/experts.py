@@ -48,8 +48,6 @@ _MANY_ROWS = 32  # of an expert, from which on taller tiles pay
 _PANEL_ROWS = 128  # of a matrix, from which on its planes are dequantised first
 _PANELS_BEAT_TALL = 256
 """Rows of an expert from which on that pays against `project_tall`, too (measured on an H100)."""
-_MOST_SUMS = 256
-"""Outputs of a row that a program may have."""
 PANEL_BYTES = 128 << 20
 """Memory of dequantised weights at most, but for one expert."""
 
@@ -170,9 +168,8 @@ class _Projection:
             reference, more = TALL[0], TALL
         elif known and not self.in_panels:
             reference, some, more = PLANES[0], PLANES, PREFILL_PLANES
-        many = call.each >= _MANY_ROWS
-        most = _MOST_SUMS // (2 if self.epilogue.gated else 1)
-        fit = [t for t in (more if many else some) if not isinstance(t, Tile) or t.columns <= most]
+        many, parts = call.each >= _MANY_ROWS, 2 if self.epilogue.gated else 1
+        fit = [t for t in (more if many else some) if not isinstance(t, Tile) or t.fits(parts)]
         candidates = [t for t in fit if rows is None or t.rows == rows]
         shape = (
             self.weights
