@@ -32,7 +32,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.language import INTERPRETED, compute_type
+from kernels.triton.language import (
+    INTERPRETED,
+    compute_type,
+    overlap_options,
+    wait_for_others,
+)
 
 BLOCK = 64
 """Tokens of a block."""
@@ -187,13 +192,14 @@ def attend(
         GROUP=group, D=queries[0].shape[-1], R=queries[-1].shape[-1], V=value_size,
         ROWS=tile.rows, KEYS=tile.keys, WIDTH_D=_width(queries[0].shape[-1]),
         WIDTH_R=_width(queries[-1].shape[-1]), WIDTH_V=_width(value_size),
-        **tile.options,
+        **tile.options, **overlap_options(),
     )  # fmt: skip
     if splits > 1:
         join_kernel[spans.shape[0], most_queries, heads](
             peaks, totals, sums, sinks, spans, firsts, output, splits,
             SUNK=sinks is not None, SPLITS=splits if splitting else 2, SEGMENT=segment,
             KEYS=tile.keys, V=value_size, WIDTH_V=_width(value_size), **JOIN_OPTIONS,
+            **overlap_options(),
         )  # fmt: skip
     return output
 
@@ -300,8 +306,9 @@ def attend_kernel(
     SUNK: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, D: tl.constexpr, R: tl.constexpr, V: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH_D: tl.constexpr, WIDTH_R: tl.constexpr, WIDTH_V: tl.constexpr,
+    WIDTH_D: tl.constexpr, WIDTH_R: tl.constexpr, WIDTH_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(PDL)
     # The last queries of a prompt see the most keys: they begin first.
     span = spans + (tl.num_programs(0) - 1 - tl.program_id(0)) * 4
     place, query_at = tl.load(span), tl.load(span + 1)
@@ -423,8 +430,9 @@ def attend_kernel(
 def join_kernel(
     peaks, totals, sums, sinks, spans, firsts, output, splits,
     SUNK: tl.constexpr, SPLITS: tl.constexpr, SEGMENT: tl.constexpr, KEYS: tl.constexpr,
-    V: tl.constexpr, WIDTH_V: tl.constexpr,
+    V: tl.constexpr, WIDTH_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(PDL)
     span, row, head = spans + tl.program_id(0) * 4, tl.program_id(1), tl.program_id(2)
     token, count = tl.load(span + 1) + row, tl.load(span + 2)
     if row >= tl.maximum(count, 1):

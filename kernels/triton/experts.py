@@ -24,7 +24,13 @@ from kernels.planes import PlaneLayout, PlaneMatrix, QuantizedExperts
 from kernels.reference import AnyExperts, ExpertWeights, check_rows, check_shapes
 from kernels.scales import BLOCK_ROWS
 from kernels.triton.grouped import project_whole
-from kernels.triton.language import DTYPES, Epilogue, masked_by
+from kernels.triton.language import (
+    DTYPES,
+    Epilogue,
+    masked_by,
+    overlap_options,
+    wait_for_others,
+)
 from kernels.triton.planes import address_table, dequantized, project_planes, readable
 from kernels.triton.planes import arrange as arrange  # for kernels.arrange_for_cuda
 from kernels.triton.routing import Blocks, route, used_experts
@@ -321,8 +327,10 @@ def _dense(bias: Tensor | None) -> Tensor | None:
 
 @triton.jit
 def combine_kernel(
-    rows, ids, weights, output, experts, K, H, COLUMNS: tl.constexpr, ADD: tl.constexpr
+    rows, ids, weights, output, experts, K, H,
+    COLUMNS: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < H
@@ -364,5 +372,6 @@ def combine(
     combine_kernel[tokens, triton.cdiv(row_SH.shape[1], _COLUMNS)](
         row_SH, expert_ids_TK, weights_TK, output_TH, experts, slots, row_SH.shape[1],
         COLUMNS=_COLUMNS, ADD=add_to_TH is not None, enable_fp_fusion=False,
+        **overlap_options(),
     )  # fmt: skip
     return output_TH

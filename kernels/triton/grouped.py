@@ -25,6 +25,8 @@ from kernels.triton.language import (
     add_bias,
     block_slots,
     compute_type,
+    overlap_options,
+    wait_for_others,
 )
 from kernels.triton.routing import Blocks
 from kernels.triton.tiles import Tile
@@ -38,8 +40,9 @@ def whole_kernel(
     x, weight, bias, output, order, offsets, block_expert, block_place, block_first,
     share, begin, count, unit_stride, part_stride, width, N, K, slope, limit, offset,
     CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, COMPUTE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(PDL)
     block = tl.program_id(0)
     expert = tl.load(block_expert + block)
     if expert < 0:
@@ -195,7 +198,7 @@ def project_whole(
         )
     else:
         whole_kernel[blocks.count, columns](
-            x_XK, weight_PWK, *given, GATED=epilogue.gated, **constants
+            x_XK, weight_PWK, *given, GATED=epilogue.gated, **constants, **overlap_options()
         )
     return output_SN
 

@@ -5,16 +5,23 @@ silently wrong there, so interpreted kernels convert to float32 right after each
 
 A program of a grouped kernel works on a block: `ROWS` slots of one expert. The grid has as many
 blocks as any routing of this many slots could need (see routing.py); those without work return.
+
+Kernels of decode steps overlap (CUDA's programmatic dependent launch, from sm_90 on): each is
+launched with `overlap_options`, and calls `wait_for_others` before all else. So its programs are
+on their places when the kernel before ends, instead of being launched then. That kernel has waited
+in turn, so that all which was launched earlier is over, whoever launched it.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cpu.activation import Activation
 
@@ -67,6 +74,26 @@ def compute_type(*dtypes: torch.dtype) -> Any:
     for dtype in dtypes[1:]:
         widest = torch.promote_types(widest, dtype)
     return tl.float32 if INTERPRETED else _TYPES[widest]
+
+
+def overlap_options() -> dict[str, bool]:
+    """What a launch passes to a kernel that calls `wait_for_others`."""
+    able = _overlaps()
+    return {"PDL": able, "launch_pdl": able}
+
+
+@cache
+def _overlaps() -> bool:
+    able = not INTERPRETED and torch.cuda.is_available()
+    return able and torch.cuda.get_device_capability() >= (9, 0)
+
+
+@triton.jit
+def wait_for_others(PDL: tl.constexpr):
+    """Wait until all that was launched before is over; then the next kernel may come."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -47,6 +47,8 @@ from kernels.triton.language import (
     activate,
     block_slots,
     compute_type,
+    overlap_options,
+    wait_for_others,
 )
 from kernels.triton.routing import Blocks
 from kernels.triton.tiles import PlaneTile
@@ -387,8 +389,10 @@ def planes_kernel(
     CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, DENSE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
     UNROLL: tl.constexpr, FETCH: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """PLANES: that all experts have; 0 if they differ, or are not known."""
+    wait_for_others(PDL)
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
     part = tl.program_id(2)
     if DENSE:
@@ -573,7 +577,7 @@ def project_planes(
         CURVE=epilogue.curve, GATED=gated, HAS_BIAS=bias_EW is not None, DENSE=blocks is None,
         TWO=two, EVEN=layout.columns % step == 0,
         TAIL=_chunks(layout) % 2 == 1,
-        **_constants(layout), **tile.constants(own), **tile.options(own),
+        **_constants(layout), **tile.constants(own), **tile.options(own), **overlap_options(),
     )  # fmt: skip
     return output_SN
 

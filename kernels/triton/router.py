@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.triton.language import compute_type, masked_by
+from kernels.triton.language import (
+    compute_type,
+    masked_by,
+    overlap_options,
+    wait_for_others,
+)
 
 SCORES = {"softmax": 0, "sigmoid": 1, "mixer": 2}
 LOGITS_TILE = {"ROWS": 4, "COLUMNS": 2, "DEPTH": 1024}
@@ -34,8 +39,9 @@ def options(experts: int) -> dict[str, int | bool]:
 def logits_kernel(
     rows, weight, bias, logits, tokens, experts, weight_row,
     H: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(PDL)
     token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     expert = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)[None, None, :]
@@ -124,6 +130,7 @@ def logits(rows_TH: Tensor, weight_EH: Tensor, bias_E: Tensor | None) -> Tensor:
     logits_kernel[grid](
         rows_TH, weight_EH, bias_E, logits_TE, tokens, experts, weight_EH.stride(0),
         H=hidden, HAS_BIAS=bias_E is not None, **tile, **LOGITS_OPTIONS,
+        **overlap_options(),
     )  # fmt: skip
     return logits_TE
 
@@ -133,8 +140,9 @@ def decide_kernel(
     logits, correction, expert_scale, places, ids, weights, experts, per_group, scale, threshold,
     SCORE: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     BY_TWO: tl.constexpr, RENORMALISE: tl.constexpr, HAS_CORRECTION: tl.constexpr,
-    HAS_SCALE: tl.constexpr, HAS_PLACES: tl.constexpr, EXPERTS: tl.constexpr,
+    HAS_SCALE: tl.constexpr, HAS_PLACES: tl.constexpr, EXPERTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(PDL)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     inside = expert < experts
@@ -239,6 +247,6 @@ def decide(
             SCORE=SCORES[score], K=top_k, GROUPS=groups, KEPT=groups_kept, BY_TWO=by_two,
             RENORMALISE=renormalise, HAS_CORRECTION=correction_E is not None,
             HAS_SCALE=expert_scale_E is not None, HAS_PLACES=places_T is not None,
-            EXPERTS=triton.next_power_of_2(experts), **options(experts),
+            EXPERTS=triton.next_power_of_2(experts), **options(experts), **overlap_options(),
         )  # fmt: skip
     return ids, weights

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.triton.language import overlap_options, wait_for_others
+
 MOST_SLOTS = 2048
 """That one kernel aligns: those of a decode step. Two that count and place take more."""
 MOST_EXPERTS = 512
@@ -107,10 +109,11 @@ def _experts_of(ids, slot, slots, experts):
 @triton.jit
 def align_kernel(
     ids, order, offsets, block_expert, block_first, slots, experts, blocks, per_block,
-    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr, EXPERTS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program places the slots of one expert, the last one those that are unused. Each of them
     counts the slots of all experts, so that none waits for another."""
+    wait_for_others(PDL)
     own = tl.program_id(0)
     slot = tl.arange(0, SLOTS)
     theirs = _experts_of(ids, slot, slots, experts)
@@ -139,6 +142,7 @@ def align(ids_S: Tensor, experts: int, rows: int, distinct: int | None = None) -
         ids_S, *blocks.tensors, slots, experts, blocks.count, rows,
         SLOTS=size, EXPERTS=triton.next_power_of_2(experts + 1),
         BLOCKS=triton.next_power_of_2(blocks.count), **align_options(size),
+        **overlap_options(),
     )  # fmt: skip
     return blocks
 

@@ -17,7 +17,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.triton.attention import BLOCK
-from kernels.triton.language import INTERPRETED, activate
+from kernels.triton.language import (
+    INTERPRETED,
+    activate,
+    overlap_options,
+    wait_for_others,
+)
 
 _STORED = 256 if INTERPRETED else 16  # rows of a program of `store`
 PLACED = 8
@@ -102,6 +107,7 @@ def add_norm(
         H=hidden, ADD=rows is not None, POST=_kind(post), NORM=_kind(norm),
         HAS_POST_BIAS=_bias(post) is not None, HAS_BIAS=_bias(norm) is not None,
         WIDTH=triton.next_power_of_2(hidden), num_warps=_warps(hidden), **OPTIONS,
+        **overlap_options(),
     )  # fmt: skip
 
 
@@ -140,7 +146,7 @@ def place_heads(
         BEGINS=tuple(0 if part.turn is None else part.turn.begin for part in parts),
         SIZE=2 if turn is None else turn.size,
         WIDTH_Q=_width(sizes[0]), WIDTH_D=_width(sizes[1]), WIDTH_V=_width(sizes[2]),
-        BLOCK=BLOCK, ROWS=rows, num_warps=1, **OPTIONS,
+        BLOCK=BLOCK, ROWS=rows, num_warps=1, **OPTIONS, **overlap_options(),
     )  # fmt: skip
 
 
@@ -166,7 +172,7 @@ def gated(first: Tensor, up: Tensor, curve: int, output: Tensor) -> None:
     tokens, width = output.shape
     gated_kernel[tokens, triton.cdiv(width, 1024)](
         first, up, output, first.stride(0), up.stride(0), width, CURVE=curve,
-        num_warps=4, **OPTIONS,
+        num_warps=4, **OPTIONS, **overlap_options(),
     )  # fmt: skip
 
 
@@ -207,8 +213,9 @@ def normed(x, used, weight, bias, at, eps, SIZE: tl.constexpr, KIND: tl.constexp
 def add_norm_kernel(
     x, rows, post_weight, post_bias, weight, bias, exact, rounded, scale, post_eps, eps,
     H: tl.constexpr, ADD: tl.constexpr, POST: tl.constexpr, NORM: tl.constexpr,
-    HAS_POST_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_POST_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_others(PDL)
     column = tl.arange(0, WIDTH)
     used = column < H
     at = tl.program_id(0).to(tl.int64) * H + column
@@ -347,9 +354,10 @@ def place_kernel(
     BIASES: tl.constexpr, NORMS: tl.constexpr, NORM_BIASES: tl.constexpr, LATE: tl.constexpr,
     STYLES: tl.constexpr, BEGINS: tl.constexpr, SIZE: tl.constexpr,
     WIDTH_Q: tl.constexpr, WIDTH_D: tl.constexpr, WIDTH_V: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has one head of `ROWS` rows, one after the other."""
+    wait_for_others(PDL)
     begin, part = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1)
     for more in range(0, ROWS):
         row = begin + more
@@ -387,7 +395,10 @@ def store_kernel(
 
 
 @triton.jit
-def gated_kernel(first, up, output, first_row, up_row, width, CURVE: tl.constexpr):
+def gated_kernel(
+    first, up, output, first_row, up_row, width, CURVE: tl.constexpr, PDL: tl.constexpr
+):
+    wait_for_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * 1024 + tl.arange(0, 1024)
     used = column < width

@@ -27,6 +27,9 @@ FLOATS = {name: "fp32" for name in ("slope", "limit", "offset", "scale")}
 DIVISIBLE = {"N", "K", "H", "width", "weight_row", "part_stride", "slots_in_all", "block_bytes"}
 
 def build(architecture, kernel, options, **constants):
+    if "PDL" in kernel.arg_names:
+        constants["PDL"] = overlaps = architecture >= 90
+        options = options | {"launch_pdl": overlaps}
     types = POINTERS | FLOATS
     names = {n: "constexpr" if n in constants else types.get(n, "i32") for n in kernel.arg_names}
     attributes = {
@@ -35,7 +38,11 @@ def build(architecture, kernel, options, **constants):
     }
     target = GPUTarget("cuda", architecture, 32)
     source = ASTSource(kernel, names, constants, attributes)
-    return triton.compile(source, target=target, options=options)
+    built = triton.compile(source, target=target, options=options)
+    if constants.get("PDL"):
+        before, _ = built.asm["ptx"].split("griddepcontrol.wait", 1)
+        assert not re.search(r"\\b(ld|st|atom|red)\\.global|cp\\.async", before)
+    return built
 
 def usage(built, *more):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
