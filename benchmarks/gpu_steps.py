@@ -295,7 +295,9 @@ def model_of(bits: Literal[4, 8, 16]) -> Callable[[Scale], dict[str, Any]]:
                 engine = _decoding(model, batch, scale.steps)
                 engine.step()
                 found[f"kernels, decode {batch}"] = _profile(engine.step, WARM_UP)
-            found["kernels, prompt"] = _profile(lambda: _prompt(scale, model, scale.prompts[0]), 1)
+            for tokens in scale.prompts:
+                prompt = partial(_prompt, scale, model, tokens)
+                found[f"kernels, prompt of {tokens}, twice"] = _profile(prompt, 1)
         return found
 
     return run
