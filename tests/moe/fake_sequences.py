@@ -33,6 +33,10 @@ class FakeSequence:
     def prompt_keys(self) -> list[int]:
         return self.prompt_token_ids
 
+    @property
+    def ends_next(self) -> bool:
+        return len(self.token_ids) + 1 >= self.max_new_tokens
+
     def enqueue(self, step: int, number: int) -> None:
         self.queue_key = (step, number)
 

@@ -307,10 +307,10 @@ def test_what_fails_on_a_rank_ends_its_own_sequence_only(
     model, row = tiny_moe("qwen3_moe"), Sampler.row
     expected = tokens_of(model.engine(), model, PARAMS)
 
-    def failing(sampler: Sampler) -> Row:
+    def failing(sampler: Sampler, place: int = 0) -> Row:
         if sampler.params.seed == 2:
             raise LogitsError("on purpose")
-        return row(sampler)
+        return row(sampler, place)
 
     monkeypatch.setattr(Sampler, "row", failing)
     found = tokens_of(parallel(model)[0], model, PARAMS)

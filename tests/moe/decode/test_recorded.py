@@ -16,7 +16,7 @@ from kernels import PlaneMatrix, QuantizedExperts
 from kernels.triton import experts as triton_experts
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams, loader
-from moe.decode import enable, recorded
+from moe.decode import cuda_graph, enable, recorded
 from moe.decode import recorded as shadow
 from moe.decode.enable import enable_fused
 from moe.decode.recorded import Shadow, recorded_step
@@ -33,7 +33,7 @@ from moe.network.lanes import run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.network.seam import attach, take_experts
-from moe.sampling import host
+from moe.sampling import batch, host
 from moe.speculate.draft import NEVER, Draft, Mode, Stop
 from moe.speculate.elastic import ElasticDrafts
 from routing import parse_policies
@@ -126,6 +126,7 @@ def test_tokens_and_statistics_are_those_of_transformers(on_tape: None, checkpoi
         if engine["fused"] == "auto":
             (only,) = read_back_in_a_step(model)
             assert only.startswith("numpy at moe/sampling/batch.py:")
+            check_steps_ahead(model)
     assert found[0] == found[1]
     # Two prompts are read together, the third while others decode; else nobody is asked.
     steps = found[0][1][0]["steps"]
@@ -143,6 +144,48 @@ def read_back_in_a_step(model: MoE) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "on_host", lambda _: False)  # as on a device
         return readbacks(engine.step)
+
+
+def check_steps_ahead(model: MoE) -> None:
+    """A step is replayed before the tokens of the one before are read. One sequence ends by a
+    token, where its next row has begun a block: blocks and tokens are those of the other order."""
+    assert model.backbone.blocks is not None
+    memory = cast(DeviceBlocks, model.backbone.blocks.memory)
+    free, prompts = len(memory._free), [[5] * 60, [7] * 63]
+    drawn = replace(PARAMS, max_new_tokens=6, temperature=1.0, seed=1)
+    stop, found = -1, []
+    for ahead in (False, True):
+        order: list[str] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(host, "on_host", lambda _: False)
+            if not ahead:
+                patch.setattr(model.backbone, "_decodes_ahead", lambda: False)
+            for owner, name in ((cuda_graph.Recording, "play"), (batch._Sent, "read")):
+                patch.setattr(owner, name, noted(order, name, getattr(owner, name)))
+            engine = model.loop()
+            groups = [model.request(prompt, drawn) for prompt in prompts]
+            for group in groups:
+                engine.submit(group)
+            if ahead:
+                groups[1].sequences[0]._stop_token_ids = frozenset([stop])
+            while not engine.idle:
+                engine.step()
+        found.append([group.sequences[0].token_ids for group in groups])
+        stop = found[0][1][1]
+        assert len(memory._free) == free
+        # A prompt's token, and five more.
+        apart = ["read", *["play", "read"] * 5]
+        assert order == (["read", "play", *["play", "read"] * 4, "read"] if ahead else apart)
+    whole, cut = found
+    assert cut == [whole[0], whole[1][: whole[1].index(stop) + 1]]
+
+
+def noted(order: list[str], name: str, true: Any) -> Any:
+    def method(*given: Any) -> Any:
+        order.append(name)
+        return true(*given)
+
+    return method
 
 
 def test_a_draft_of_greedy_tokens_stays_on_the_device(

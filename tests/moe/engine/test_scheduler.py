@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from moe.engine.kv_account import KVAccount
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step, scheduler
@@ -104,3 +107,58 @@ def test_one_sample_may_end_with_its_first_token_and_the_others_go_on() -> None:
 def test_what_can_never_run_is_refused_at_once(candidate: SequenceGroup, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         scheduler("whole", kv_tokens=40).submit(candidate)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(0, 9)), max_size=8),
+    st.integers(21, 48),
+    st.sampled_from([1, 4]),
+)
+def test_what_is_scheduled_ahead_is_the_step_that_follows(
+    asked: list[tuple[int, int, int]], kv_tokens: int, unit: int
+) -> None:
+    """Unless a sequence ends, which may make room; and there is memory for both steps."""
+    planner = scheduler("chunked", kv_tokens=kv_tokens // unit * unit, batch=3)
+    planner.account = KVAccount(block_tokens=unit, whole_blocks=unit > 1)
+    left = sorted((arrives, *size) for *size, arrives in asked)
+    for step in range(100):
+        while left and left[0][0] <= step:
+            _, prompt, new = left.pop(0)
+            if prompt + new <= 20:
+                planner.submit(group(prompt, new))
+        if planner.idle:
+            continue
+        now = planner.schedule()
+        served, ahead = list(now.decode), planner.schedule_ahead(now.decode)
+        assert ahead is None or now.prefill is None
+        if ahead is not None:
+            reads = [len(s.prompt_token_ids) + len(s.token_ids) for s in served]
+            reads = [rows + (s in ahead.decode) for rows, s in zip(reads, served, strict=True)]
+            assert sum(-(-rows // unit) * unit for rows in reads) <= planner.kv_tokens
+        if now.prefill is not None and now.prefill.is_last_layer_group:
+            last = [chunk.group for chunk in now.prefill.chunks if chunk.is_last]
+            served += [s for own in last for s in own.sequences if not s.token_ids]
+        for sequence in served:
+            sequence.token_ids.append(0)
+        ended = [sequence for sequence in served if is_done(sequence)]
+        planner.update(ended)
+        if ahead is None or ended:
+            continue
+        following = planner.schedule()
+        assert following.prefill is None
+        # `schedule` wants room for a token more of each even where its block has that.
+        assert following.decode == ahead.decode or unit > 1
+        for sequence in following.decode:
+            sequence.token_ids.append(0)
+        planner.update([s for s in following.decode if is_done(s)])
+
+
+def test_nothing_is_scheduled_ahead_of_what_the_device_does_not_know() -> None:
+    planner = scheduler("whole")
+    planner.submit(group(2, 5))
+    run_step(planner)
+    (sequence,) = planner.running
+    assert planner.schedule_ahead([]) is None
+    ahead = planner.schedule_ahead([sequence])
+    assert ahead is not None
+    assert ahead.decode == [sequence]
