@@ -96,7 +96,7 @@ def load_by_thread(pointers, mask, MASKED: tl.constexpr):
 @triton.jit
 def load_words(
     plane, chunk, wanted,
-    BITS: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr, LATER: tl.constexpr,
+    BITS: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr, LATER: tl.constexpr = 0,
 ):  # fmt: skip
     """(u, q, S, BITS) words of a plane; (u, q, S) of 1 bit, and (u, q, S, 2, 4) of 8.
 
