@@ -129,7 +129,7 @@ def fetch_blocks(
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr,
     GATED: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """`fetch` what `planes_block` reads; returns 0."""
+    """`fetch` the block of a program, or with TWO two of them; returns 0."""
     if GATED:
         asked = fetch_block(begins, block, chunks, block_bytes, BITS, KIND, PLANES)
         asked += fetch_block(begins_b, block, chunks, block_bytes, BITS, KIND, PLANES)
@@ -333,8 +333,7 @@ def sum_units(
     begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    TAIL: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Two times (16, ROWS) float32: products of a block, and with TWO of another one.
 
@@ -355,7 +354,7 @@ def sum_units(
         own = load_units(
             bases, bases_b, part, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
         )
-    for step in tl.range(0, steps, UNROLL, num_stages=STAGES):
+    for step in range(0, steps, UNROLL):
         unit = step * PARTS + part
         if AHEAD:  # the last ones are read again, in vain
             more = tl.minimum(step + UNROLL, steps - UNROLL if EVEN else steps) * PARTS + part
@@ -399,12 +398,12 @@ def planes_kernel(
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, DENSE: tl.constexpr,
     ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
-    BLOCKS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
+    UNROLL: tl.constexpr, AHEAD: tl.constexpr, FETCH: tl.constexpr, EVEN: tl.constexpr,
+    TAIL: tl.constexpr,
 ):  # fmt: skip
     """PLANES: that all experts have; 0 if they differ, or are not known."""
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
-    part = tl.program_id(2)
+    block, part = tl.program_id(1), tl.program_id(2)
     if DENSE:
         expert = 0
         begins = addresses(table + part * 5)
@@ -413,7 +412,7 @@ def planes_kernel(
             begins_b = addresses(table + (part + 1) * 5)
         if FETCH and PLANES > 0:
             fetch_blocks(
-                begins, begins_b, tl.program_id(1) * BLOCKS, N, chunks, block_bytes,
+                begins, begins_b, block, N, chunks, block_bytes,
                 BITS, KIND, PLANES, GATED, TWO,
             )  # fmt: skip
         first = tl.program_id(0) * ROWS
@@ -436,7 +435,7 @@ def planes_kernel(
         first += (bits & 15).to(tl.int32)
         if FETCH and PLANES > 0:
             first += fetch_blocks(
-                begins, begins_b, tl.program_id(1) * BLOCKS, N, chunks, block_bytes,
+                begins, begins_b, block, N, chunks, block_bytes,
                 BITS, KIND, PLANES, GATED, TWO,
             )  # fmt: skip
         own = first + from_position
@@ -445,43 +444,6 @@ def planes_kernel(
         slots, used = block_slots(order, offsets, expert, first, ROWS)
     # Rows that are not in use are those of slot 0: computed, but not written.
     from_x = x + (own // share).to(tl.int64) * K
-    if BLOCKS == 1:
-        planes_block(
-            tl.program_id(1), begins, begins_b, bias, output, expert, part, slots, used, from_x,
-            width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
-            BITS, KIND, PLANES, COMPUTE, CURVE, GATED, HAS_BIAS, ROWS, GROUP, TWO, PARTS,
-            UNROLL, AHEAD, STAGES, FETCH, BLOCKS, EVEN, TAIL,
-        )  # fmt: skip
-    else:
-        begin = tl.program_id(1) * BLOCKS
-        end = (N + 15) // 16
-        if TWO and not GATED:
-            end = (end + 1) // 2
-        for block in range(begin, tl.minimum(begin + BLOCKS, end)):
-            if FETCH and PLANES > 0:
-                fetch_blocks(
-                    begins, begins_b, block + 1, N, chunks, block_bytes,
-                    BITS, KIND, PLANES, GATED, TWO,
-                )  # fmt: skip
-            planes_block(
-                block, begins, begins_b, bias, output, expert, part, slots, used, from_x,
-                width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
-                BITS, KIND, PLANES, COMPUTE, CURVE, GATED, HAS_BIAS, ROWS, GROUP, TWO, PARTS,
-                UNROLL, AHEAD, STAGES, FETCH, BLOCKS, EVEN, TAIL,
-            )  # fmt: skip
-
-
-@triton.jit
-def planes_block(
-    block, begins, begins_b, bias, output, expert, part, slots, used, from_x,
-    width, N, K, chunks, block_bytes, unit_stride, part_stride, slope, limit, offset,
-    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
-    CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
-    UNROLL: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, FETCH: tl.constexpr,
-    BLOCKS: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    """One block of outputs, or with TWO two."""
     block_b = block
     if TWO and not GATED:
         block = block * 2
@@ -490,50 +452,42 @@ def planes_block(
         if PLANES > 0:
             sums, more = sum_units(
                 begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+                BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
             )  # fmt: skip
         elif begins[1] != 0:
             sums, more = sum_units(
                 begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
             )  # fmt: skip
         else:
             sums, more = sum_units(
                 begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
             )  # fmt: skip
     elif PLANES > 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     elif begins[3] != 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     elif begins[2] != 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     elif begins[1] != 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     else:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, STAGES,
-            EVEN, TAIL,
+            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, AHEAD, EVEN, TAIL,
         )  # fmt: skip
     units = block * 16 + tl.arange(0, 16)
     store(sums, more, bias, output, expert, part, slots, used, units, width, N,
@@ -571,6 +525,12 @@ def parts_of(layout: PlaneLayout) -> int:
     """Parts of K that are summed apart, each by a warp: what the matrix alone decides, so that a
     row's bits do not depend on the number of rows."""
     return 8 if _chunks(layout) >= 64 else 4
+
+
+def large_instructions(device: torch.device) -> bool:
+    """Whether a GPU has the matrix instructions and the bulk copies of sm_90; any other device can
+    only interpret them."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _chunks(layout: PlaneLayout) -> int:
@@ -627,7 +587,8 @@ def project_planes(
     own = parts_of(layout)
     step = CHUNK_COLUMNS * 2 * own * tile.unroll
     rows = layout.num_blocks if gated or not two else -(-layout.num_blocks // 2)
-    rows = -(-rows // tile.blocks)
+    constants = tile.constants(own)
+    constants["FETCH"] &= large_instructions(x_XK.device)
     planes_kernel[count, rows, 1 if gated else parts](
         x_XK, table_EP5, bias_EW, output_SN, *where,
         share, slots, parts, width, layout.rows, layout.columns, _chunks(layout),
@@ -636,7 +597,7 @@ def project_planes(
         CURVE=epilogue.curve, GATED=gated, HAS_BIAS=bias_EW is not None, DENSE=blocks is None,
         TWO=two, EVEN=layout.columns % step == 0,
         TAIL=_chunks(layout) % 2 == 1,
-        **_constants(layout), **tile.constants(own), **tile.options(own),
+        **_constants(layout), **constants, **tile.options(own),
     )  # fmt: skip
     return output_SN
 

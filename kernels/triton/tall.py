@@ -70,16 +70,23 @@ def load_blocks(
 @triton.jit
 def add_blocks(
     sums, words, scale0, scale1, x0, x1,
-    PLANES: tl.constexpr, COMPUTE: tl.constexpr, GROUP: tl.constexpr,
+    PLANES: tl.constexpr, COMPUTE: tl.constexpr, GROUP: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    dot = tl.dot(whole_numbers(words, 0, PLANES, COMPUTE), x0, input_precision="ieee")
-    if GROUP == 32:
-        sums += dot * scale0[:, None]
-        dot = tl.dot(whole_numbers(words, 1, PLANES, COMPUTE), x1, input_precision="ieee")
-        sums += dot * scale1[:, None]
+    first = whole_numbers(words, 0, PLANES, COMPUTE)
+    second = whole_numbers(words, 1, PLANES, COMPUTE)
+    if ROUNDED:
+        first *= scale0.to(COMPUTE)[:, None]
+        second *= scale1.to(COMPUTE)[:, None]
+    if ROUNDED or GROUP == 64:
+        both = tl.permute(tl.join(first, second), (0, 2, 1))
+        both = tl.reshape(both, (both.shape[0], 64))
+        if ROUNDED:
+            sums = tl.dot(both, x0, sums, input_precision="ieee")
+        else:
+            sums += tl.dot(both, x0, input_precision="ieee") * scale0[:, None]
     else:
-        dot = tl.dot(whole_numbers(words, 1, PLANES, COMPUTE), x1, dot, input_precision="ieee")
-        sums += dot * scale0[:, None]
+        sums += tl.dot(first, x0, input_precision="ieee") * scale0[:, None]
+        sums += tl.dot(second, x1, input_precision="ieee") * scale1[:, None]
     return sums
 
 
@@ -90,7 +97,7 @@ def tall_kernel(
     slope, limit, offset,
     PLANES: tl.constexpr, COMPUTE: tl.constexpr, CURVE: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(block_expert + tl.program_id(1))
     if expert < 0:
@@ -105,23 +112,25 @@ def tall_kernel(
     blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = blocks < (N + 15) // 16
     before = tl.where(inside, blocks, 0) * chunks
-    column = tl.arange(0, 32)
+    column = tl.arange(0, 64 if ROUNDED or GROUP == 64 else 32)
     from_x = x + (slots // share).to(tl.int64)[None, :] * K + column[:, None]
     sums = tl.zeros((16 * BLOCKS, ROWS), tl.float32)
     more = sums
     for unit in tl.range(0, chunks // 2, num_stages=STAGES):
         x0 = tl.load(from_x + unit * 64).to(COMPUTE)
-        x1 = tl.load(from_x + unit * 64 + 32).to(COMPUTE)
+        x1 = x0
+        if not ROUNDED and GROUP == 32:
+            x1 = tl.load(from_x + unit * 64 + 32).to(COMPUTE)
         group = unit * 64 // GROUP
         words, scale0, scale1 = load_blocks(
             begins, before + 2 * unit, blocks, group, block_bytes, PLANES, GROUP
         )
-        sums = add_blocks(sums, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP)
+        sums = add_blocks(sums, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP, ROUNDED)
         if GATED:
             words, scale0, scale1 = load_blocks(
                 begins_b, before + 2 * unit, blocks, group, block_bytes, PLANES, GROUP
             )
-            more = add_blocks(more, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP)
+            more = add_blocks(more, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP, ROUNDED)
     units = tl.program_id(0) * (16 * BLOCKS) + tl.arange(0, 16 * BLOCKS)
     known = units < N
     columns = units * unit_stride + part * part_stride

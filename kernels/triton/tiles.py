@@ -45,18 +45,14 @@ class PlaneTile:
         two: two blocks of 16 outputs, not one; a gated activation always has two.
         unroll: units that a warp reads at once.
         ahead: each unit is read before the one before it is multiplied.
-        stages: units on their way at once, through shared memory.
         fetch: all that a block of outputs needs is first asked for, into the L2 cache.
-        blocks: of outputs, or twos of them, that a program has one after the other.
     """
 
     rows: int
     two: bool = False
     unroll: int = 1
     ahead: bool = False
-    stages: int = 1
     fetch: bool = False
-    blocks: int = 1
 
     def constants(self, parts: int) -> dict[str, int | bool]:
         """What the kernel is compiled for; parts of K have a warp each."""
@@ -65,9 +61,7 @@ class PlaneTile:
             "PARTS": parts,
             "UNROLL": self.unroll,
             "AHEAD": self.ahead,
-            "STAGES": self.stages,
             "FETCH": self.fetch,
-            "BLOCKS": self.blocks,
         }
 
     def options(self, parts: int) -> dict[str, int | bool]:
@@ -89,11 +83,17 @@ class TallTile:
     blocks: int = 4
     warps: int = 4
     stages: int = 3
+    rounded: bool = False
 
     @property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, int | bool]:
         """What the kernel is compiled for."""
-        return {"ROWS": self.rows, "BLOCKS": self.blocks, "STAGES": self.stages}
+        return {
+            "ROWS": self.rows,
+            "BLOCKS": self.blocks,
+            "STAGES": self.stages,
+            "ROUNDED": self.rounded,
+        }
 
     @property
     def options(self) -> dict[str, int | bool]:
