@@ -319,12 +319,12 @@ def load_units(
         one = load_unit(
             bases, unit, wanted, BITS, KIND, PLANES, GROUP, False, MASKED, index * PARTS
         )
-        own = own + (one,)
+        own = own + (one,)  # type: ignore[assignment]
         if TWO:
             one = load_unit(
                 bases_b, unit, wanted, BITS, KIND, PLANES, GROUP, False, MASKED, index * PARTS
             )
-            own = own + (one,)
+            own = own + (one,)  # type: ignore[assignment]
     return own
 
 
@@ -521,10 +521,11 @@ def store(
     tl.store(to, sums.to(output.dtype.element_ty), mask=used[None, :] & inside[:, None])
 
 
-def parts_of(layout: PlaneLayout) -> int:
+def parts_of(layout: PlaneLayout, expert: bool) -> int:
     """Parts of K that are summed apart, each by a warp: what the matrix alone decides, so that a
-    row's bits do not depend on the number of rows."""
-    return 8 if _chunks(layout) >= 64 else 4
+    row's bits do not depend on the number of rows. Experts are many; a matrix of its own needs more
+    programs' warps to fill a GPU."""
+    return 4 if expert or _chunks(layout) < 64 else 8
 
 
 def large_instructions(device: torch.device) -> bool:
@@ -584,7 +585,7 @@ def project_planes(
         where = blocks.order_S, blocks.offsets_E1, blocks.expert_B, blocks.first_B
     width = parts * layout.rows
     output_SN = x_XK.new_empty(slots, layout.rows if known else width)
-    own = parts_of(layout)
+    own = parts_of(layout, blocks is not None)
     step = CHUNK_COLUMNS * 2 * own * tile.unroll
     rows = layout.num_blocks if gated or not two else -(-layout.num_blocks // 2)
     constants = tile.constants(own)

@@ -111,13 +111,14 @@ DECODE = (
     Tile(16, 32, stages=6),
 )
 PREFILL = (Tile(64, 64), Tile(64, 128), Tile(128, 64), Tile(128, 128, warps=8))
-# Bit planes, of few rows and of 32 or more: all tiles give the same bits.
+# Bit planes, of few rows and of more: all tiles give the same bits.
 PLANES = (
     PlaneTile(8),
-    PlaneTile(8, two=True),
-    PlaneTile(8, ahead=True),
-    PlaneTile(8, two=True, ahead=True),
-    PlaneTile(8, unroll=2),
+    PlaneTile(8, unroll=4),
+    PlaneTile(8, unroll=3),
+    PlaneTile(8, fetch=True),
+    PlaneTile(8, unroll=2, fetch=True),
+    PlaneTile(8, two=True, unroll=3, fetch=True),
     PlaneTile(16, two=True),
 )
 PREFILL_PLANES = (
@@ -126,8 +127,12 @@ PREFILL_PLANES = (
     PlaneTile(64),
     PlaneTile(64, two=True),
 )
-# Bit planes of 128 rows and more of an expert.
-TALL = (TallTile(64), TallTile(64, blocks=8, warps=8), TallTile(64, stages=2))
+TALL = (
+    TallTile(64, rounded=True),
+    TallTile(64, blocks=8, rounded=True),
+    TallTile(64, blocks=8, warps=8, rounded=True),
+    TallTile(32, rounded=True),
+)
 
 _chosen: dict[Hashable, Any] = {}
 _Tile = TypeVar("_Tile", bound=Hashable)
