@@ -42,12 +42,12 @@ from moe.parallel.engine import ParallelEngine
 from moe.parallel.ranks import load_with_ranks
 from moe.parallel.remote import RemoteRunner
 from moe.parallel.worker import WorkerLoop
-from moe.requests import Defaults, as_batch, check_length, is_chat, make_group
+from moe.requests import Defaults, as_batch, check_length, make_group
 from moe.sampling.params import SamplingParams
 from moe.settings import MemorySettings, Profile
 from moe.settings.profile import LoadedProfile, load_profile
 from moe.speculate import Speculator
-from moe.text.tokenizer import Prompt
+from moe.text.tokenizer import Prompt, is_chat
 
 Session = Coordinator | WorkerLoop | None
 """The ranks of a launch, if this process is one of them."""

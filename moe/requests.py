@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from moe.sequence import RunningSequence, check_priority
 from moe.settings import GenerationSettings
 from moe.text.detokenize import StopStrings
 from moe.text.generation_config import GENERATION_CONFIG, ModelSampling
-from moe.text.tokenizer import ImagePrompt, Prompt
+from moe.text.tokenizer import ImagePrompt, Prompt, is_chat
 
 CONTINUATION = 128
 """Most new tokens after a text prompt under ``max_new_tokens: auto``."""
@@ -100,11 +100,6 @@ def _check_block_params(params: SamplingParams, only_own: str) -> None:
                 f"{name} is not possible with this model, which writes whole blocks of tokens at "
                 f"once; leave it out (got {value!r:.80})"
             )
-
-
-def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is a conversation."""
-    return any(isinstance(item, Mapping) for item in prompt)
 
 
 def check_length(loaded: LoadedModel, num_prompt: int, num_new: int) -> None:

@@ -116,10 +116,10 @@ def measured_frequencies(
 ) -> list[NDArray[np.float64]]:
     """Expert frequencies of each layer so far; uniform over ``top_k`` before any token."""
     frequencies, tokens = [], statistics.tokens
+    counts = statistics.tokens_of_all().numpy().astype(np.float64) if any(tokens) else np.empty(0)
     for layer, num_experts in enumerate(statistics.num_experts):
         if tokens[layer]:
-            counts = statistics.tokens_per_expert(layer).numpy().astype(np.float64)
-            frequencies.append(counts / tokens[layer])
+            frequencies.append(counts[layer, :num_experts] / tokens[layer])
         else:
             frequencies.append(np.full(num_experts, min(top_k / num_experts, 1.0)))
     return frequencies

@@ -154,7 +154,7 @@ class TextCodec:
             raise RequestError("the prompt is empty; give at least one character, id or message")
         if isinstance(prompt, str):
             token_ids = self._encode_text(prompt, max_tokens)
-        elif any(isinstance(item, Mapping) for item in prompt):
+        elif is_chat(prompt):
             messages, images = take_images(prompt)
             if images and isinstance(self.images, str):
                 raise RequestError(f"the messages have images, and {self.images}")
@@ -342,8 +342,12 @@ class TextCodec:
         return max(map(len, self.require_tokenizer("text prompts").get_vocab()))
 
     def _checked(self, token_ids: Iterable[Any]) -> list[int]:
+        ids = list(token_ids)
+        # The usual case without a loop in Python: prompts are long, and a GPU waits for them.
+        if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
+            return ids
         checked: list[int] = []
-        for position, token_id in enumerate(token_ids):
+        for position, token_id in enumerate(ids):
             number = _index(token_id)
             if number is None or not 0 <= number < self.vocab_size:
                 raise RequestError(
@@ -354,6 +358,11 @@ class TextCodec:
         if not checked:
             raise RequestError("the prompt has no tokens; give text that the tokenizer knows")
         return checked
+
+
+def is_chat(prompt: Prompt) -> bool:
+    """Whether a prompt is a conversation."""
+    return any(issubclass(kind, Mapping) for kind in set(map(type, prompt)))
 
 
 def _index(value: object) -> int | None:
