@@ -6,7 +6,7 @@ them where they are: nothing passes through shared memory on the way to the matr
 Codes become numbers above 0, which bf16 and float16 hold exactly, of 8 bits in two pieces:
 `symmetric_numbers` of symmetric codes, `file_numbers` of those that a file had quantised. That
 their middle is not 0 is mended once for all products of a group (`less_middle`), not for each
-number: instructions are what few rows wait for. `group_scale` reads scales and offsets as
+number: instructions are what few rows wait for. Scales and offsets `group_scale` reads as
 kernels/scales.py has them. Codes that are floating point numbers stay exact, too: `widened` moves
 their bits to where wider types have them.
 
@@ -391,12 +391,8 @@ def float_numbers(words, T: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.conste
 @triton.jit
 def half_float(words, late):
     """Float32 numbers of the lower or the upper float16 of words."""
-    return (
-        (words >> (late * 16).to(tl.uint32))
-        .to(tl.uint16)
-        .to(tl.float16, bitcast=True)
-        .to(tl.float32)
-    )
+    half = (words >> (late * 16).to(tl.uint32)).to(tl.uint16)
+    return half.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit

@@ -51,9 +51,8 @@ _COLUMNS = 256  # of a program of `combine_kernel`
 
 
 _MANY_ROWS = 32  # of an expert, from which on taller tiles pay
-_PANEL_ROWS = 128  # of a matrix, from which on its planes are dequantised first
-_PANELS_BEAT_TALL = 256
-"""Rows of an expert from which on that pays against `project_tall`, too (measured on an H100)."""
+_PANEL_ROWS = 128
+"""Of a matrix that `project_tall` cannot read, from which on its planes are dequantised first."""
 PANEL_BYTES = 128 << 20
 """Memory of dequantised weights at most, but for one expert."""
 
@@ -103,9 +102,9 @@ def experts_forward(
     """As kernels.reference.experts_forward, without gradients; for layers that `supports` accepts.
 
     Products have the wider of the two dtypes, sums are float32, and each projection's output is
-    rounded to hidden's dtype. A row's bits depend on its own inputs only; but planes are rounded to
-    hidden's dtype where experts have 128 rows or more on average. The host does not see the ids: a
-    token with an id outside [-1, E) gets a row of NaN.
+    rounded to hidden's dtype. A row's bits depend on its own inputs only; but weights of planes are
+    rounded to hidden's dtype where experts have 32 rows or more on average. The host does not see
+    the ids: a token with an id outside [-1, E) gets a row of NaN.
     """
     check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
     if expert_ids_TK.numel() == 0:
@@ -120,11 +119,12 @@ class _Call:
     """One call of a layer's experts: its slots, their blocks, and the tiles of both projections."""
 
     def __init__(self, hidden_TH: Tensor, ids_TK: Tensor, experts: AnyExperts) -> None:
-        self.hidden_TH, self.experts = hidden_TH, experts
+        self.hidden_TH, self.device, self.experts = hidden_TH, hidden_TH.device, experts
         self.ids_TK, self.share = ids_TK, ids_TK.shape[1]
         self.plan = _plan(experts, hidden_TH.device)
         self.distinct = min(experts.num_experts, experts.layer_experts or experts.num_experts)
         self.each = ids_TK.numel() / self.distinct
+        self.inner_turned = False
         self._blocks: dict[int, Blocks] = {}
 
     def rows(self) -> Tensor:
@@ -136,11 +136,12 @@ class _Call:
         else:
             weights = experts.first, experts.second
         first = _Projection(self, 0, weights[0], biases[0], epilogue, self.share)
+        second = _Projection(self, 1, weights[1], biases[1], Epilogue(), 1)
+        self.inner_turned = first.tall and second.tall and epilogue.activation is not None
         tile = first.tile(self.hidden_TH, None)
         inner = first.forward(self.hidden_TH, tile)
         if epilogue.activation is None:
             inner = experts.activation(inner).to(inner.dtype).contiguous()
-        second = _Projection(self, 1, weights[1], biases[1], Epilogue(), 1)
         rows = second.forward(inner, second.tile(inner, tile.rows))
         if experts.post_norm is not None:
             rows = experts.post_norm(rows).to(rows.dtype).contiguous()
@@ -202,26 +203,29 @@ class _Projection:
         return choose(key, candidates or [reference], reference, prepare)
 
     @property
-    def tall(self) -> bool:
-        """Whether weights are decoded inside the product, once for many rows."""
-        if not isinstance(self.weights, PlaneLayout) or self.call.plan.planes == 0:
-            return False
-        return _MANY_ROWS <= self.call.each < _PANELS_BEAT_TALL and reads(self.weights)
+    def in_panels(self) -> bool:
+        """Whether weights are decoded into panels first."""
+        known = isinstance(self.weights, PlaneLayout) and not self.tall
+        return known and self.call.each >= _PANEL_ROWS
 
     @property
-    def in_panels(self) -> bool:
-        """Whether weights are decoded first, and written down."""
-        planes = isinstance(self.weights, PlaneLayout) and not self.tall
-        return planes and self.call.each >= _PANEL_ROWS
+    def tall(self) -> bool:
+        """Whether `project_tall` computes it."""
+        call, weights = self.call, self.weights
+        if not isinstance(weights, PlaneLayout) or call.plan.planes == 0:
+            return False
+        return call.each >= _MANY_ROWS and reads(weights, call.device)
 
     def forward(self, x_XK: Tensor, tile: _AnyTile) -> Tensor:
         """(S, W), or (S, W / parts) of a known activation."""
         call, blocks = self.call, self.call.blocks(tile.rows)
         if isinstance(tile, TallTile):
             assert isinstance(self.weights, PlaneLayout)
+            x_XK = x_XK if call.inner_turned and self.index else turned(x_XK)
             return project_tall(
-                turned(x_XK), call.plan.tables_EP5[self.index], self.weights, self.bias_EW, blocks,
-                tile, planes=call.plan.planes, share=self.share, epilogue=self.epilogue,
+                x_XK, call.plan.tables_EP5[self.index], self.weights, self.bias_EW, blocks, tile,
+                planes=call.plan.planes, share=self.share, epilogue=self.epilogue,
+                turn=call.inner_turned and not self.index,
             )  # fmt: skip
         if isinstance(tile, PlaneTile):
             assert isinstance(self.weights, PlaneLayout)

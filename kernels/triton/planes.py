@@ -321,12 +321,12 @@ def load_units(
         one = load_unit(
             bases, unit, wanted, BITS, KIND, PLANES, GROUP, False, MASKED, index * PARTS
         )
-        own = own + (one,)
+        own = own + (one,)  # type: ignore[assignment]
         if TWO:
             one = load_unit(
                 bases_b, unit, wanted, BITS, KIND, PLANES, GROUP, False, MASKED, index * PARTS
             )
-            own = own + (one,)
+            own = own + (one,)  # type: ignore[assignment]
     return own
 
 
@@ -394,7 +394,7 @@ def planes_kernel(
     """PLANES: that all experts have; 0 if they differ, or are not known."""
     wait_for_others(PDL)
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
-    part = tl.program_id(2)
+    block, part = tl.program_id(1), tl.program_id(2)
     if DENSE:
         expert = 0
         begins = addresses(table + part * 5)
@@ -403,7 +403,7 @@ def planes_kernel(
             begins_b = addresses(table + (part + 1) * 5)
         if FETCH and PLANES > 0:
             fetch_blocks(
-                begins, begins_b, tl.program_id(1), N, chunks, block_bytes,
+                begins, begins_b, block, N, chunks, block_bytes,
                 BITS, KIND, PLANES, GATED, TWO,
             )  # fmt: skip
         first = tl.program_id(0) * ROWS
@@ -426,7 +426,7 @@ def planes_kernel(
         first += (bits & 15).to(tl.int32)
         if FETCH and PLANES > 0:
             first += fetch_blocks(
-                begins, begins_b, tl.program_id(1), N, chunks, block_bytes,
+                begins, begins_b, block, N, chunks, block_bytes,
                 BITS, KIND, PLANES, GATED, TWO,
             )  # fmt: skip
         own = first + from_position
@@ -435,7 +435,6 @@ def planes_kernel(
         slots, used = block_slots(order, offsets, expert, first, ROWS)
     # Rows that are not in use are those of slot 0: computed, but not written.
     from_x = x + (own // share).to(tl.int64) * K
-    block = tl.program_id(1)
     block_b = block
     if TWO and not GATED:
         block = block * 2
@@ -508,11 +507,17 @@ def store(
     tl.store(to, sums.to(output.dtype.element_ty), mask=used[None, :] & inside[:, None])
 
 
-def parts_of(layout: PlaneLayout, gated: bool) -> int:
+def parts_of(layout: PlaneLayout, expert: bool) -> int:
     """Parts of K that are summed apart, each by a warp: what the matrix alone decides, so that a
-    row's bits do not depend on the number of rows. Measured: warps that read two matrices have
-    enough to do with four parts."""
-    return 8 if _chunks(layout) >= 64 and not gated else 4
+    row's bits do not depend on the number of rows. Experts are many; a matrix of its own needs more
+    programs' warps to fill a GPU."""
+    return 4 if expert or _chunks(layout) < 64 else 8
+
+
+def large_instructions(device: torch.device) -> bool:
+    """Whether a GPU has the matrix instructions and the bulk copies of sm_90; any other device can
+    only interpret them."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _chunks(layout: PlaneLayout) -> int:
@@ -566,9 +571,11 @@ def project_planes(
         where = blocks.order_S, blocks.offsets_E1, blocks.expert_B, blocks.first_B
     width = parts * layout.rows
     output_SN = x_XK.new_empty(slots, layout.rows if known else width)
-    own = parts_of(layout, gated)
+    own = parts_of(layout, blocks is not None)
     step = CHUNK_COLUMNS * 2 * own * tile.unroll
     rows = layout.num_blocks if gated or not two else -(-layout.num_blocks // 2)
+    constants = tile.constants(own)
+    constants["FETCH"] &= large_instructions(x_XK.device)
     planes_kernel[count, rows, 1 if gated else parts](
         x_XK, table_EP5, bias_EW, output_SN, *where,
         share, slots, parts, width, layout.rows, layout.columns, _chunks(layout),
@@ -577,7 +584,7 @@ def project_planes(
         CURVE=epilogue.curve, GATED=gated, HAS_BIAS=bias_EW is not None, DENSE=blocks is None,
         TWO=two, EVEN=layout.columns % step == 0,
         TAIL=_chunks(layout) % 2 == 1,
-        **_constants(layout), **tile.constants(own), **tile.options(own), **overlap_options(),
+        **_constants(layout), **constants, **tile.options(own), **overlap_options(),
     )  # fmt: skip
     return output_SN
 

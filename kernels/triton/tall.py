@@ -18,16 +18,17 @@ from kernels.planes import CHUNK_COLUMNS, PlaneLayout
 from kernels.scales import block_bytes as scale_bytes
 from kernels.triton.codes import group_scale, load_words, symmetric_numbers
 from kernels.triton.language import Epilogue, activate, block_slots, compute_type
-from kernels.triton.planes import addresses, words_at
+from kernels.triton.planes import addresses, large_instructions, words_at
 from kernels.triton.routing import Blocks
 from kernels.triton.tiles import TallTile
 
 _TURNED = 1024  # pairs of a program of `turn_kernel`
 
 
-def reads(layout: PlaneLayout) -> bool:
-    """Whether `project_tall` can multiply by such a matrix."""
-    return layout.scales == "symmetric" and layout.columns % (2 * CHUNK_COLUMNS) == 0
+def reads(layout: PlaneLayout, device: torch.device) -> bool:
+    """Whether `project_tall` can multiply by such a matrix, fast."""
+    whole = layout.columns % (2 * CHUNK_COLUMNS) == 0
+    return layout.scales == "symmetric" and whole and large_instructions(device)
 
 
 @triton.jit
@@ -62,26 +63,30 @@ def load_blocks(
     if GROUP == 32:
         scale1, _ = group_scale(at, own, wanted, 8, 0, GROUP, False, 1)
     S: tl.constexpr = chunk.shape[0]
-    return (
-        (words0, words1, words2, words3),
-        tl.reshape(scale0, (16 * S,)),
-        tl.reshape(scale1, (16 * S,)),
-    )
+    words = words0, words1, words2, words3
+    return words, tl.reshape(scale0, (16 * S,)), tl.reshape(scale1, (16 * S,))
 
 
 @triton.jit
 def add_blocks(
     sums, words, scale0, scale1, x0, x1,
-    PLANES: tl.constexpr, COMPUTE: tl.constexpr, GROUP: tl.constexpr,
+    PLANES: tl.constexpr, COMPUTE: tl.constexpr, GROUP: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    dot = tl.dot(whole_numbers(words, 0, PLANES, COMPUTE), x0, input_precision="ieee")
-    if GROUP == 32:
-        sums += dot * scale0[:, None]
-        dot = tl.dot(whole_numbers(words, 1, PLANES, COMPUTE), x1, input_precision="ieee")
-        sums += dot * scale1[:, None]
+    first = whole_numbers(words, 0, PLANES, COMPUTE)
+    second = whole_numbers(words, 1, PLANES, COMPUTE)
+    if ROUNDED:
+        first *= scale0.to(COMPUTE)[:, None]
+        second *= scale1.to(COMPUTE)[:, None]
+    if ROUNDED or GROUP == 64:
+        both = tl.permute(tl.join(first, second), (0, 2, 1))
+        both = tl.reshape(both, (both.shape[0], 64))
+        if ROUNDED:
+            sums = tl.dot(both, x0, sums, input_precision="ieee")
+        else:
+            sums += tl.dot(both, x0, input_precision="ieee") * scale0[:, None]
     else:
-        dot = tl.dot(whole_numbers(words, 1, PLANES, COMPUTE), x1, dot, input_precision="ieee")
-        sums += dot * scale0[:, None]
+        sums += tl.dot(first, x0, input_precision="ieee") * scale0[:, None]
+        sums += tl.dot(second, x1, input_precision="ieee") * scale1[:, None]
     return sums
 
 
@@ -92,7 +97,7 @@ def tall_kernel(
     slope, limit, offset,
     PLANES: tl.constexpr, COMPUTE: tl.constexpr, CURVE: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr, ROUNDED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(block_expert + tl.program_id(1))
     if expert < 0:
@@ -107,23 +112,25 @@ def tall_kernel(
     blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = blocks < (N + 15) // 16
     before = tl.where(inside, blocks, 0) * chunks
-    column = tl.arange(0, 32)
+    column = tl.arange(0, 64 if ROUNDED or GROUP == 64 else 32)
     from_x = x + (slots // share).to(tl.int64)[None, :] * K + column[:, None]
     sums = tl.zeros((16 * BLOCKS, ROWS), tl.float32)
     more = sums
     for unit in tl.range(0, chunks // 2, num_stages=STAGES):
         x0 = tl.load(from_x + unit * 64).to(COMPUTE)
-        x1 = tl.load(from_x + unit * 64 + 32).to(COMPUTE)
+        x1 = x0
+        if not ROUNDED and GROUP == 32:
+            x1 = tl.load(from_x + unit * 64 + 32).to(COMPUTE)
         group = unit * 64 // GROUP
         words, scale0, scale1 = load_blocks(
             begins, before + 2 * unit, blocks, group, block_bytes, PLANES, GROUP
         )
-        sums = add_blocks(sums, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP)
+        sums = add_blocks(sums, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP, ROUNDED)
         if GATED:
             words, scale0, scale1 = load_blocks(
                 begins_b, before + 2 * unit, blocks, group, block_bytes, PLANES, GROUP
             )
-            more = add_blocks(more, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP)
+            more = add_blocks(more, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP, ROUNDED)
     units = tl.program_id(0) * (16 * BLOCKS) + tl.arange(0, 16 * BLOCKS)
     known = units < N
     columns = units * unit_stride + part * part_stride
@@ -135,6 +142,9 @@ def tall_kernel(
     row = slots.to(tl.int64)
     if CURVE >= 0:
         sums = activate(sums, more, slope, limit, offset, CURVE, GATED)
+        if TURNED:
+            sums = tl.reshape(sums, (BLOCKS // 2, 4, 4, 2, ROWS))
+            sums = tl.reshape(tl.permute(sums, (0, 2, 1, 3, 4)), (16 * BLOCKS, ROWS))
         to = output + row[None, :] * N + units[:, None]
     else:
         to = output + row[None, :] * width + columns[:, None]
@@ -152,11 +162,13 @@ def project_tall(
     planes: int,
     share: int = 1,
     epilogue: Epilogue | None = None,
+    turn: bool = False,
 ) -> Tensor:
     """As kernels.triton.planes.project_planes, of experts and of layouts that `reads` accepts.
 
     Args:
         x_XK: from `turned`.
+        turn: the rows of a known activation come as `turned` returns them.
         planes: that all experts have.
     """
     epilogue = Epilogue() if epilogue is None else epilogue
@@ -172,7 +184,8 @@ def project_tall(
         scale_bytes(layout.scales, layout.columns, layout.group_size),
         *epilogue.strides(layout.rows), *epilogue.numbers,
         PLANES=planes, COMPUTE=compute_type(x_XK.dtype), CURVE=epilogue.curve, GATED=gated,
-        HAS_BIAS=bias_EW is not None, GROUP=layout.group_size, **tile.constants, **tile.options,
+        HAS_BIAS=bias_EW is not None, GROUP=layout.group_size, TURNED=turn,
+        **tile.constants, **tile.options,
     )  # fmt: skip
     return output_SN
 

@@ -84,11 +84,17 @@ class TallTile:
     blocks: int = 4
     warps: int = 4
     stages: int = 3
+    rounded: bool = False
 
     @property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, int | bool]:
         """What the kernel is compiled for."""
-        return {"ROWS": self.rows, "BLOCKS": self.blocks, "STAGES": self.stages}
+        return {
+            "ROWS": self.rows,
+            "BLOCKS": self.blocks,
+            "STAGES": self.stages,
+            "ROUNDED": self.rounded,
+        }
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -129,7 +135,12 @@ PREFILL_PLANES = (
     PlaneTile(64, two=True),
 )
 # Bit planes of 32 rows and more of an expert.
-TALL = (TallTile(32), TallTile(64, stages=4), TallTile(64, blocks=8))
+TALL = (
+    TallTile(64, stages=4, rounded=True),
+    TallTile(64, blocks=8, rounded=True),
+    TallTile(64, blocks=8, warps=8, rounded=True),
+    TallTile(32, rounded=True),
+)
 
 _chosen: dict[Hashable, Any] = {}
 _Tile = TypeVar("_Tile", bound=Hashable)

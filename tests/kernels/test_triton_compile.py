@@ -68,7 +68,8 @@ from kernels.triton.router import decide_kernel, logits_kernel, options, prompt_
 from kernels.triton.routing import CHUNK, MOST_EXPERTS, MOST_SLOTS, SORT_OPTIONS, align_kernel
 from kernels.triton.routing import align_options, count_kernel, sort_kernel, sort_tile
 from kernels.triton.planes import arrange_kernel, dequantize_kernel, planes_kernel
-from kernels.triton.tiles import DECODE, PLANES, PREFILL
+from kernels.triton.tall import tall_kernel, turn_kernel
+from kernels.triton.tiles import DECODE, PLANES, PREFILL, TALL
 
 def show(architecture, kernel, options, **constants):
     built = build(architecture, kernel, options, **constants)
@@ -77,6 +78,7 @@ def show(architecture, kernel, options, **constants):
     assert "mma" in built.asm["ptx"] or exact or not multiplies
     kind = ("_float32" if exact else "") + ("_mixed" if constants.get("PLANES") == 0 else "")
     print(kernel.__name__ + kind, *resources(built)[1:], built.metadata.shared)
+    return built
 
 # Triton makes constants of arguments that are 1.
 UNFUSED = {"enable_fp_fusion": False}
@@ -104,6 +106,19 @@ tile = PLANES[0]
 show(80, planes_kernel, tile.options(4), **SYMMETRIC, **tile.constants(4), PLANES=0,
      COMPUTE=tl.bfloat16, GROUP=32, TWO=True, CURVE=2 + 8, GATED=True, HAS_BIAS=True,
      DENSE=False, EVEN=False, TAIL=True)  # experts of mixed bits, any number of columns
+asks = next(own for own in PLANES if own.fetch)
+built = show(90, planes_kernel, asks.options(4), **SYMMETRIC, **asks.constants(4), PLANES=3,
+             COMPUTE=tl.bfloat16, GROUP=64, TWO=True, CURVE=0, GATED=True, HAS_BIAS=False,
+             DENSE=False, EVEN=True, TAIL=False)
+assert "cp.async.bulk.prefetch" in built.asm["ptx"]
+for tall in TALL:
+    built = show(90, tall_kernel, tall.options, **tall.constants, PLANES=3, COMPUTE=tl.bfloat16,
+                 GROUP=64, CURVE=0, GATED=True, HAS_BIAS=False, TURNED=True)
+    # Codes reach large matrix instructions from the registers where they are decoded.
+    assert "wgmma" in built.asm["ptx"] and "SHFL" not in usage(built, "-sass")
+POINTERS["x"] = "*i32"
+show(80, turn_kernel, UNFUSED, PAIRS=1024)
+POINTERS["x"] = "*bf16"
 for bits in (1, 2, 4, 8):
     show(80, arrange_kernel, UNFUSED, BITS=bits, UNITS=4)
 POINTERS["experts"] = "*i32"
@@ -369,7 +384,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 33 + sum(tile.fits(parts) for tile in PREFILL for parts in (1, 2))
+    assert len(lines) == 39 + sum(tile.fits(parts) for tile in PREFILL for parts in (1, 2))
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         most = _MOST_SHARED if name == "described_kernel" else _LEAST_SHARED

@@ -1,4 +1,4 @@
-"""Bit planes arranged for CUDA devices: the arrangement, panels for prompts, and split sums."""
+"""Bit planes arranged for CUDA devices: the arrangement, their numbers, prompts, and split sums."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 import kernels
 from kernels.planes import PLANE_BITS, PREFIX_BITS, PlaneLayout, arranged, dequantize, pack, unpack
 from kernels.triton import experts as triton_experts
 from kernels.triton import planes as triton_planes
+from kernels.triton.codes import WIDTH, in_order, load_words, symmetric_numbers
 from kernels.triton.experts import experts_forward, linear_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.planes import arrange, parts_of
-from kernels.triton.tiles import PLANES, PREFILL_PLANES, PlaneTile
+from kernels.triton.tall import turned
+from kernels.triton.tiles import PLANES, PREFILL_PLANES, PlaneTile, TallTile
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import assert_close, make_case
 from tests.kernels.plane_cases import quantize_matrix
@@ -127,6 +131,87 @@ def test_linear_layers_of_prompts_read_panels(monkeypatch: pytest.MonkeyPatch) -
     torch.testing.assert_close(linear_forward(x, matrix), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("activation", "group", "rounded"),
+    [
+        ("clamped interleaved gate", 32, False),
+        ("clamped interleaved gate", 64, True),
+        ("squared relu, no gate", 64, False),
+    ],
+)
+def test_prompts_decode_each_weight_once(
+    activation: str, group: int, rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With biases, unused slots, and outputs that are no whole number of blocks."""
+    tile = TallTile(16, blocks=4, rounded=rounded)
+    monkeypatch.setattr(triton_experts, "TALL", (tile,))
+    monkeypatch.setattr(triton_experts, "_MANY_ROWS", 4)
+    called: list[int] = []
+    true = triton_experts.project_tall
+
+    def project_tall(*arguments: object, **named: object) -> torch.Tensor:
+        called.append(1)
+        return true(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(triton_experts, "project_tall", project_tall)
+    for bits, width in ((2, 64), (8, 64), (4, 40)):
+        case = make_case(
+            11, 3, 2, 128, width, torch.bfloat16, activation=activation, biased=True, unused=0.3
+        )
+        layer, whole = quantize_case(case, group, (bits,) * 3, "interleaved" in activation)
+        assert_close(experts_forward(case.hidden, case.ids, case.weights, layer.for_device(CUDA)),
+                     whole)  # fmt: skip
+    assert len(called) == 2 * 2 + 1  # 40 columns are no whole unit
+
+
+def test_turned_columns_are_those_of_a_thread() -> None:
+    """The order of kernels/triton/codes.py, for both sizes of numbers."""
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.arange(2 * 64).view(2, 64).to(dtype)
+        expected = x.view(2, 2, 4, 4, 2).transpose(2, 3).reshape(2, 64)  # u p h
+        assert torch.equal(turned(x), expected)
+
+
+@triton.jit
+def bits_kernel(  # type: ignore[no-untyped-def]
+    plane0, plane1, plane2, plane3, output, PLANES: tl.constexpr, PIECE: tl.constexpr,
+    COMPUTE: tl.constexpr,
+):  # fmt: skip
+    unit = tl.program_id(0) + tl.zeros((1,), tl.int32)
+    words = (
+        load_words(plane0, unit * 2, unit >= 0, 2, False, False),
+        load_words(plane1, unit * 2, unit >= 0, 1, False, False),
+        load_words(plane2, unit * 2, unit >= 0, 1, False, False),
+        load_words(plane3, unit * 2, unit >= 0, 4, False, False),
+    )
+    for T in tl.static_range(2):
+        numbers = in_order(symmetric_numbers(words, T, PIECE, PLANES, COMPUTE, WIDTH))
+        columns = (unit * 64 + T * 32)[:, None, None] + tl.arange(0, 32)[None, None, :]
+        at = output + tl.arange(0, 16)[None, :, None] * 256 + columns
+        tl.store(at, numbers.to(tl.int16, bitcast=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("planes", [1, 2, 3, 4])
+def test_every_code_has_the_bits_of_its_number(planes: int, dtype: torch.dtype) -> None:
+    """In types that the interpreter does not compute in: 16 more, times the last place, than the
+    code; then the middle is taken off."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)
+    layout = PlaneLayout(16, 256, 64, arrangement="cuda")
+    own = [plane.view(torch.uint32) for plane in pack(codes, layout)]
+    compute = tl.float16 if dtype == torch.float16 else tl.bfloat16
+    found = []
+    for piece in range(2 if planes == 4 else 1):
+        bits = torch.empty(16, 256, dtype=torch.int16)
+        bits_kernel[(4,)](*own, bits, planes, piece, compute)
+        found.append(bits.view(dtype).double())
+    high = codes.double() // 16
+    rest = {1: high % 4 - 1.5, 2: high % 2 - 0.5, 3: 0.0 * high, 4: 0.0 * high}[planes]
+    assert torch.equal(found[0], 16 * (16 + high - rest))
+    if planes == 4:
+        assert torch.equal(found[1], 16 + codes.double() % 16)
+
+
 @pytest.mark.parametrize("tile", VARIANTS, ids=str)
 @pytest.mark.parametrize("columns", [64, 352, 960])
 def test_every_tile_adds_the_same_numbers(
@@ -146,5 +231,5 @@ def test_every_tile_adds_the_same_numbers(
 
 def test_the_matrix_alone_decides_the_parts() -> None:
     layouts = [PlaneLayout(64, columns) for columns in (64, 768, 2048)]
-    assert [parts_of(layout, gated=False) for layout in layouts] == [4, 4, 8]
-    assert [parts_of(layout, gated=True) for layout in layouts] == [4, 4, 4]
+    assert [parts_of(layout, expert=False) for layout in layouts] == [4, 4, 8]
+    assert [parts_of(layout, expert=True) for layout in layouts] == [4, 4, 4]
