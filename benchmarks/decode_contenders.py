@@ -47,7 +47,7 @@ class _Given(Sampler):
         super().__init__(params, [], 0)
         self._token_ids = iter(token_ids)
 
-    def row(self) -> Row:
+    def row(self, place: int = 0) -> Row:
         return Row(GREEDY, 0.0)
 
     def accept(self, token: Token) -> Token:
