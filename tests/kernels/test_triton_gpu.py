@@ -14,10 +14,13 @@ import kernels.backends
 from kernels import ExpertWeights
 from kernels.planes import _arranged as arranged_plane
 from kernels.reference import AnyExperts
+from kernels.triton import language
 from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.planes import arrange
+from kernels.triton.router import decide, logits
 from kernels.triton.routing import route
+from kernels.triton.rows import RowNorm, add_norm
 from moe.sampling import batch
 from moe.sampling.batch import Row, draw_batch
 from moe.sampling.params import SamplingParams
@@ -93,6 +96,48 @@ def test_planes_of_mixed_widths(group_size: int, activation: str, tokens: int) -
     )
     layer, whole = quantize_case(case, group_size, [2, 3, 4, 8, 2, 3], "interleaved" in activation)
     assert_close(run(case, on_gpu(layer)), whole)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_planes_of_many_rows(bits: int) -> None:
+    """Decoded inside the product, where all experts have the same planes."""
+    case = make_case(300, 6, 2, 256, 128, torch.bfloat16, biased=True, unused=0.2)
+    layer, whole = quantize_case(case, 64, [bits] * 6)
+    output = kernels.experts_forward(*to_gpu(case), on_gpu(layer))
+    assert_close(output.cpu(), whole)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_launches_that_overlap_give_the_same_bits(
+    quantized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many small ones, each of which needs what the one before has made."""
+    case = make_case(3, 8, 2, hidden=256, width=128, dtype=torch.bfloat16)
+    layer = on_gpu(quantize_case(case, 64, [4] * 8)[0] if quantized else case.experts)
+    start, router = case.hidden.to(DEVICE).float(), torch.randn(8, 256).to(DEVICE)
+    norm = RowNorm(torch.linspace(0.5, 1.5, 256, device=DEVICE), None, 1e-6, centered=False)
+    x, exact = torch.empty_like(start), torch.empty_like(start)
+    rounded = torch.empty_like(start, dtype=torch.bfloat16)
+
+    def layers() -> None:
+        x.copy_(start)
+        added = None
+        for _ in range(30):
+            add_norm(x, added, 1.0, None, norm, exact, rounded)
+            ids, weights = decide(logits(exact, router, None), 2, score="softmax")
+            added = experts_forward(rounded, ids, weights, layer)
+
+    found = []
+    for overlaps in (False, language._overlaps()):
+        monkeypatch.setattr(language, "_overlaps", lambda own=overlaps: own)
+        layers()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers()
+        for _ in range(20):
+            graph.replay()
+        found.append(x.clone())
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
