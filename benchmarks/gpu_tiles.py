@@ -34,10 +34,10 @@ from benchmarks.kernels_gpu import (
     random_weights,
 )
 from kernels import ExpertWeights, QuantizedExperts
-from kernels.triton import attention, experts, grouped, planes
+from kernels.triton import attention, experts, grouped, planes, tall
 from kernels.triton.attention import KeyRows
 from kernels.triton.routing import route
-from kernels.triton.tiles import DECODE, PLANES, PlaneTile, Tile
+from kernels.triton.tiles import DECODE, PLANES, TALL, PlaneTile, TallTile, Tile
 
 COMPILERS = 12
 """Processes that compile."""
@@ -142,10 +142,12 @@ def variants(
     del whole
     for bits in (4, 8):
         quantized = [random_planes(size, device, bits) for _ in range(layers)]
+        name = f"{bits} bits"
         for tokens in TOKENS["planes"]:
             for own in PLANES:
-                name = f"{bits} bits"
                 yield from _projections(name, size, quantized, tokens, own, _planes, device)
+        for tall_tile in TALL:
+            yield from _projections(name, size, quantized, prompt, tall_tile, _tall, device)
         del quantized
     yield from _attention(device, prompt)
 
@@ -155,7 +157,7 @@ def _projections(
     size: Size,
     layers: Sequence[Any],
     tokens: int,
-    tile: Tile | PlaneTile,
+    tile: Tile | PlaneTile | TallTile,
     call_of: Callable[..., Callable[[], object]],
     device: torch.device,
 ) -> Iterator[Variant]:
@@ -198,6 +200,24 @@ def _planes(
     return lambda: planes.project_planes(
         call.hidden, table, layer.first, None, blocks, tile,
         planes=plan.planes, share=size.top_k, epilogue=plan.epilogue,
+    )  # fmt: skip
+
+
+def _tall(
+    size: Size, tile: TallTile, index: int, layer: QuantizedExperts, call: Call
+) -> Callable[[], object]:
+    blocks = route(call.ids, size.experts, tile.rows, size.experts)
+    plan = experts._plan(layer, call.hidden.device)
+    table = plan.tables_EP5[index]
+    if index:
+        x = _inner(size, call)
+        return lambda: tall.project_tall(
+            x, table, layer.second, None, blocks, tile, planes=plan.planes
+        )
+    x = tall.turned(call.hidden)
+    return lambda: tall.project_tall(
+        x, table, layer.first, None, blocks, tile,
+        planes=plan.planes, share=size.top_k, epilogue=plan.epilogue, turn=True,
     )  # fmt: skip
 
 

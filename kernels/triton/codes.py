@@ -211,29 +211,75 @@ def load_rows(
 
 
 @triton.jit
-def pair_of(word, P: tl.constexpr, HALVES: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr):
-    """``STEP * (nibble + HALVES / 2)``, and `lift_of` times STEP more, of the two columns p of each
-    word: (u, q, S, h).
+def half_bits(
+    word, P: tl.constexpr, HALVES: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """The bits of ``STEP * (16 + nibble + HALVES / 2)`` of the two columns p of each word.
 
-    The bits of a bf16 or float16 are those of 16 and of a whole number below 16, both times STEP, a
+    Those of a bf16 or float16 are those of 16 and of a whole number below 16, both times STEP, a
     power of two: no conversion is needed.
     """
+    EXPONENT: tl.constexpr = (STEP >= 2) + (STEP >= 4) + (STEP >= 8) + (STEP >= 16)
+    if tl.bfloat16 == COMPUTE:
+        own = word << 3 if P == 0 else word >> (4 * P - 3)
+        return and_or(own, 0x00780078, (0x4180 + EXPONENT * 0x80 + HALVES * 4) * 0x00010001)
+    else:
+        own = word << (6 - 4 * P) if P < 2 else word >> (4 * P - 6)
+        return and_or(own, 0x03C003C0, (0x4C00 + EXPONENT * 0x400 + HALVES * 32) * 0x00010001)
+
+
+@triton.jit
+def halves_of(word, COMPUTE: tl.constexpr):
+    """Both numbers of each word, the lower one first."""
+    low = (word & 0xFFFF).to(tl.int16).to(COMPUTE, bitcast=True)
+    high = (word >> 16).to(tl.int16).to(COMPUTE, bitcast=True)
+    return tl.join(low, high)
+
+
+@triton.jit
+def pair_of(word, P: tl.constexpr, HALVES: tl.constexpr, STEP: tl.constexpr, COMPUTE: tl.constexpr):
+    """``STEP * (16 + nibble + HALVES / 2)``, in float32 16 STEP less, of the two columns p of each
+    word: (u, q, S, h)."""
     if tl.float32 == COMPUTE:
         own = word << 1 if P == 0 else word >> (4 * P - 1)
         own = and_or(own, 0x001E001E, HALVES * 0x00010001)
         low = (own & 0xFFFF).to(tl.float32) * (STEP * 0.5)
-        high = (own >> 16).to(tl.float32) * (STEP * 0.5)
+        return tl.join(low, (own >> 16).to(tl.float32) * (STEP * 0.5))
     else:
-        EXPONENT: tl.constexpr = (STEP >= 2) + (STEP >= 4) + (STEP >= 8) + (STEP >= 16)
-        if tl.bfloat16 == COMPUTE:
-            own = word << 3 if P == 0 else word >> (4 * P - 3)
-            own = and_or(own, 0x00780078, (0x4180 + EXPONENT * 0x80 + HALVES * 4) * 0x00010001)
+        return halves_of(half_bits(word, P, HALVES, STEP, COMPUTE), COMPUTE)
+
+
+@triton.jit
+def whole_pair(high, low, P: tl.constexpr, COMPUTE: tl.constexpr):
+    """``16 * nibble + nibble - 136`` of the two columns p of each word: (u, q, S, h)."""
+    if tl.float32 == COMPUTE:
+        own = pair_of(high, P, 0, 16, COMPUTE) + pair_of(low, P, 0, 1, COMPUTE)
+        return own - 136.0
+    else:
+        high, low = half_bits(high, P, 0, 16, COMPUTE), half_bits(low, P, 0, 1, COMPUTE)
+        if INTERPRETED:
+            own = halves_of(high, COMPUTE).to(tl.float32) + halves_of(low, COMPUTE).to(tl.float32)
+            return (own - 408.0).to(COMPUTE)
+        elif tl.bfloat16 == COMPUTE:  # two numbers at once; the compiler adds one by one
+            less = tl.full(high.shape, 0xC3CCC3CC, tl.uint32)  # -408
+            own = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 less;
+                add.rn.bf16x2 less, $1, $3;
+                add.rn.bf16x2 $0, less, $2;
+                }""", "=r,r,r,r", [high, low, less], dtype=tl.uint32, is_pure=True, pack=1,
+            )  # fmt: skip
+            return halves_of(own, COMPUTE)
         else:
-            own = word << (6 - 4 * P) if P < 2 else word >> (4 * P - 6)
-            own = and_or(own, 0x03C003C0, (0x4C00 + EXPONENT * 0x400 + HALVES * 32) * 0x00010001)
-        low = (own & 0xFFFF).to(tl.int16).to(COMPUTE, bitcast=True)
-        high = (own >> 16).to(tl.int16).to(COMPUTE, bitcast=True)
-    return tl.join(low, high)
+            less = tl.full(high.shape, 0xDE60DE60, tl.uint32)
+            own = tl.inline_asm_elementwise(
+                """{
+                .reg .b32 less;
+                add.rn.f16x2 less, $1, $3;
+                add.rn.f16x2 $0, less, $2;
+                }""", "=r,r,r,r", [high, low, less], dtype=tl.uint32, is_pure=True, pack=1,
+            )  # fmt: skip
+            return halves_of(own, COMPUTE)
 
 
 @triton.jit
@@ -272,6 +318,23 @@ def less_middle(
 
 
 @triton.jit
+def symmetric_words(own, T: tl.constexpr, PIECE: tl.constexpr, PLANES: tl.constexpr):
+    """Words of both rows of a thread whose nibbles are a piece of the codes, in a unit's half T."""
+    if PIECE == 1:
+        first, second = tl.split(half_of(own[3], T))
+    else:
+        high = half_of(own[0], T)
+        if PLANES == 1:
+            first, second = (high << 2) & 0xCCCCCCCC, high & 0xCCCCCCCC
+        else:
+            low = own[1] if T else own[1] << 1
+            low = low & 0xAAAAAAAA if PLANES == 2 else chosen(low, own[2] >> T, 0xAAAAAAAA)
+            first = chosen(high << 2, low, 0xCCCCCCCC)
+            second = chosen(high, low >> 2, 0xCCCCCCCC)
+    return first, second
+
+
+@triton.jit
 def symmetric_numbers(
     own, T: tl.constexpr, PIECE: tl.constexpr,
     PLANES: tl.constexpr, COMPUTE: tl.constexpr, OWN: tl.constexpr,
@@ -284,20 +347,29 @@ def symmetric_numbers(
     Args:
         own: each thread's words of the planes.
     """
-    if PIECE == 1:
-        first, second = tl.split(half_of(own[3], T))
-        return lifted(first, second, 0, 1, COMPUTE, OWN)
+    HALVES: tl.constexpr = (3 if PLANES == 1 else (1 if PLANES == 2 else 0)) * (1 - PIECE)
+    first, second = symmetric_words(own, T, PIECE, PLANES)
+    return lifted(first, second, HALVES, 1 if PIECE else 16, COMPUTE, OWN)
+
+
+@triton.jit
+def whole_numbers(
+    own, T: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr, OWN: tl.constexpr
+):
+    """(S, 16, 32) numbers ``code - 136`` of a unit's half T, exact in one piece; see
+    `symmetric_numbers`."""
+    if PLANES < 4:
+        LIFT: tl.constexpr = 0 if tl.float32 == COMPUTE else 16
+        return symmetric_numbers(own, T, 0, PLANES, COMPUTE, OWN) - 16.0 * (LIFT + 8)
     else:
-        high = half_of(own[0], T)
-        if PLANES == 1:
-            first, second = (high << 2) & 0xCCCCCCCC, high & 0xCCCCCCCC
-        else:
-            low = own[1] if T else own[1] << 1
-            low = low & 0xAAAAAAAA if PLANES == 2 else chosen(low, own[2] >> T, 0xAAAAAAAA)
-            first = chosen(high << 2, low, 0xCCCCCCCC)
-            second = chosen(high, low >> 2, 0xCCCCCCCC)
-        HALVES: tl.constexpr = 3 if PLANES == 1 else (1 if PLANES == 2 else 0)
-        return lifted(first, second, HALVES, 16, COMPUTE, OWN)
+        a, b = symmetric_words(own, T, 0, PLANES)
+        c, d = symmetric_words(own, T, 1, PLANES)
+        return arranged(
+            whole_pair(a, c, 0, COMPUTE), whole_pair(a, c, 1, COMPUTE),
+            whole_pair(a, c, 2, COMPUTE), whole_pair(a, c, 3, COMPUTE),
+            whole_pair(b, d, 0, COMPUTE), whole_pair(b, d, 1, COMPUTE),
+            whole_pair(b, d, 2, COMPUTE), whole_pair(b, d, 3, COMPUTE), OWN,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.planes import CHUNK_COLUMNS, PlaneLayout
 from kernels.scales import block_bytes as scale_bytes
-from kernels.triton.codes import group_scale, load_words, symmetric_numbers
+from kernels.triton.codes import group_scale, load_words, whole_numbers
 from kernels.triton.language import Epilogue, activate, block_slots, compute_type
 from kernels.triton.planes import addresses, large_instructions, words_at
 from kernels.triton.routing import Blocks
@@ -29,16 +29,6 @@ def reads(layout: PlaneLayout, device: torch.device) -> bool:
     """Whether `project_tall` can multiply by such a matrix, fast."""
     whole = layout.columns % (2 * CHUNK_COLUMNS) == 0
     return layout.scales == "symmetric" and whole and large_instructions(device)
-
-
-@triton.jit
-def whole_numbers(own, T: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr):
-    """(16 S, 32) numbers ``code - 136`` of half a unit."""
-    LIFT: tl.constexpr = 0 if tl.float32 == COMPUTE else 16
-    numbers = symmetric_numbers(own, T, 0, PLANES, COMPUTE, 2) - 16.0 * (LIFT + 8)
-    if PLANES == 4:
-        numbers += symmetric_numbers(own, T, 1, PLANES, COMPUTE, 2) - 1.0 * (LIFT + 8)
-    return tl.reshape(numbers.to(COMPUTE), (16 * numbers.shape[0], 32))
 
 
 @triton.jit
@@ -72,14 +62,15 @@ def add_blocks(
     sums, words, scale0, scale1, x0, x1,
     PLANES: tl.constexpr, COMPUTE: tl.constexpr, GROUP: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    first = whole_numbers(words, 0, PLANES, COMPUTE)
-    second = whole_numbers(words, 1, PLANES, COMPUTE)
+    OUTPUTS: tl.constexpr = sums.shape[0]
+    first = tl.reshape(whole_numbers(words, 0, PLANES, COMPUTE, 2), (OUTPUTS, 32))
+    second = tl.reshape(whole_numbers(words, 1, PLANES, COMPUTE, 2), (OUTPUTS, 32))
     if ROUNDED:
         first *= scale0.to(COMPUTE)[:, None]
         second *= scale1.to(COMPUTE)[:, None]
     if ROUNDED or GROUP == 64:
         both = tl.permute(tl.join(first, second), (0, 2, 1))
-        both = tl.reshape(both, (both.shape[0], 64))
+        both = tl.reshape(both, (OUTPUTS, 64))
         if ROUNDED:
             sums = tl.dot(both, x0, sums, input_precision="ieee")
         else:

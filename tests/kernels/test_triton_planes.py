@@ -13,7 +13,7 @@ import kernels
 from kernels.planes import PLANE_BITS, PREFIX_BITS, PlaneLayout, arranged, dequantize, pack, unpack
 from kernels.triton import experts as triton_experts
 from kernels.triton import planes as triton_planes
-from kernels.triton.codes import WIDTH, in_order, load_words, symmetric_numbers
+from kernels.triton.codes import WIDTH, in_order, load_words, symmetric_numbers, whole_numbers
 from kernels.triton.experts import experts_forward, linear_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.planes import arrange, parts_of
@@ -185,7 +185,10 @@ def bits_kernel(  # type: ignore[no-untyped-def]
         load_words(plane3, unit * 2, unit >= 0, 4, False, False),
     )
     for T in tl.static_range(2):
-        numbers = in_order(symmetric_numbers(words, T, PIECE, PLANES, COMPUTE, WIDTH))
+        if PIECE == 2:
+            numbers = in_order(whole_numbers(words, T, PLANES, COMPUTE, WIDTH))
+        else:
+            numbers = in_order(symmetric_numbers(words, T, PIECE, PLANES, COMPUTE, WIDTH))
         columns = (unit * 64 + T * 32)[:, None, None] + tl.arange(0, 32)[None, None, :]
         at = output + tl.arange(0, 16)[None, :, None] * 256 + columns
         tl.store(at, numbers.to(tl.int16, bitcast=True))
@@ -195,13 +198,13 @@ def bits_kernel(  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("planes", [1, 2, 3, 4])
 def test_every_code_has_the_bits_of_its_number(planes: int, dtype: torch.dtype) -> None:
     """In types that the interpreter does not compute in: 16 more, times the last place, than the
-    code; then the middle is taken off."""
+    code, whose middle is taken off later; and of 8 bits the number itself."""
     codes = torch.arange(256, dtype=torch.uint8).repeat(16, 1)
     layout = PlaneLayout(16, 256, 64, arrangement="cuda")
     own = [plane.view(torch.uint32) for plane in pack(codes, layout)]
     compute = tl.float16 if dtype == torch.float16 else tl.bfloat16
     found = []
-    for piece in range(2 if planes == 4 else 1):
+    for piece in range(3 if planes == 4 else 1):
         bits = torch.empty(16, 256, dtype=torch.int16)
         bits_kernel[(4,)](*own, bits, planes, piece, compute)
         found.append(bits.view(dtype).double())
@@ -210,6 +213,7 @@ def test_every_code_has_the_bits_of_its_number(planes: int, dtype: torch.dtype) 
     assert torch.equal(found[0], 16 * (16 + high - rest))
     if planes == 4:
         assert torch.equal(found[1], 16 + codes.double() % 16)
+        assert torch.equal(found[2], codes.double() - 136)
 
 
 @pytest.mark.parametrize("tile", VARIANTS, ids=str)
