@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -37,14 +38,17 @@ from kernels import ExpertWeights, QuantizedExperts
 from kernels.triton import attention, experts, grouped, planes, tall
 from kernels.triton.attention import KeyRows
 from kernels.triton.routing import route
-from kernels.triton.tiles import DECODE, PLANES, TALL, PlaneTile, TallTile, Tile
+from kernels.triton.tiles import DECODE, PLANES, PREFILL, TALL, PlaneTile, TallTile, Tile
 
 COMPILERS = 12
 """Processes that compile."""
 LAYERS = 6
 """That take turns, so that weights come from memory."""
 TOKENS = {"bf16": (1, 8), "planes": (1, 8, 64)}
-KEYS = (32, 64)
+"""Of decode steps."""
+PROMPTS = (2048, 8192)
+"""Tokens that whole weights and attention meet."""
+KEYS = (64, 128)
 """Of a tile of prompt attention."""
 
 Calls = list[Callable[[], object]]
@@ -132,13 +136,15 @@ def microseconds(calls: Calls) -> float:
 
 @torch.no_grad()
 def variants(
-    size: Size, device: torch.device, layers: int, prompt: int = 2048
+    size: Size, device: torch.device, layers: int, prompts: Sequence[int] = PROMPTS
 ) -> Iterator[Variant]:
     """All of them; one kind of weights is in memory at a time."""
     whole = [random_weights(size, device) for _ in range(layers)]
     for tokens in TOKENS["bf16"]:
         for tile in (*DECODE, *(replace(tile, depth=64) for tile in DECODE if tile.depth > 64)):
             yield from _projections("bf16", size, whole, tokens, tile, _whole, device)
+    for tokens, tile in product(prompts, PREFILL):
+        yield from _projections("bf16", size, whole, tokens, tile, _whole, device)
     del whole
     for bits in (4, 8):
         quantized = [random_planes(size, device, bits) for _ in range(layers)]
@@ -146,10 +152,11 @@ def variants(
         for tokens in TOKENS["planes"]:
             for own in PLANES:
                 yield from _projections(name, size, quantized, tokens, own, _planes, device)
-        for tall_tile in TALL:
-            yield from _projections(name, size, quantized, prompt, tall_tile, _tall, device)
+        for tokens, tall_tile in product(prompts, TALL):
+            yield from _projections(name, size, quantized, tokens, tall_tile, _tall, device)
         del quantized
-    yield from _attention(device, prompt)
+    for tokens in prompts:
+        yield from _attention(device, tokens)
 
 
 def _projections(
@@ -164,6 +171,8 @@ def _projections(
     calls = [random_call(size, tokens, device) for _ in layers]
     chosen = sum(call.ids.unique().numel() for call in calls) / len(calls)
     for index, (what, share) in enumerate((("first", 2 / 3), ("second", 1 / 3))):
+        if isinstance(tile, Tile) and not tile.fits(2 - index):
+            continue
         one = partial(call_of, size, tile, index)
         yield Variant(
             f"{name}, {tokens} tokens, {what} projection",
