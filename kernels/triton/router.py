@@ -25,8 +25,8 @@ LOGITS_OPTIONS = {"num_warps": 8, "enable_fp_fusion": True}
 MOST_TOKENS = 256
 """For which `logits_kernel` pays: those of a decode step. It reads a matrix again for every few
 tokens."""
-PROMPT_TILE = {"ROWS": 64, "COLUMNS": 32, "DEPTH": 128}
-PROMPT_OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
+PROMPT_TILE = {"ROWS": 64, "COLUMNS": 32, "DEPTH": 64}
+PROMPT_OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
 
 
 def options(experts: int) -> dict[str, int | bool]:
