@@ -31,7 +31,14 @@ from kernels.triton.language import (
     overlap_options,
     wait_for_others,
 )
-from kernels.triton.planes import address_table, dequantized, project_planes, readable
+from kernels.triton.planes import (
+    Addresses,
+    address_table,
+    addresses_of,
+    dequantized,
+    project_planes,
+    readable,
+)
 from kernels.triton.planes import arrange as arrange  # for kernels.arrange_for_cuda
 from kernels.triton.routing import Blocks, route, used_experts
 from kernels.triton.tall import project_tall, reads, turned
@@ -67,7 +74,7 @@ class _TritonPlan:
 _AnyTile = Tile | PlaneTile | TallTile
 
 _plans: WeakKeyDictionary[AnyExperts, _TritonPlan] = WeakKeyDictionary()
-_tables: WeakKeyDictionary[PlaneMatrix, Tensor] = WeakKeyDictionary()
+_tables: WeakKeyDictionary[PlaneMatrix, tuple[Addresses, Tensor]] = WeakKeyDictionary()
 
 
 def supports(hidden_TH: Tensor, experts: AnyExperts) -> bool:
@@ -265,18 +272,17 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
     if x_TK.shape[0] == 0:
         return x_TK.new_zeros(0, matrix.layout.rows)
     x_TK, bias, layout = x_TK.contiguous(), _dense(matrix.bias), matrix.layout
-    table = _tables.get(matrix)
-    if table is None:
-        own = range(1)
-        table = address_table([matrix.planes], [matrix.scales], [layout], own, x_TK.device)
-        _tables[matrix] = table
+    if matrix not in _tables:
+        own = addresses_of(matrix.planes, matrix.scales, [layout], 0)
+        _tables[matrix] = own, torch.tensor([[own]], dtype=torch.int64, device=x_TK.device)
+    own, table = _tables[matrix]
     if len(x_TK) >= _PANEL_ROWS:
         return _linear_in_panels(x_TK, table, layout, bias)
 
     planes = len(matrix.planes)
 
     def prepare(tile: PlaneTile) -> Callable[[], Tensor]:
-        return lambda: project_planes(x_TK, table, layout, bias, None, tile, planes=planes)
+        return lambda: project_planes(x_TK, own, layout, bias, None, tile, planes=planes)
 
     key = x_TK.device, x_TK.dtype, layout, planes, len(x_TK).bit_length() // 2
     tiles = PREFILL_PLANES if len(x_TK) >= _MANY_ROWS else PLANES

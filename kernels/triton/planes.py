@@ -56,6 +56,8 @@ from kernels.triton.tiles import PlaneTile
 _ALIGNMENT = 16  # bytes
 _MOST_PLANES = 4
 _DEQUANTIZING_WARPS = 4
+Addresses = tuple[int, ...]
+"""See `addresses_of`."""
 _ARRANGED_UNITS = 4  # of a program of `arrange_kernel`
 
 
@@ -382,7 +384,8 @@ def sum_units(
 
 @triton.jit
 def planes_kernel(
-    x, table, bias, output, order, offsets, block_expert, block_first,
+    x, table, begin0, begin1, begin2, begin3, begin4, bias,
+    output, order, offsets, block_expert, block_first,
     share, slots_in_all, parts, width, N, K, chunks, block_bytes, unit_stride, part_stride,
     slope, limit, offset,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
@@ -391,16 +394,18 @@ def planes_kernel(
     UNROLL: tl.constexpr, FETCH: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """PLANES: that all experts have; 0 if they differ, or are not known."""
+    """PLANES: that all experts have; 0 if they differ, or are not known. With DENSE, `begin0` and
+    its like stand for the only row of the table: nothing has to be loaded first."""
     wait_for_others(PDL)
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
     block, part = tl.program_id(1), tl.program_id(2)
     if DENSE:
         expert = 0
-        begins = addresses(table + part * 5)
+        begins = (
+            tl.cast(begin0, tl.int64), tl.cast(begin1, tl.int64), tl.cast(begin2, tl.int64),
+            tl.cast(begin3, tl.int64), tl.cast(begin4, tl.int64),
+        )  # fmt: skip
         begins_b = begins
-        if GATED:
-            begins_b = addresses(table + (part + 1) * 5)
         if FETCH and PLANES > 0:
             fetch_blocks(
                 begins, begins_b, block, N, chunks, block_bytes,
@@ -536,7 +541,7 @@ def _block_bytes(layout: PlaneLayout) -> int:
 
 def project_planes(
     x_XK: Tensor,
-    table_EP5: Tensor,
+    table_EP5: Tensor | Addresses,
     layout: PlaneLayout,
     bias_EW: Tensor | None,
     blocks: Blocks | None,
@@ -552,7 +557,7 @@ def project_planes(
 
     Args:
         x_XK: contiguous rows; slot s reads row ``s // share``.
-        table_EP5: from `address_table`.
+        table_EP5: from `address_table`; of the only matrix, its addresses.
         layout: of one part, arranged for CUDA.
         bias_EW: contiguous, of all experts, in the order of the projection; or None.
         blocks: from `routing`, with blocks of ``tile.rows``; None: all rows are of the only matrix.
@@ -560,7 +565,11 @@ def project_planes(
         epilogue: for a first projection.
     """
     epilogue = Epilogue() if epilogue is None else epilogue
-    parts = table_EP5.shape[1]
+    table, begins = None, (0,) * (_MOST_PLANES + 1)
+    if isinstance(table_EP5, Tensor):
+        table, parts = table_EP5, table_EP5.shape[1]
+    else:
+        begins, parts = table_EP5, 1
     known, gated = epilogue.activation is not None, epilogue.gated
     two = gated or tile.two
     if blocks is None:
@@ -577,7 +586,7 @@ def project_planes(
     constants = tile.constants(own)
     constants["FETCH"] &= large_instructions(x_XK.device)
     planes_kernel[count, rows, 1 if gated else parts](
-        x_XK, table_EP5, bias_EW, output_SN, *where,
+        x_XK, table, *begins, bias_EW, output_SN, *where,
         share, slots, parts, width, layout.rows, layout.columns, _chunks(layout),
         _block_bytes(layout), *epilogue.strides(layout.rows), *epilogue.numbers,
         PLANES=min(planes, len(layout.format.plane_bits)), COMPUTE=compute_type(x_XK.dtype),
@@ -786,6 +795,26 @@ def arrange(source: Tensor, target: Tensor, bits: int, chunks: int) -> None:
     )
 
 
+def addresses_of(
+    planes: Sequence[Tensor], scales: Tensor, layouts: Sequence[PlaneLayout], index: int
+) -> Addresses:
+    """Where the planes (0: there is none) and the scales of a matrix begin.
+
+    Args:
+        planes, scales: blobs.
+        layouts: of the matrices that lie one after the other in a blob.
+        index: of the matrix.
+    """
+    before, held = layouts[:index], layouts[index].format.plane_bits
+    begins = [
+        planes[plane].data_ptr() + sum(layout.plane_bytes(plane) for layout in before)
+        if plane < min(len(planes), len(held))
+        else 0
+        for plane in range(_MOST_PLANES)
+    ]
+    return *begins, scales.data_ptr() + sum(layout.scale_bytes for layout in before)
+
+
 def address_table(
     planes: Sequence[tuple[Tensor, ...]],
     scales: Sequence[Tensor],
@@ -793,27 +822,18 @@ def address_table(
     own: range,
     device: torch.device,
 ) -> Tensor:
-    """(E, P, 5) int64: where the planes (0: there is none) and the scales begin.
+    """(E, P, 5) int64: `addresses_of` matrices of all experts.
 
     Args:
         planes, scales: blobs of each expert.
         layouts: of the matrices that lie one after the other in a blob.
         own: the P matrices that are wanted.
     """
-    rows = []
-    for blobs, scale in zip(planes, scales, strict=True):
-        for index in own:
-            before = layouts[:index]
-            held = layouts[index].format.plane_bits
-            entry = [
-                blobs[plane].data_ptr() + sum(layout.plane_bytes(plane) for layout in before)
-                if plane < min(len(blobs), len(held))
-                else 0
-                for plane in range(_MOST_PLANES)
-            ]
-            rows.append([*entry, scale.data_ptr() + sum(x.scale_bytes for x in before)])
-    table = torch.tensor(rows, dtype=torch.int64, device=device)
-    return table.view(len(scales), len(own), _MOST_PLANES + 1)
+    rows = [
+        [addresses_of(blobs, scale, layouts, index) for index in own]
+        for blobs, scale in zip(planes, scales, strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.int64, device=device)
 
 
 def readable(blobs: Sequence[Tensor], device: torch.device) -> bool:

@@ -21,10 +21,12 @@ POINTERS = {name: "*bf16" for name in ("x", "weight", "bias", "output", "rows")}
 POINTERS |= {name: "*i32" for name in ("order", "offsets", "block_expert", "block_first")}
 POINTERS |= {"block_place": "*i32", "experts_P": "*i32"}
 POINTERS |= {name: "*fp32" for name in ("weights", "sums")}
+POINTERS |= {f"begin{index}": "i64" for index in range(5)}
 POINTERS |= {"table": "*i64", "ids": "*i64", "source": "*u32", "target": "*u32"}
 FLOATS = {name: "fp32" for name in ("slope", "limit", "offset", "scale")}
 # Sizes of real layers are multiples of 16, and so are addresses.
 DIVISIBLE = {"N", "K", "H", "width", "weight_row", "part_stride", "slots_in_all", "block_bytes"}
+DIVISIBLE |= {f"begin{index}" for index in range(5)}
 
 def build(architecture, kernel, options, **constants):
     if "PDL" in kernel.arg_names:
