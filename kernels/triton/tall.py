@@ -2,9 +2,10 @@
 
 A warp has 16 outputs and all of K. Codes become whole numbers in registers, which the large matrix
 instructions of sm_90 read there; activations reach them through shared memory, their columns in the
-order of the codes (`turned`). As in kernels/triton/planes.py, each scale group is summed and then
-multiplied by its scale in float32: no weight is rounded, and none is written down. A row's bits
-depend on its own input only, but are not those of `project_planes`, which adds in another order.
+order of the codes (`turned`). Tiles that are `rounded` multiply numbers by their scales, both in
+the activations' dtype, and products of a unit overlap decoding of the next; else each scale group
+is summed and then multiplied in float32. A row's bits depend on its own input only, but are not
+those of `project_planes`, which adds in another order.
 """
 
 from __future__ import annotations

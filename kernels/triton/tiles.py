@@ -77,6 +77,7 @@ class TallTile:
         blocks: of 16 outputs.
         warps: each has some of the blocks.
         stages: units on their way at once.
+        rounded: weights have the activations' dtype; else sums of scale groups are exact, and slow.
     """
 
     rows: int
