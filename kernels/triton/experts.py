@@ -60,6 +60,8 @@ _COLUMNS = 256  # of a program of `combine_kernel`
 _MANY_ROWS = 32  # of an expert, from which on taller tiles pay
 _PANEL_ROWS = 128
 """Of a matrix that `project_tall` cannot read, from which on its planes are dequantised first."""
+_MOST_TALL = 256
+"""Rows of an expert from which on that is faster than `project_tall` (on an H100), too."""
 PANEL_BYTES = 128 << 20
 """Memory of dequantised weights at most, but for one expert."""
 
@@ -110,8 +112,9 @@ def experts_forward(
 
     Products have the wider of the two dtypes, sums are float32, and each projection's output is
     rounded to hidden's dtype. A row's bits depend on its own inputs only; but weights of planes are
-    rounded to hidden's dtype where experts have 32 rows or more on average. The host does not see
-    the ids: a token with an id outside [-1, E) gets a row of NaN.
+    rounded to hidden's dtype where experts have 256 rows or more on average, or 128 where not all
+    have the same planes. The host does not see the ids: a token with an id outside [-1, E) gets a
+    row of NaN.
     """
     check_shapes(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
     if expert_ids_TK.numel() == 0:
@@ -221,7 +224,7 @@ class _Projection:
         call, weights = self.call, self.weights
         if not isinstance(weights, PlaneLayout) or call.plan.planes == 0:
             return False
-        return call.each >= _MANY_ROWS and reads(weights, call.device)
+        return _MANY_ROWS <= call.each < _MOST_TALL and reads(weights, call.device)
 
     def forward(self, x_XK: Tensor, tile: _AnyTile) -> Tensor:
         """(S, W), or (S, W / parts) of a known activation."""

@@ -9,8 +9,8 @@ A program has 16 outputs of a matrix, or 32, and each of its warps a part of K, 
 fill a GPU. The matrix alone decides the parts, and matrix instructions add 16 columns one after the
 other whatever the number of rows: a row's bits depend on its own input only.
 
-Many rows read `dequantized` weights instead, rounded to the activations' dtype once, because
-decoding them again for every block of rows would cost more than writing them down.
+Many rows of experts are for kernels/triton/tall.py. Where that cannot read the codes, and in linear
+layers, they read `dequantized` weights, rounded to the activations' dtype once.
 
 Weights are the first operand of the matrix instructions, and codes reach it from registers.
 """

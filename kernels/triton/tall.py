@@ -3,8 +3,8 @@
 A warp has 16 outputs and all of K. Codes become whole numbers in registers, which the large matrix
 instructions of sm_90 read there; activations reach them through shared memory, their columns in the
 order of the codes (`turned`). As in kernels/triton/planes.py, each scale group is summed and then
-multiplied by its scale in float32: no weight is rounded, and none is written down. A row's bits
-depend on its own input only, but are not those of `project_planes`, which adds in another order.
+multiplied by its scale in float32: no weight is rounded. A row's bits depend on its own input only,
+but are not those of `project_planes`, which adds in another order.
 """
 
 from __future__ import annotations
@@ -60,21 +60,15 @@ def load_blocks(
 @triton.jit
 def add_blocks(
     sums, words, scale0, scale1, x0, x1,
-    PLANES: tl.constexpr, COMPUTE: tl.constexpr, GROUP: tl.constexpr, ROUNDED: tl.constexpr,
+    PLANES: tl.constexpr, COMPUTE: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     OUTPUTS: tl.constexpr = sums.shape[0]
     first = tl.reshape(whole_numbers(words, 0, PLANES, COMPUTE, 2), (OUTPUTS, 32))
     second = tl.reshape(whole_numbers(words, 1, PLANES, COMPUTE, 2), (OUTPUTS, 32))
-    if ROUNDED:
-        first *= scale0.to(COMPUTE)[:, None]
-        second *= scale1.to(COMPUTE)[:, None]
-    if ROUNDED or GROUP == 64:
+    if GROUP == 64:
         both = tl.permute(tl.join(first, second), (0, 2, 1))
         both = tl.reshape(both, (OUTPUTS, 64))
-        if ROUNDED:
-            sums = tl.dot(both, x0, sums, input_precision="ieee")
-        else:
-            sums += tl.dot(both, x0, input_precision="ieee") * scale0[:, None]
+        sums += tl.dot(both, x0, input_precision="ieee") * scale0[:, None]
     else:
         sums += tl.dot(first, x0, input_precision="ieee") * scale0[:, None]
         sums += tl.dot(second, x1, input_precision="ieee") * scale1[:, None]
@@ -88,7 +82,7 @@ def tall_kernel(
     slope, limit, offset,
     PLANES: tl.constexpr, COMPUTE: tl.constexpr, CURVE: tl.constexpr, GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-    STAGES: tl.constexpr, ROUNDED: tl.constexpr, TURNED: tl.constexpr,
+    STAGES: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     expert = tl.load(block_expert + tl.program_id(1))
     if expert < 0:
@@ -103,25 +97,25 @@ def tall_kernel(
     blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = blocks < (N + 15) // 16
     before = tl.where(inside, blocks, 0) * chunks
-    column = tl.arange(0, 64 if ROUNDED or GROUP == 64 else 32)
+    column = tl.arange(0, 64 if GROUP == 64 else 32)
     from_x = x + (slots // share).to(tl.int64)[None, :] * K + column[:, None]
     sums = tl.zeros((16 * BLOCKS, ROWS), tl.float32)
     more = sums
     for unit in tl.range(0, chunks // 2, num_stages=STAGES):
         x0 = tl.load(from_x + unit * 64).to(COMPUTE)
         x1 = x0
-        if not ROUNDED and GROUP == 32:
+        if GROUP == 32:
             x1 = tl.load(from_x + unit * 64 + 32).to(COMPUTE)
         group = unit * 64 // GROUP
         words, scale0, scale1 = load_blocks(
             begins, before + 2 * unit, blocks, group, block_bytes, PLANES, GROUP
         )
-        sums = add_blocks(sums, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP, ROUNDED)
+        sums = add_blocks(sums, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP)
         if GATED:
             words, scale0, scale1 = load_blocks(
                 begins_b, before + 2 * unit, blocks, group, block_bytes, PLANES, GROUP
             )
-            more = add_blocks(more, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP, ROUNDED)
+            more = add_blocks(more, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP)
     units = tl.program_id(0) * (16 * BLOCKS) + tl.arange(0, 16 * BLOCKS)
     known = units < N
     columns = units * unit_stride + part * part_stride

@@ -84,7 +84,6 @@ class TallTile:
     blocks: int = 4
     warps: int = 4
     stages: int = 3
-    rounded: bool = False
 
     @property
     def constants(self) -> dict[str, int | bool]:
@@ -93,7 +92,6 @@ class TallTile:
             "ROWS": self.rows,
             "BLOCKS": self.blocks,
             "STAGES": self.stages,
-            "ROUNDED": self.rounded,
         }
 
     @property
@@ -136,10 +134,10 @@ PREFILL_PLANES = (
 )
 # Bit planes of 32 rows and more of an expert.
 TALL = (
-    TallTile(64, stages=4, rounded=True),
-    TallTile(64, blocks=8, rounded=True),
-    TallTile(64, blocks=8, warps=8, rounded=True),
-    TallTile(32, rounded=True),
+    TallTile(64, stages=4),
+    TallTile(64, blocks=8),
+    TallTile(64, blocks=8, warps=8),
+    TallTile(32),
 )
 
 _chosen: dict[Hashable, Any] = {}

@@ -132,19 +132,14 @@ def test_linear_layers_of_prompts_read_panels(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("activation", "group", "rounded"),
-    [
-        ("clamped interleaved gate", 32, False),
-        ("clamped interleaved gate", 64, True),
-        ("squared relu, no gate", 64, False),
-    ],
+    ("activation", "group"),
+    [("clamped interleaved gate", 32), ("squared relu, no gate", 64), ("silu gate", 64)],
 )
 def test_prompts_decode_each_weight_once(
-    activation: str, group: int, rounded: bool, monkeypatch: pytest.MonkeyPatch
+    activation: str, group: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With biases, unused slots, and outputs that are no whole number of blocks."""
-    tile = TallTile(16, blocks=4, rounded=rounded)
-    monkeypatch.setattr(triton_experts, "TALL", (tile,))
+    monkeypatch.setattr(triton_experts, "TALL", (TallTile(16, blocks=4),))
     monkeypatch.setattr(triton_experts, "_MANY_ROWS", 4)
     called: list[int] = []
     true = triton_experts.project_tall

@@ -24,7 +24,7 @@ from moe.engine.prefill_batch import SequenceGroup
 from moe.network.backbone import Backbone
 from moe.network.lanes import ExpertsRunner, run_lanes
 from moe.network.packed_pass import Work
-from moe.sampling.sampler import Guesses, Sampler, Verified, verify
+from moe.sampling.sampler import NextTokens, Sampler
 from moe.sequence import Delta, RunningSequence
 
 ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next")
@@ -87,14 +87,6 @@ class SamplerSpy:
     sampler: Sampler
     logits: list[Tensor] = field(default_factory=list)
 
-    @staticmethod
-    def verify(
-        samplers: list[SamplerSpy], guesses: list[Guesses], logits: list[Tensor]
-    ) -> list[Verified]:
-        for spy, logits_TV in zip(samplers, logits, strict=True):
-            spy.logits.append(logits_TV[-1].clone())
-        return verify([spy.sampler for spy in samplers], guesses, logits)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.sampler, name)
 
@@ -108,6 +100,15 @@ class SamplerSpy:
             run_lanes([lane], run_experts)
             rows.append(lane.result()[0][-1])
         return rows
+
+
+class SpiedTokens(NextTokens):
+    """Lets spies remember what their tokens are drawn from."""
+
+    def __init__(self, spies: list[SamplerSpy], logits: list[Tensor], place: int = 0) -> None:
+        for spy, logits_TV in zip(spies, logits, strict=True):
+            spy.logits.append(logits_TV[-1].clone())
+        super().__init__([spy.sampler for spy in spies], logits, place)
 
 
 def engine_of(model: MoE, **changes: dict[str, Any]) -> Engine:
@@ -126,7 +127,7 @@ def serve(model: MoE, engine: Engine, requests: list[Request]) -> list[SequenceG
         for sequence in group.sequences:
             spy = SamplerSpy(sequence, sequence.sampler)
             sequence.sampler = spy  # type: ignore[assignment]
-    with patch("moe.engine.runner.verify", SamplerSpy.verify):
+    with patch("moe.engine.in_flight.NextTokens", SpiedTokens):
         _run(engine, groups, requests)
     return groups
 
