@@ -12,7 +12,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -350,7 +350,9 @@ def _step_seconds(scale: Scale, engine: Engine) -> float:
 
 
 def _profile(run: Callable[[], object], calls: int) -> list[dict[str, Any]]:
-    """The operations of a call that take the device longest, and what all of them take."""
+    """The operations of a call that take the device longest, what all of them take, and how long
+    the device is busy: kernels overlap."""
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
@@ -363,7 +365,18 @@ def _profile(run: Callable[[], object], calls: int) -> list[dict[str, Any]]:
         for row in rows
     ]
     whole = {key: sum(row[key] for row in found) for key in ("calls", "us")}
-    return [{"name": "all", **whole}, *found[:16]]
+    own = [event for event in seen.events() if event.device_type == DeviceType.CUDA]
+    busy = covered((event.time_range.start, event.time_range.end) for event in own) / calls
+    return [{"name": "all", **whole, "busy_us": busy}, *found[:16]]
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of spans, each a begin and an end."""
+    length, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        length += max(end - max(begin, reached), 0.0)
+        reached = max(reached, end)
+    return length
 
 
 @torch.inference_mode()
@@ -442,11 +455,14 @@ def drafts(scale: Scale) -> dict[str, Any]:
 
 
 def sampler(scale: Scale) -> dict[str, Any]:
-    """What drawing costs beside taking the likeliest, a step."""
+    """What drawing costs beside taking the likeliest, a step. Random weights give each token about
+    the same chance: top-p alone then keeps most of the vocabulary, which no trained model does."""
     found: dict[str, Any] = {}
     ways: dict[str, dict[str, Any]] = {
         "greedy": {},
-        "drawn": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
+        "top-k": {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "seed": 1},
+        "all tokens": {"temperature": 1.0, "seed": 1},
+        "top-p alone": {"temperature": 0.8, "top_p": 0.95, "seed": 1},
     }
     model = MoE.from_pretrained(scale.store(4), scale.settings())
     for batch in (scale.batches[0], scale.batches[-1]):
@@ -454,7 +470,7 @@ def sampler(scale: Scale) -> dict[str, Any]:
             name: 1e3 * _step_seconds(scale, _decoding(model, batch, scale.steps, **how))
             for name, how in ways.items()
         }
-        share = (each["drawn"] - each["greedy"]) / each["drawn"]
+        share = {name: (ms - each["greedy"]) / ms for name, ms in each.items()}
         found[f"batch {batch}"] = {"ms": each, "share_of_step": share}
     return found
 

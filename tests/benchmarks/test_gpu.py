@@ -97,3 +97,8 @@ def test_all_tiles_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         len({(one.what, one.how) for one in made}) == len(made) == 2 * (2 + 2 + 2) + 3 + 2 * 2 + 2
     )
+
+
+def test_what_overlaps_is_counted_once() -> None:
+    assert gpu_steps.covered([(5.0, 7.0), (0.0, 2.0), (1.0, 4.0), (1.5, 3.0)]) == 6.0
+    assert gpu_steps.covered([]) == 0.0
