@@ -195,18 +195,20 @@ for architecture in map(int, sys.argv[1].split()):
         for name in sys.argv[2].split():
             bits, scales, group, planes = name.split("/")
             gated = tile.two  # a first projection of experts, or a linear layer
-            built = build(architecture, planes_kernel, tile.options(4), **tile.constants(4),
+            constants = tile.constants(4)
+            constants["FETCH"] &= architecture >= 90
+            built = build(architecture, planes_kernel, tile.options(4), **constants,
                           BITS=int(bits), KIND=SCALES.index(scales), PLANES=int(planes),
                           COMPUTE=tl.bfloat16, GROUP=int(group), TWO=gated, GATED=gated,
                           CURVE=0 if gated else -1, HAS_BIAS=False, DENSE=not gated, EVEN=True,
                           TAIL=False, share=1, unit_stride=1)
             assert ".ftz" not in built.asm["ptx"]  # FP8 begins below the least exponent
             count, multiplied, loads, spilled = innermost(built)
-            # A product with ones for offsets; groups of 16 are multiplied apart.
-            two = planes == "4" if scales == "symmetric" else int(bits) > 4 and planes == "2"
-            ones = "offset" in scales or "nibbles" in scales
-            products = 1 + two + ones << (group == "16")
-            codes = multiplied / products / (tile.rows / 8) * 256 / 32  # of a thread
+            # A product with ones for all blocks; groups of 16 are multiplied apart.
+            pieces = 2 if planes == "4" or scales != "symmetric" and planes == "2" else 1
+            ones = scales not in ("fp8", "mxfp4")
+            products = pieces * (1 + gated) + ones << (group == "16")
+            codes = multiplied / products / (tile.rows / 8) * 256 / 32 * (1 + gated)  # of a thread
             print(architecture, tile.rows, 1 + gated, tile.unroll, int(tile.fetch), name,
                   resources(built)[0], spilled, round(count / codes, 2), round(loads / codes, 3))
 """
