@@ -3,7 +3,7 @@
     python -m examples.models.random_store
 
 48 layers of 128 experts, hidden size 2048, expert width 768, top-8: 30.5 billion parameters, of
-which no more than two layers' planes are ever in memory. A few experts are drawn and quantised by
+which a few layers' planes are in memory at a time. A few experts are drawn and quantised by
 the rules of `moe convert`; all others have the same codes in another order. Like the smaller models
 of `examples.models.random_models` it says nothing sensible and its routing has no locality.
 Skipped, with a notice, where the disk is short.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -66,6 +67,8 @@ STD = 0.02
 SMALL = 0.1
 """Attention outputs are scaled down by this, and embeddings have variance 1: otherwise attention
 drowns the token after some layers, and all tokens of a text go to the same experts."""
+WRITERS = 3
+"""Layers that are made and written at the same time."""
 VECTOR = 64
 """Bytes of a plane that kernels read together; planes stay valid in any order of these."""
 
@@ -127,13 +130,17 @@ def write_random_store(config: Qwen3MoeConfig, folder: Path, bits: Bits = BITS) 
 def _write_layers(
     network: PreTrainedModel, folder: Path, bits: Bits
 ) -> Iterator[tuple[MoELayerRecord, FileRecord]]:
-    pool: _Pool | None = None
-    for index, (name, module) in enumerate(experts_modules(network)):
-        like = take_weights(module)
-        pool = pool or _Pool.draw(like, bits)
-        interleaved = isinstance(pool.experts, QuantizedExperts) and pool.experts.interleaved
+    named = [(name, take_weights(module)) for name, module in experts_modules(network)]
+    pool = _Pool.draw(named[0][1], bits)
+    interleaved = isinstance(pool.experts, QuantizedExperts) and pool.experts.interleaved
+
+    def write(index: int) -> tuple[MoELayerRecord, FileRecord]:
+        name, like = named[index]
         record = layer_record(index, name, like, interleaved)
-        yield record, write_layer(folder, index, record, pool.layer(like.num_experts))
+        return record, write_layer(folder, index, record, pool.layer(like.num_experts, seed=index))
+
+    with ThreadPoolExecutor(WRITERS) as threads:  # checksums take most of the time
+        yield from threads.map(write, range(len(named)))
 
 
 @dataclass(frozen=True)
@@ -153,15 +160,16 @@ class _Pool:
             return cls(replace(whole, gate_up_EGH=first.to(dtype), down_EHF=second.to(dtype)))
         return cls(quantize_experts(whole, GROUP_SIZE, bits))
 
-    def layer(self, count: int) -> AnyExperts:
+    def layer(self, count: int, seed: int) -> AnyExperts:
         """``count`` experts, each one of the pool with its vectors in another order."""
         own = self.experts
         if isinstance(own, ExpertWeights):
             rows = torch.arange(count) % POOL
             return replace(own, gate_up_EGH=own.gate_up_EGH[rows], down_EHF=own.down_EHF[rows])
         planes, scales = [], []
+        drawn = torch.Generator().manual_seed(seed)
         for _ in range(count):
-            one, by = (int(torch.randint(high, (1,))) for high in (POOL, 1 << 20))
+            one, by = (int(torch.randint(high, (1,), generator=drawn)) for high in (POOL, 1 << 20))
             planes.append(tuple(plane.roll(by * VECTOR) for plane in own.planes[one]))
             scales.append(own.scales[one])
         return replace(own, planes=tuple(planes), scales=tuple(scales))
