@@ -171,7 +171,7 @@ def _projections(
     calls = [random_call(size, tokens, device) for _ in layers]
     chosen = sum(call.ids.unique().numel() for call in calls) / len(calls)
     for index, (what, share) in enumerate((("first", 2 / 3), ("second", 1 / 3))):
-        if isinstance(tile, Tile) and not tile.fits(2 - index):
+        if not isinstance(tile, PlaneTile) and not tile.fits(2 - index):
             continue
         one = partial(call_of, size, tile, index)
         yield Variant(

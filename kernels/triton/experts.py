@@ -186,7 +186,7 @@ class _Projection:
         elif known and not self.in_panels:
             reference, some, more = PLANES[0], PLANES, PREFILL_PLANES
         many, parts = call.each >= _MANY_ROWS, 2 if self.epilogue.gated else 1
-        fit = [t for t in (more if many else some) if not isinstance(t, Tile) or t.fits(parts)]
+        fit = [t for t in (more if many else some) if isinstance(t, PlaneTile) or t.fits(parts)]
         candidates = [t for t in fit if rows is None or t.rows == rows]
         shape = (
             self.weights

@@ -85,14 +85,14 @@ class TallTile:
     warps: int = 4
     stages: int = 3
 
+    def fits(self, parts: int) -> bool:
+        """See `Tile.fits`."""
+        return parts * self.blocks <= 2 * self.warps
+
     @property
-    def constants(self) -> dict[str, int | bool]:
+    def constants(self) -> dict[str, int]:
         """What the kernel is compiled for."""
-        return {
-            "ROWS": self.rows,
-            "BLOCKS": self.blocks,
-            "STAGES": self.stages,
-        }
+        return {"ROWS": self.rows, "BLOCKS": self.blocks, "STAGES": self.stages}
 
     @property
     def options(self) -> dict[str, int | bool]:
