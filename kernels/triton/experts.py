@@ -91,9 +91,9 @@ def supports(hidden_TH: Tensor, experts: AnyExperts) -> bool:
 
 
 def arrange_experts(experts: QuantizedExperts, own: Sequence[int] | None) -> bool:
-    """Arrange the planes of experts (None: of all) where they lie; whether the kernel can read them.
+    """Arrange the planes of experts (None: of all) where they lie; whether they can be read there.
 
-    A projection of all experts is one launch. The addresses are looked up once for an object.
+    All experts are one launch a projection, else each is. An object's addresses are looked up once.
     """
     device = experts.scales[0].device
     if not _readable(experts, device):
