@@ -104,9 +104,9 @@ def test_planes_are_arranged_where_they_lie(
     for arrange in (triton_experts.arrange_experts, kernels.arrange_for_cuda):
         here = replace(layer, planes=tuple(tuple(x.clone() for x in own) for own in layer.planes))
         assert arrange(here, [1]) is not False
-        expected = layer.planes[0], made.planes[1], layer.planes[2]
-        for own, after in zip(here.planes, expected, strict=True):
-            assert all(map(torch.equal, own, after))
+        half = layer.planes[0], made.planes[1], layer.planes[2]
+        for found, after in zip(here.planes, half, strict=True):
+            assert all(map(torch.equal, found, after))
     back = made.for_device(torch.device("cpu"))
     assert all(map(torch.equal, back.planes[1], layer.planes[1]))
     assert kernels.arrange_experts(layer) is layer
