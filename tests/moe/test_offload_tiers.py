@@ -108,7 +108,7 @@ def test_layers_in_memory_are_arranged_by_one_launch_a_projection(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While they are read from a store: the planes that torch arranges."""
-    settings: dict[str, Any] = SMALL | {"model": {"expert_bits": 3}}
+    settings: dict[str, Any] = SMALL | {"model": {"expert_bits": 2}}
     plain = MoE.from_pretrained(store, settings)._loaded.experts.layers
     launches, run = [], InterpretedFunction.run
 
@@ -117,6 +117,7 @@ def test_layers_in_memory_are_arranged_by_one_launch_a_projection(
         return run(kernel, *args, **options)
 
     monkeypatch.setattr(InterpretedFunction, "run", counted)
+    monkeypatch.setattr("moe.loading.store.READERS", 1)  # Triton's interpreter has one thread
     monkeypatch.setattr("kernels.arrangement_for", lambda _: "cuda")
     monkeypatch.setattr(
         "kernels.arrange_for_cuda", lambda experts: triton_experts.arrange_experts(experts, None)
