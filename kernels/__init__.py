@@ -11,7 +11,6 @@ else kernels/reference.py in plain torch (gradients, unusual dtypes, other devic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,14 +21,7 @@ from kernels.backends import Backend, Forward, choose_backend, triton_kernels
 from kernels.cpu import backend_status, choose_kernel
 from kernels.cpu.dense import MOST_CHOICES
 from kernels.megablocks import BackendError
-from kernels.planes import (
-    PlaneLayout,
-    PlaneMatrix,
-    QuantizedExperts,
-    arranged,
-    arrangement_for,
-    pieces_of,
-)
+from kernels.planes import PlaneMatrix, QuantizedExperts, arranged, arrangement_for
 from kernels.reference import AnyExperts, ExpertWeights
 
 __all__ = [
@@ -96,16 +88,19 @@ def reads_nothing_back(hidden_TH: Tensor, experts: AnyExperts) -> bool:
     return triton is not None and triton.supports(hidden_TH, experts)
 
 
-def arrange_for_cuda(planes: Sequence[Tensor], layouts: Sequence[PlaneLayout]) -> None:
-    """Rearrange the first planes of matrices where they lie; blobs join the layouts' matrices."""
-    triton = triton_kernels() if planes[0].device.type == "cuda" else None
-    if triton is None:
-        for plane, made in zip(planes, arranged(planes, layouts, "cuda"), strict=True):
-            plane.copy_(made)
+def arrange_for_cuda(experts: QuantizedExperts, own: Sequence[int] | None = None) -> None:
+    """The planes of a store's file are there: rearrange them where they lie, on any device.
+
+    Args:
+        own: the experts that have come; None for all.
+    """
+    triton = triton_kernels() if experts.scales[0].device.type == "cuda" else None
+    if triton is not None and triton.arrange_experts(experts, own):
         return
-    for index, plane in enumerate(planes):
-        for piece, bits, chunks in pieces_of(plane, index, layouts):
-            triton.arrange(piece.clone(), piece, bits, chunks)
+    for expert in range(experts.num_experts) if own is None else own:
+        planes = experts.planes[expert]
+        for plane, made in zip(planes, arranged(planes, experts.layouts, "cuda"), strict=True):
+            plane.copy_(made)
 
 
 def arrange_experts(experts: QuantizedExperts) -> QuantizedExperts:
@@ -115,10 +110,8 @@ def arrange_experts(experts: QuantizedExperts) -> QuantizedExperts:
         return experts.for_device(device)
     if experts.first.arrangement == "cuda":
         return experts
-    for planes in experts.planes:
-        arrange_for_cuda(planes, experts.layouts)
-    first, second = (replace(x, arrangement="cuda") for x in (experts.first, experts.second))
-    return replace(experts, first=first, second=second)
+    arrange_for_cuda(experts)
+    return experts.relabelled("cuda")
 
 
 def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:

@@ -286,13 +286,13 @@ def arranged(
     """
     return tuple(
         torch.cat(
-            [_arranged(*piece, arrangement) for piece in pieces_of(plane, index, layouts)], -1
+            [_arranged(*piece, arrangement) for piece in _pieces_of(plane, index, layouts)], -1
         )
         for index, plane in enumerate(planes)
     )
 
 
-def pieces_of(
+def _pieces_of(
     plane: Tensor, index: int, layouts: Sequence[PlaneLayout]
 ) -> Iterator[tuple[Tensor, int, int]]:
     """Pieces of a blob of planes that can be arranged each by itself, with their bits a code and
@@ -614,13 +614,17 @@ class QuantizedExperts:
         return replace(self, planes=tuple(planes[:keep] for planes in self.planes))
 
     def for_device(self, device: torch.device) -> QuantizedExperts:
-        """See `PlaneMatrix.for_device`; one expert after the other."""
+        """See `PlaneMatrix.for_device`; one expert after the other, into new memory."""
         own = arrangement_for(device)
         if own == self.first.arrangement:
             return self
-        first, second = (replace(x, arrangement=own) for x in (self.first, self.second))
         planes = tuple(arranged(planes, self.layouts, own) for planes in self.planes)
-        return replace(self, first=first, second=second, planes=planes)
+        return replace(self.relabelled(own), planes=planes)
+
+    def relabelled(self, arrangement: Arrangement) -> QuantizedExperts:
+        """The same memory, whose bits lie, or will lie, in this arrangement."""
+        first, second = (replace(x, arrangement=arrangement) for x in (self.first, self.second))
+        return replace(self, first=first, second=second)
 
     def matrices(self, expert: int) -> tuple[PlaneMatrix, ...]:
         """The parts of the expert's first projection, then the second; views, without biases."""

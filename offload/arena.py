@@ -12,7 +12,7 @@ import mmap
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import ceil, gcd, lcm
 from typing import Any
@@ -77,8 +77,7 @@ class Arena:
         """The bytes of a store's file have come into these slots: arrange them for the device."""
         experts = self.experts
         if isinstance(experts, QuantizedExperts) and experts.first.arrangement == "cuda":
-            for slot in slots:
-                arrange_for_cuda(experts.planes[slot], experts.layouts)
+            arrange_for_cuda(experts, slots)
 
     def resize(self, grains: int) -> None:
         """Use the first ``grains`` only; the others lose their contents, and pageable memory of
@@ -153,13 +152,7 @@ def plane_arena(
         each_planes = zip(*(plane.unbind() for plane in planes), strict=True)
         blobs += zip(each_planes, scales.unbind(), strict=True)
     experts = from_expert_blobs(shape, blobs, interleaved, **own)
-    own_arrangement = arrangement_for(rows.memory.device)
-    if own_arrangement != "cpu":
-        first, second = (
-            replace(x, arrangement=own_arrangement) for x in (experts.first, experts.second)
-        )
-        experts = replace(experts, first=first, second=second)
-    return Arena(experts, [rows], kinds)
+    return Arena(experts.relabelled(arrangement_for(rows.memory.device)), [rows], kinds)
 
 
 def whole_arena(

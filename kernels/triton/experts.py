@@ -9,7 +9,7 @@ Shape legend as in kernels/reference.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -35,11 +35,11 @@ from kernels.triton.planes import (
     Addresses,
     address_table,
     addresses_of,
+    arrange,
     dequantized,
     project_planes,
     readable,
 )
-from kernels.triton.planes import arrange as arrange  # for kernels.arrange_for_cuda
 from kernels.triton.routing import Blocks, route, used_experts
 from kernels.triton.tall import project_tall, reads, turned
 from kernels.triton.tiles import (
@@ -87,10 +87,29 @@ def supports(hidden_TH: Tensor, experts: AnyExperts) -> bool:
     if isinstance(experts, QuantizedExperts):
         if {experts.first.arrangement, experts.second.arrangement} != {"cuda"}:
             return False
-        blobs = zip(experts.planes, experts.scales, strict=True)
-        return experts in _plans or all(readable((*p, s), device) for p, s in blobs)
+        return _readable(experts, device)
     weights = experts.gate_up_EGH, experts.down_EHF
     return all(w.device == device and w.dtype in DTYPES and w.is_contiguous() for w in weights)
+
+
+def arrange_experts(experts: QuantizedExperts, own: Sequence[int] | None) -> bool:
+    """Arrange the planes of experts (None: of all) where they lie; whether they can be read there.
+
+    All experts are one launch a projection, else each is. An object's addresses are looked up once.
+    """
+    device = experts.scales[0].device
+    if not _readable(experts, device):
+        return False
+    tables = _plan(experts, device).tables_EP5
+    for table, layout in zip(tables, (experts.first, experts.second), strict=True):
+        for part in [table] if own is None else [table[expert, None] for expert in own]:
+            arrange(part, layout)
+    return True
+
+
+def _readable(experts: QuantizedExperts, device: torch.device) -> bool:
+    blobs = zip(experts.planes, experts.scales, strict=True)
+    return experts in _plans or all(readable((*p, s), device) for p, s in blobs)
 
 
 def supports_matrix(x_TK: Tensor, matrix: PlaneMatrix) -> bool:

@@ -724,10 +724,10 @@ def dequantized(
 
 
 @triton.jit
-def arrange_kernel(
-    source, target, units, per_block, chunks, BITS: tl.constexpr, UNITS: tl.constexpr
-):
-    """The arrangement for CUDA of a plane; a program has UNITS units."""
+def arrange_units(
+    plane, units, per_block, chunks, BITS: tl.constexpr, UNITS: tl.constexpr
+):  # fmt: skip
+    """Arrange UNITS units of a plane where they lie: each stays within its bytes."""
     thread = tl.program_id(0) * (UNITS * 32) + tl.arange(0, UNITS * 32)
     unit, q, u = thread // 32, thread % 32 // 4, thread % 4
     inside = unit < units
@@ -764,7 +764,7 @@ def arrange_kernel(
                 own = 0
                 bit = 4 * p + 16 * h + 2 * late + half
             from_word = (chunk * BITS + step // STEPS) * 16 + q + 8 * late
-            value = tl.load(source + from_word, mask=known, other=0)
+            value = tl.load(plane + from_word, mask=known, other=0)
             code = (value >> (position + 8 * (2 * (p % 2) + h)).to(tl.uint32)) & ((1 << BITS) - 1)
             result |= tl.where((word == own)[None, :], (code << bit)[:, None], 0)
     lane = thread % 32
@@ -775,24 +775,35 @@ def arrange_kernel(
         width = tl.where(tail, BITS // 2, BITS)
         at = (lane * width)[:, None] + word[None, :]
         stored = inside[:, None] & (word[None, :] < width[:, None])
-    tl.store(target + begin[:, None].to(tl.int64) * (16 * BITS) + at, result, mask=stored)
+    tl.debug_barrier()  # the program's threads have read all that any of them overwrites
+    tl.store(plane + begin[:, None].to(tl.int64) * (16 * BITS) + at, result, mask=stored)
 
 
-def arrange(source: Tensor, target: Tensor, bits: int, chunks: int) -> None:
-    """Write whole blocks of rows of a plane, of so many chunks a row, arranged for CUDA; both
-    ``(bytes,)`` uint8."""
-    per_block = -(-chunks // 2)
-    units = source.numel() // (64 * bits * chunks) * per_block
-    arrange_kernel[(triton.cdiv(units, _ARRANGED_UNITS),)](
-        source.view(torch.uint32),
-        target.view(torch.uint32),
-        units,
-        per_block,
-        chunks,
-        BITS=bits,
-        UNITS=_ARRANGED_UNITS,
-        enable_fp_fusion=False,
-    )
+@triton.jit
+def arrange_kernel(
+    table, units, per_block, chunks, WIDTHS: tl.constexpr, UNITS: tl.constexpr
+):  # fmt: skip
+    """A program has UNITS units of a matrix, in each of its planes, of WIDTHS bits."""
+    entry = table + tl.program_id(1) * 5
+    for plane in tl.static_range(len(WIDTHS)):
+        address = tl.load(entry + plane)
+        if address != 0:
+            words = address.to(tl.pointer_type(tl.uint32))
+            arrange_units(words, units, per_block, chunks, WIDTHS[plane], UNITS)
+
+
+def arrange(table_EP5: Tensor, layout: PlaneLayout) -> None:
+    """Arrange the planes of matrices of one layout for CUDA where they lie, in one launch.
+
+    Args:
+        table_EP5: from `address_table`.
+    """
+    per_block = triton.cdiv(_chunks(layout), 2)
+    units = layout.num_blocks * per_block
+    arrange_kernel[triton.cdiv(units, _ARRANGED_UNITS), table_EP5.shape[0] * table_EP5.shape[1]](
+        table_EP5, units, per_block, _chunks(layout),
+        WIDTHS=layout.format.plane_bits, UNITS=_ARRANGED_UNITS, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def addresses_of(

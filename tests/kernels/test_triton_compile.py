@@ -22,7 +22,7 @@ POINTERS |= {name: "*i32" for name in ("order", "offsets", "block_expert", "bloc
 POINTERS |= {"block_place": "*i32", "experts_P": "*i32"}
 POINTERS |= {name: "*fp32" for name in ("weights", "sums")}
 POINTERS |= {f"begin{index}": "i64" for index in range(5)}
-POINTERS |= {"table": "*i64", "ids": "*i64", "source": "*u32", "target": "*u32"}
+POINTERS |= {"table": "*i64", "ids": "*i64"}
 FLOATS = {name: "fp32" for name in ("slope", "limit", "offset", "scale")}
 # Sizes of real layers are multiples of 16, and so are addresses.
 DIVISIBLE = {"N", "K", "H", "width", "weight_row", "part_stride", "slots_in_all", "block_bytes"}
@@ -121,8 +121,12 @@ for tall, parts in ((tall, parts) for tall in TALL for parts in (1, 2) if tall.f
 POINTERS["x"] = "*i32"
 show(80, turn_kernel, UNFUSED, PAIRS=1024)
 POINTERS["x"] = "*bf16"
-for bits in (1, 2, 4, 8):
-    show(80, arrange_kernel, UNFUSED, BITS=bits, UNITS=4)
+for widths in ((1,), (8,), (4, 2), (2, 1, 1, 4)):
+    built = show(80, arrange_kernel, UNFUSED, WIDTHS=widths, UNITS=4)
+    # Units are arranged where they lie: all threads load before any of them stores.
+    order = re.findall(r"\\b(ld\\.global|bar\\.sync|st\\.global)", built.asm["ptx"])
+    before = re.fullmatch("(l+[lb]*bs+)+", "".join(name[0] for name in order))
+    assert before, order
 POINTERS["experts"] = "*i32"
 for own in (SYMMETRIC | {"GROUP": 64}, Q6_K, FP8):
     show(90, dequantize_kernel, UNFUSED, **own, COMPUTE=tl.bfloat16, MATRICES=2, PARTS=4)

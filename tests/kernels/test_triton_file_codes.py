@@ -98,12 +98,15 @@ def test_experts_of_two_formats(
 def test_planes_are_arranged_where_they_lie(
     first: str, second: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planes of the blob join planes of other widths."""
+    """Planes of the blob join planes of other widths. By the kernel and by torch."""
     layer = make_file_layer(FORMATS[first], FORMATS[second], hidden=64, width=32).experts
-    here = [plane.clone() for plane in layer.planes[1]]
-    kernels.arrange_for_cuda(here, layer.layouts)
     made = layer.for_device(CUDA)
-    assert all(map(torch.equal, here, made.planes[1]))
+    for arrange in (triton_experts.arrange_experts, kernels.arrange_for_cuda):
+        here = replace(layer, planes=tuple(tuple(x.clone() for x in own) for own in layer.planes))
+        assert arrange(here, [1]) is not False
+        half = layer.planes[0], made.planes[1], layer.planes[2]
+        for found, after in zip(here.planes, half, strict=True):
+            assert all(map(torch.equal, found, after))
     back = made.for_device(torch.device("cpu"))
     assert all(map(torch.equal, back.planes[1], layer.planes[1]))
     assert kernels.arrange_experts(layer) is layer

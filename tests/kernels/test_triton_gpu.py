@@ -12,12 +12,12 @@ from torch import Tensor
 
 import kernels.backends
 from kernels import ExpertWeights
-from kernels.planes import _arranged as arranged_plane
+from kernels.planes import PlaneFormat, PlaneLayout, arranged
 from kernels.reference import AnyExperts
 from kernels.triton import language
 from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
-from kernels.triton.planes import arrange
+from kernels.triton.planes import address_table, arrange
 from kernels.triton.router import decide, logits
 from kernels.triton.routing import route
 from kernels.triton.rows import RowNorm, add_norm
@@ -214,13 +214,19 @@ def test_codes_of_files(name: str, dtype: torch.dtype) -> None:
         assert torch.equal(part, few[:count])
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("format", [PlaneFormat(32), PlaneFormat(32, 8, "fp8")])
 @pytest.mark.parametrize("chunks", [20, 25])
-def test_planes_are_arranged(bits: int, chunks: int) -> None:
-    plane = torch.randint(0, 256, (64 * bits * 1000,), dtype=torch.uint8, device=DEVICE)
-    target = torch.empty_like(plane)
-    arrange(plane, target, bits, chunks)
-    assert torch.equal(target, arranged_plane(plane, bits, chunks, "cuda"))
+def test_planes_are_arranged(format: PlaneFormat, chunks: int) -> None:
+    """Where they lie: no thread writes what another has yet to read, however often."""
+    layout = PlaneLayout(16 * 200, 32 * chunks, *format)
+    sizes = [layout.plane_bytes(plane) for plane in range(len(format.plane_bits))]
+    for _ in range(20):
+        planes = [torch.randint(0, 256, (4, n), dtype=torch.uint8, device=DEVICE) for n in sizes]
+        expected = arranged(planes, [layout], "cuda")
+        each = [tuple(plane[index] for plane in planes) for index in range(4)]
+        table = address_table(each, [planes[0]] * 4, [layout], range(1), DEVICE)
+        arrange(table, layout)
+        assert all(map(torch.equal, planes, expected))
 
 
 @pytest.mark.parametrize("own", [{"top_p": 0.95, "temperature": 0.8}, {"top_k": 50, "min_p": 0.01}])

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
 
 import kernels
+from experts.weights import ExpertShape, from_expert_blobs
+from kernels import QuantizedExperts
 from kernels.planes import PLANE_BITS, PREFIX_BITS, PlaneLayout, arranged, dequantize, pack, unpack
 from kernels.triton import experts as triton_experts
 from kernels.triton import planes as triton_planes
 from kernels.triton.codes import WIDTH, in_order, load_words, symmetric_numbers, whole_numbers
 from kernels.triton.experts import experts_forward, linear_forward
 from kernels.triton.language import INTERPRETED
-from kernels.triton.planes import arrange, parts_of
+from kernels.triton.planes import address_table, arrange, parts_of
 from kernels.triton.tall import turned
 from kernels.triton.tiles import PLANES, PREFILL_PLANES, PlaneTile, TallTile
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import assert_close, make_case
 from tests.kernels.plane_cases import quantize_matrix
+from tests.launches import Launches
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
-CUDA = torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 VARIANTS = (
     *PLANES,
     *PREFILL_PLANES,
@@ -75,13 +82,69 @@ def test_the_kernel_arranges_as_torch_does(columns: int) -> None:
     layout = PlaneLayout(48, columns, 32)
     planes = pack(torch.randint(0, 256, (48, columns), dtype=torch.uint8), layout)
     made = arranged(planes, [layout], "cuda")
-    for plane, bits, expected in zip(planes, PLANE_BITS, made, strict=True):
-        target = torch.empty_like(plane)
-        arrange(plane, target, bits, columns // 32)
-        assert torch.equal(target, expected)
-    here = [plane.clone() for plane in planes]
-    kernels.arrange_for_cuda(here[:3], [layout])
-    assert all(map(torch.equal, here, (*made[:3], planes[3])))
+    for count in (2, 4):
+        here = tuple(plane.clone() for plane in planes)
+        table = address_table([here[:count]], [torch.empty(0)], [layout], range(1), CPU)
+        arrange(table, layout)
+        assert all(map(torch.equal, here, made[:count] + planes[count:]))
+
+
+@pytest.mark.parametrize("activation", ["clamped interleaved gate", "squared relu, no gate"])
+def test_a_layer_is_arranged_by_one_launch_a_projection(
+    activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it lies, in bytes of which no others change, whatever bits an expert has. Of slots
+    those that have come, and then the host sends nothing but the launches."""
+    case = make_case(1, 3, 2, 72, 20, activation=activation)
+    bits, interleaved = (2, 8, 2), "interleaved" in activation
+    layer = quantize_case(case, 32, bits, interleaved)[0]
+    shape = ExpertShape(72, 20, layer.parts, 32)
+    before, after = stored(layer), stored(layer.for_device(CUDA))
+    memory = torch.cat(before)
+    blobs = [
+        (tuple(plane[0] for plane in planes), scales[0])
+        for planes, scales in map(
+            shape.split, (one[None] for one in memory.split([len(one) for one in before])), bits
+        )
+    ]
+    here = from_expert_blobs(shape, blobs, interleaved, activation=layer.activation)
+    launches, run = Launches(), InterpretedFunction.run
+
+    def counted(*args: Any, **options: Any) -> object:
+        launches.names.append("kernel")
+        with _disable_current_modes():  # what the interpreter does is no launch
+            return run(*args, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counted)
+    with launches:
+        assert triton_experts.arrange_experts(here, None)
+    assert launches.names.count("kernel") == 2
+    assert torch.equal(memory, torch.cat(after))
+    memory.copy_(torch.cat(before))
+    launches.names.clear()
+    with launches:
+        assert triton_experts.arrange_experts(here, [2, 0])
+    assert launches.names == ["kernel"] * 4
+    assert torch.equal(memory, torch.cat([after[0], before[1], after[2]]))
+
+
+def stored(layer: QuantizedExperts) -> list[Tensor]:
+    """The bytes of each expert, in the order of a store's file."""
+    each = zip(layer.planes, layer.scales, strict=True)
+    return [torch.cat([scales.view(torch.uint8), *planes]) for planes, scales in each]
+
+
+def test_what_the_kernel_cannot_read_is_arranged_by_torch() -> None:
+    """Words of planes that do not begin at multiples of 16 bytes."""
+    layer = quantize_case(make_case(1, 2, 2, 64, 32), 32, (4, 4))[0]
+    planes = tuple(
+        tuple(torch.cat([torch.zeros(1, dtype=torch.uint8), plane])[1:] for plane in own)
+        for own in layer.planes
+    )
+    here = replace(layer, planes=planes)
+    assert not triton_experts.arrange_experts(here, None)
+    kernels.arrange_for_cuda(here)
+    assert all(map(torch.equal, stored(here), stored(layer.for_device(CUDA))))
 
 
 def test_a_reference_reads_what_is_arranged_for_cuda() -> None:

@@ -4,16 +4,19 @@ of a model that is resident there, whatever is where."""
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from triton.runtime.interpreter import InterpretedFunction
 
 from examples.models.tiny import tiny_model
 from experts.manifest import read_manifest
+from kernels import QuantizedExperts
+from kernels.triton import experts as triton_experts
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.errors import DoesNotFitError
@@ -79,6 +82,56 @@ def test_any_tiers_give_the_bits_of_a_resident_model(
     assert model.status()["offload"]["tiers"] == {"cpu": slots, "host": host_slots}
     assert tokens(model) == tokens(resident)
     assert torch.equal(model.logits(PROMPTS[0]), resident.logits(PROMPTS[0]))
+
+
+@pytest.mark.slow
+def test_slots_are_arranged_by_the_kernel_behind_their_copies(
+    store: Path, resident: MoE, load: Callable[..., MoE], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, but in the interpreter: the bits of a resident model that is not arranged."""
+    came: list[int] = []
+
+    def arrange(experts: QuantizedExperts, slots: Sequence[int]) -> None:
+        came.extend(slots)
+        assert triton_experts.arrange_experts(experts, slots)
+
+    arrangements = iter(("cuda", "cpu"))  # of the device, of main memory
+    monkeypatch.setattr("offload.arena.arrangement_for", lambda _: next(arrangements))
+    monkeypatch.setattr("offload.arena.arrange_for_cuda", arrange)
+    model = load(store, 24, 32)
+    assert torch.equal(model.logits([5, 9, 2]), resident.logits([5, 9, 2]))
+    assert len(set(came)) > 4
+
+
+@pytest.mark.slow
+def test_layers_in_memory_are_arranged_by_one_launch_a_projection(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While they are read from a store: the planes that torch arranges."""
+    settings: dict[str, Any] = SMALL | {"model": {"expert_bits": 2}}
+    plain = MoE.from_pretrained(store, settings)._loaded.experts.layers
+    launches, run = [], InterpretedFunction.run
+
+    def counted(kernel: Any, *args: Any, **options: Any) -> object:
+        launches.append(kernel)
+        return run(kernel, *args, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counted)
+    monkeypatch.setattr("moe.loading.store.READERS", 1)  # Triton's interpreter has one thread
+    monkeypatch.setattr("kernels.arrangement_for", lambda _: "cuda")
+    monkeypatch.setattr(
+        "kernels.arrange_for_cuda", lambda experts: triton_experts.arrange_experts(experts, None)
+    )
+    settings = settings | {"engine": SMALL["engine"] | {"fused": "off"}}
+    made = MoE.from_pretrained(store, settings)._loaded.experts.layers
+    assert len(launches) == 2 * len(plain)
+    for one, own in zip(plain, made, strict=True):
+        assert isinstance(one, QuantizedExperts)
+        assert isinstance(own, QuantizedExperts)
+        expected = one.for_device(torch.device("cuda"))
+        assert (own.first, own.second) == (expected.first, expected.second)
+        for planes, wanted in zip(own.planes, expected.planes, strict=True):
+            assert all(map(torch.equal, planes, wanted))
 
 
 def test_each_expert_is_on_the_device_in_host_memory_or_on_disk(
