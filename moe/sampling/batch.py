@@ -173,7 +173,8 @@ def _part_of(logits_BV: Tensor, rows: Sequence[Row]) -> _Part:
     likeliest = all(row.is_argmax for row in rows)
     if host.on_host(logits_BV):
         return _OnHost(_likeliest(logits_BV) if likeliest else _one_by_one(logits_BV, rows))
-    return _Peaks(logits_BV) if likeliest else _Batch(logits_BV, rows, _kernels_for(logits_BV))
+    kernels = _kernels_for(logits_BV)
+    return _Peaks(logits_BV, kernels) if likeliest else _Batch(logits_BV, rows, kernels)
 
 
 class _OnHost:
@@ -198,18 +199,24 @@ class _Peaks:
 
     Args:
         logits_BV: any float dtype.
+        kernels: `kernels.triton.draw`; None: torch looks for them.
     """
 
     redrawn: Collection[int] = ()
 
-    def __init__(self, logits_BV: Tensor) -> None:
-        values, self.ids_B = logits_BV.max(-1)
-        self._sent = _Sent(torch.stack((self.ids_B.double(), values.double())))
+    def __init__(self, logits_BV: Tensor, kernels: ModuleType | None) -> None:
+        if kernels is not None and logits_BV.dtype.itemsize <= 4:
+            found_2B = kernels.peaks_of(logits_BV)
+        else:
+            values, ids = logits_BV.max(-1)
+            found_2B = torch.stack((ids, values.double().view(torch.int64)))
+        self.ids_B = found_2B[0]
+        self._sent = _Sent(found_2B)
 
     def found(self) -> tuple[list[int], list[float]]:
         """As `peaks`."""
         ids, values = self._sent.read()
-        return ids.astype(np.int64).tolist(), values.tolist()
+        return ids.tolist(), values.view(np.float64).tolist()
 
     def read(self) -> list[Drawn]:
         return _at_peaks(*self.found())
@@ -512,9 +519,13 @@ def _draws_alike(kernels: ModuleType, device: torch.device) -> bool:
     ways = [{"top_p": 0.9}, {"top_k": 50}, {"top_p": 0.95, "min_p": 0.02}]
     rows = [Row(SamplingParams(**own), at / 8) for own in ways for at in range(1, 8)]  # type: ignore[arg-type]
     logits_BV = 6 * torch.randn(len(rows), 3000, generator=torch.Generator().manual_seed(0))
-    expected = _one_by_one(logits_BV, rows)
+    likeliest_BV = logits_BV.round().repeat(1, 5)  # many are the largest
+    likeliest_BV[1, 7000:7002] = torch.nan
+    likeliest_BV[2] = -torch.inf
+    expected = _one_by_one(logits_BV, rows), str(_likeliest(likeliest_BV))
     try:
-        if _Batch(logits_BV.to(device), rows, kernels).read() == expected:
+        drawn = _Batch(logits_BV.to(device), rows, kernels).read()
+        if (drawn, str(_Peaks(likeliest_BV.to(device), kernels).read())) == expected:
             return True
         why = "draw others"
     except RuntimeError as error:  # of Triton's compiler, too
@@ -552,7 +563,7 @@ def _of(values: Tensor, rows: Tensor | None) -> Tensor:
 def peaks(logits_TV: Tensor) -> tuple[list[int], list[float]]:
     """The id and the value of each row's largest logit; NaN counts as the largest."""
     if not host.on_host(logits_TV):
-        return _Peaks(logits_TV).found()
+        return _Peaks(logits_TV, _kernels_for(logits_TV)).found()
     rows = (logits_TV.float() if logits_TV.dtype == torch.bfloat16 else logits_TV).detach().numpy()
     best = rows.argmax(-1)
     return best.tolist(), rows[np.arange(len(rows)), best].tolist()

@@ -62,7 +62,8 @@ _PROGRAM = (
     _BUILD
     + """
 from kernels.scales import SCALES
-from kernels.triton.draw import CHUNK as DRAWN, MOST, OPTIONS, draw_kernel, keys_kernel
+from kernels.triton.draw import CHUNK as DRAWN, MOST, OPTIONS, PEAK_CHUNK, draw_kernel, keys_kernel
+from kernels.triton.draw import peaks_kernel
 from kernels.triton.experts import combine_kernel
 from kernels.triton.grouped import described_kernel, whole_kernel
 from kernels.triton.router import LOGITS_OPTIONS, LOGITS_TILE, PROMPT_OPTIONS, PROMPT_TILE
@@ -164,6 +165,8 @@ POINTERS |= dict.fromkeys(("temperature", "numbers", "sums", "totals"), "*fp64")
 POINTERS |= dict.fromkeys(("keys", "top_k", "ids"), "*i64")
 show(90, keys_kernel, OPTIONS, CHUNK=DRAWN)
 show(90, draw_kernel, OPTIONS, BOUNDED=False, WHOLE=False, WIDTH=MOST)
+POINTERS |= {"logits": "*bf16", "arrived": "*i32", "peaks": "*i64"}
+show(90, peaks_kernel, OPTIONS, CHUNK=PEAK_CHUNK, CHUNKS=64)
 """
 )
 
@@ -392,7 +395,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
 
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
-    assert len(lines) == 35 + sum(tile.fits(parts) for tile in PREFILL + TALL for parts in (1, 2))
+    assert len(lines) == 36 + sum(tile.fits(parts) for tile in PREFILL + TALL for parts in (1, 2))
     for name, *spilled, shared in lines:
         assert max(map(int, spilled)) <= _MAY_SPILL.get(name, 0), name
         most = _MOST_SHARED if name == "described_kernel" else _LEAST_SHARED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -82,6 +83,49 @@ def test_a_batch_is_drawn_in_few_launches(
     assert len(launches.names) <= 8, launches.names
 
 
+NUMBERS = st.sampled_from(
+    [float("-inf"), -7.5, -1.0, -0.0, 0.0, 0.5, 2.0, float("inf"), float("nan")]
+)
+
+
+@settings(max_examples=amount(60, in_ci=20))
+@given(
+    st.integers(1, 30).flatmap(
+        lambda size: st.lists(st.lists(NUMBERS, min_size=size, max_size=size), min_size=1)
+    ),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.booleans(),
+)
+def test_peaks_are_those_of_numpy(
+    values: list[list[float]], dtype: torch.dtype, apart: bool
+) -> None:
+    """Of any number of programs a row, one call after the other: each leaves its counters at 0."""
+    logits = torch.tensor(values, dtype=dtype)
+    logits = logits.repeat(1, 2)[:, : logits.shape[1]] if apart else logits
+    best = logits.float().numpy().argmax(-1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "PEAK_CHUNK", 4)
+        found = kernels.peaks_of(logits)
+    assert found[0].tolist() == best.tolist()
+    expected = logits.double().numpy()[range(len(best)), best]
+    np.testing.assert_array_equal(found[1].view(torch.float64).numpy(), expected)
+    assert not any(bool(counters.any()) for counters in kernels._counters.values())
+
+
+def test_greedy_tokens_are_one_launch_and_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "on_host", lambda _: False)
+    logits = torch.randn(3, 9000).bfloat16()
+    given = [Row(SamplingParams(temperature=0.0), 0.0)] * 3
+    expected = draw_batch([logits], given)
+    monkeypatch.setattr(batch, "_kernels_for", lambda _: kernels)
+    assert draw_batch([logits], given) == expected
+    launches = Launches()
+    with monkeypatch.context() as patch, launches:
+        patch.setattr(InterpretedFunction, "run", lambda *_, **__: launches.names.append("kernel"))
+        batch._Peaks(logits, kernels)
+    assert launches.names == ["kernel"]
+
+
 def test_kernels_are_tried_before_they_draw(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -98,4 +142,9 @@ def test_kernels_are_tried_before_they_draw(
     batch._draws_alike.cache_clear()
     assert not batch._draws_alike(kernels, device)
     assert "tokens are drawn by torch: on cpu, our kernels draw others" in caplog.text
+    monkeypatch.setattr(kernels, "draw", draw)
+    peaks_of = kernels.peaks_of
+    monkeypatch.setattr(kernels, "peaks_of", lambda logits: peaks_of(logits.flip(1)))
+    batch._draws_alike.cache_clear()
+    assert not batch._draws_alike(kernels, device)
     batch._draws_alike.cache_clear()
