@@ -10,8 +10,9 @@ Legend: B rows of a recording, H hidden, C columns of the block tables (blocks o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from operator import is_
 from typing import Any, NamedTuple, Protocol
 
@@ -97,15 +98,14 @@ class GraphInputs:
         self._rotary = list(dict.fromkeys(turns))
         reaches = sorted({a.view.span for a in attentions})
         sizes = [table.cos.shape[1] for table in self._rotary for _ in range(2)]
-        self._parts = _parts(count, len(reaches), sizes)
-        self._memory = torch.zeros(self._parts[-1].end, dtype=torch.uint8, device=device)
+        parts = _parts(count, len(reaches), sizes)
+        self._memory = torch.zeros(parts[-1].end, dtype=torch.uint8, device=device)
+        # A step is put together while the device may not have read the one before.
+        self._staged = cycle([_Staged(parts, device) for _ in range(2)])
         self.tables = torch.zeros(count, memory.count, dtype=torch.int32, device=device)
         self._numbers = list[np.ndarray]()  # the blocks of each row, as `tables` has them
         self._blocks = np.zeros((count, 0), np.int32)  # the same as one array
-        longs, ints, *angles = (
-            self._memory[part.begin : part.end].view(getattr(torch, part.kind)).view(part.shape)
-            for part in self._parts
-        )
+        longs, ints, *angles = _views(self._memory, parts)
         self.tokens, self.slots = longs
         self.spans, self.firsts = ints[:4].view(count, 4), dict(zip(reaches, ints[4:], strict=True))
         pairs = iter(angles)
@@ -129,28 +129,26 @@ class GraphInputs:
             tokens += item.token_ids
             sizes.append(new)
             numbers += [cache.block_numbers] * new
-        rows = np.arange(len(tokens))
+        own, rows = slice(len(tokens)), np.arange(len(tokens))
         positions = rows + np.repeat(np.array(begins, np.int64), sizes)
         self._send_tables(numbers)
-        sent = np.zeros(self._parts[-1].end, np.uint8)
-        longs, ints, *angles = (
-            sent[part.begin : part.end].view(part.kind).reshape(part.shape) for part in self._parts
-        )
-        own = slice(len(tokens))
-        longs[0, own], longs[1] = tokens, -1
+        staged = next(self._staged)
+        staged.wait()
+        longs, ints = staged.longs, staged.ints
+        longs[0], longs[1], ints[:] = 0, -1, 0
+        longs[0, own] = tokens
         longs[1, own] = self._blocks[rows, positions // BLOCK] * BLOCK + positions % BLOCK
         spans = ints[:4].reshape(count, 4)
         spans[:, 1] = spans[:, 0] = np.arange(count)
         spans[own, 2], spans[own, 3] = 1, positions
         for row, reach in zip(ints[4:], self.firsts, strict=True):
             row[own] = first_keys(reach, positions)
-        parts = iter(angles)
+        parts, at, most = iter(staged.angles), torch.from_numpy(positions), positions.max(initial=0)
         for table in self._rotary:
-            table.reserve(int(positions.max(initial=0)) + 1)
-            for values in (table.cos, table.sin):
-                out = torch.from_numpy(next(parts)[own])
-                torch.index_select(values, 0, torch.from_numpy(positions), out=out)
-        _send(self._memory, sent)
+            table.reserve(int(most) + 1)
+            for values in (table.cos, table.sin):  # padding may turn by any angles
+                torch.index_select(values, 0, at, out=next(parts)[own])
+        staged.send(self._memory)
         put_ahead(work, self.tokens)
 
     def _send_tables(self, numbers: Sequence[np.ndarray]) -> None:
@@ -183,6 +181,39 @@ def _parts(count: int, reaches: int, angles: Sequence[int]) -> list[_Part]:
         end = begin + np.dtype(kind).itemsize * math.prod(shape)
         parts.append(_Part(begin, end, kind, shape))
     return parts
+
+
+def _views(memory: Tensor, parts: Sequence[_Part]) -> Iterator[Tensor]:
+    for part in parts:
+        own = memory[part.begin : part.end]
+        yield own.view(getattr(torch, part.kind)).view(part.shape)
+
+
+class _Staged:
+    """Main memory in which a step's inputs are put together, and from which a device copies them.
+
+    Attributes:
+        longs, ints, angles: what is in it, as `_parts` says.
+    """
+
+    def __init__(self, parts: Sequence[_Part], device: torch.device) -> None:
+        # An event that was never recorded has happened.
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
+        pinned = self._copied is not None
+        self._memory = torch.zeros(parts[-1].end, dtype=torch.uint8, pin_memory=pinned)
+        longs, ints, *self.angles = _views(self._memory, parts)
+        self.longs, self.ints = longs.numpy(), ints.numpy()
+
+    def wait(self) -> None:
+        """Until the device has what was sent last."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def send(self, to: Tensor) -> None:
+        """Copy all of it, without waiting for the device."""
+        to.copy_(self._memory, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 def _send(to: Tensor, values: np.ndarray) -> None:
