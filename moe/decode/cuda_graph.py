@@ -179,6 +179,8 @@ class GraphStep:
             logits, routing = recording.play(count, routed)
         finally:
             idle.append(recording)
+        if not all(item.lent for item in work):
+            logits = logits.clone()
         return finish_step(work, logits), routing
 
     def _record(self, rows: int, inside: RoutedExperts | None) -> Recording:
@@ -250,7 +252,7 @@ class Recording:
 
     def play(self, count: int, routed: RoutedExperts | None) -> tuple[Tensor, Routing | None]:
         """Logits ``(count, V)``, and the ``(layers, count, K)`` routing of the layers whose experts
-        ran inside, which holds until the next play; None: none did."""
+        ran inside; None: none did. Both hold until the next play."""
         for replay, end, beside in self._segments:
             replay()
             if end.halt is not None:
@@ -265,7 +267,7 @@ class Recording:
                     if join is not None:
                         join()
                 end.answer[:count] = rows
-        logits = end.answer[:count].clone()
+        logits = end.answer[:count]
         if end.routings is None:
             return logits, None
         rows = self.inputs.tokens.shape[0]

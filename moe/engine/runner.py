@@ -82,8 +82,15 @@ class ModelRunner:
         if speculator is not None:
             proposed = speculator.propose(decode, step.spare_tokens)
         drafts = proposed or [PLAIN] * len(decode)
+        goes_on = self._speculator is None and step.prefill is None and self.backbone.decodes_ahead
+        lent = goes_on and not step.overlap and _read_at_once(decode)
         tokens = [
-            Work([*self._next(s, count), *draft.tokens], s.cache, all_logits=bool(draft.tokens))
+            Work(
+                [*self._next(s, count), *draft.tokens],
+                s.cache,
+                all_logits=bool(draft.tokens),
+                lent=lent,
+            )
             for s, count, draft in zip(decode, unread, drafts, strict=True)
             if s.cache is not None
         ]
@@ -103,7 +110,6 @@ class ModelRunner:
         if last is not None:
             ends += last.finish(self.experts.run)
             self._prefill_pass = None
-        goes_on = self._speculator is None and step.prefill is None and self.backbone.decodes_ahead
         return DrawingStep(ends, speculator, alone=step.prefill is None, goes_on=goes_on)
 
     @torch.inference_mode()
@@ -116,7 +122,8 @@ class ModelRunner:
             tokens: of a step in flight.
         """
         caches = {s: (s.cache, s.cache.length) for s in step.decode if s.cache is not None}
-        work = [Work([0], cache, ahead=tokens[s]) for s, (cache, _) in caches.items()]
+        lent = self.backbone.decodes_ahead and _read_at_once(step.decode)
+        work = [Work([0], cache, ahead=tokens[s], lent=lent) for s, (cache, _) in caches.items()]
         logits = self._forward(work, None, overlap=False)
         ends = [End(s, rows, lost=lost) for s, (rows, lost) in zip(caches, logits, strict=True)]
         return DrawingStep(ends, goes_on=self.backbone.decodes_ahead, behind=caches)
@@ -327,6 +334,12 @@ def _limit_waiting(sequences: Sequence[RunningSequence]) -> None:
     until = time.monotonic() + MASKS_S
     for sequence in sequences:
         sequence.sampler.wait_until(until)
+
+
+def _read_at_once(sequences: Sequence[RunningSequence]) -> bool:
+    """Whether drawing the next tokens reads logits once, while it begins. Others may be looked at
+    again, behind the next step, and are kept where masks are late."""
+    return all(sequence.sampler.is_argmax for sequence in sequences)
 
 
 def _held(sequence: RunningSequence) -> Tensor:

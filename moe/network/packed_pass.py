@@ -34,6 +34,7 @@ class Work:
             (`moe.network.prompt_rows`); None: nothing else.
         ahead: ``(1,)`` int64 on the model's device: the last token, where the host does not know it
             yet; `token_ids` has any number in its place.
+        lent: its logits are read before the next pass, which may overwrite them.
     """
 
     token_ids: Sequence[int]
@@ -42,6 +43,7 @@ class Work:
     snapshots: Sequence[int] = ()
     rows: Mapping[str, Any] | None = None
     ahead: Tensor | None = None
+    lent: bool = False
 
     @property
     def alone(self) -> bool:

@@ -10,9 +10,12 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+from triton.runtime.interpreter import InterpretedFunction
 
 from examples.models import tiny as architectures
 from kernels import PlaneMatrix, QuantizedExperts
+from kernels.triton import draw
 from kernels.triton import experts as triton_experts
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams, loader
@@ -37,6 +40,7 @@ from moe.sampling import batch, host
 from moe.speculate.draft import NEVER, Draft, Mode, Stop
 from moe.speculate.elastic import ElasticDrafts
 from routing import parse_policies
+from tests.launches import Launches
 from tests.moe.decode.tape import Tape
 from tests.moe.loading.test_quantized import quantised
 from tests.readbacks import readbacks
@@ -127,10 +131,12 @@ def test_tokens_and_statistics_are_those_of_transformers(on_tape: None, checkpoi
             (only,) = read_back_in_a_step(model)
             assert only.startswith("numpy at moe/sampling/batch.py:")
             check_steps_ahead(model)
+            times = len(asked)
+            check_launches(model)
     assert found[0] == found[1]
     # Two prompts are read together, the third while others decode; else nobody is asked.
     steps = found[0][1][0]["steps"]
-    assert 2 <= len(asked) < steps
+    assert 2 <= times < steps
 
 
 def read_back_in_a_step(model: MoE) -> list[str]:
@@ -178,6 +184,50 @@ def check_steps_ahead(model: MoE) -> None:
         assert order == (["read", "play", *["play", "read"] * 4, "read"] if ahead else apart)
     whole, cut = found
     assert cut == [whole[0], whole[1][: whole[1].index(stop) + 1]]
+
+
+def check_launches(model: MoE) -> None:
+    """What a greedy step asks of a device: its inputs in one copy, the tokens of the step before,
+    the replay, routings for statistics, the largest logits, and these to the host. The tokens are
+    those of steps one after the other."""
+    params = replace(PARAMS, max_new_tokens=6)
+    plain = [completion.token_ids for completion in model.generate(PROMPTS[:2], params)]
+    launches, play, sent = Launches(), cuda_graph.Recording.play, batch._Sent.__init__
+
+    def played(*given: Any) -> Any:
+        launches.names.append("replay")
+        with _disable_current_modes():
+            return play(*given)
+
+    def to_host(*given: Any) -> None:
+        launches.names.append("to_host")
+        sent(*given)
+
+    def launch(*given: Any, **how: Any) -> Any:
+        launches.names.append("kernel")
+        with _disable_current_modes():
+            return run(*given, **how)
+
+    engine, run = model.loop(), InterpretedFunction.run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host, "on_host", lambda _: False)
+        patch.setattr(batch, "_kernels_for", lambda _: draw)
+        patch.setattr(cuda_graph.Recording, "play", played)
+        patch.setattr(batch._Sent, "__init__", to_host)
+        groups = [model.request(prompt, params) for prompt in PROMPTS[:2]]
+        for group in groups:
+            engine.submit(group)
+        while not all(len(group.sequences[0].token_ids) > 2 for group in groups):
+            engine.step()
+        patch.setattr(InterpretedFunction, "run", launch)
+        launches.names.clear()
+        with launches:
+            engine.step()
+        found = [name for name in launches.names if name != "index_select"]  # in main memory
+        while not engine.idle:
+            engine.step()
+    assert found == ["copy_", "cat", "replay", "clone", "kernel", "to_host"]
+    assert [group.sequences[0].token_ids for group in groups] == plain
 
 
 def noted(order: list[str], name: str, true: Any) -> Any:
