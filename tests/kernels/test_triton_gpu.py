@@ -14,7 +14,7 @@ import kernels.backends
 from kernels import ExpertWeights
 from kernels.planes import PlaneFormat, PlaneLayout, arranged
 from kernels.reference import AnyExperts
-from kernels.triton import language
+from kernels.triton import draw, language
 from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.planes import address_table, arrange
@@ -239,6 +239,18 @@ def test_tokens_are_drawn_as_torch_draws(
     monkeypatch.setattr(batch, "_kernels_for", lambda _: None)
     found.append([str(drawn) for drawn in draw_batch([logits], given)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_peaks_are_those_of_numpy(dtype: torch.dtype) -> None:
+    """Of many programs a row, one launch behind the other."""
+    for company in [1, 64, 5] * 20:
+        given = (torch.randn(company, 151_936, device=DEVICE) * 3).round().to(dtype)
+        ids, values = draw.peaks_of(given).cpu().numpy()
+        expected = given.float().cpu().numpy()
+        best = expected.argmax(-1)
+        assert ids.tolist() == best.tolist()
+        assert values.view(np.float64).tolist() == expected[range(company), best].tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
