@@ -337,9 +337,12 @@ def _limit_waiting(sequences: Sequence[RunningSequence]) -> None:
 
 
 def _read_at_once(sequences: Sequence[RunningSequence]) -> bool:
-    """Whether drawing the next tokens reads logits once, while it begins. Others may be looked at
-    again, behind the next step, and are kept where masks are late."""
-    return all(sequence.sampler.is_argmax for sequence in sequences)
+    """Whether one pass gives the logits of all, and drawing the next tokens reads them once, while
+    it begins. Others may be looked at again, behind the next step, and are kept where masks are
+    late."""
+    return all(
+        s.sampler.is_argmax and s.cache is not None and s.cache.offset == 0 for s in sequences
+    )
 
 
 def _held(sequence: RunningSequence) -> Tensor:
