@@ -55,8 +55,6 @@ from kernels.triton.tiles import (
 )
 
 _COLUMNS = 256  # of a program of `combine_kernel`
-
-
 _MANY_ROWS = 32  # of an expert, from which on taller tiles pay
 _PANEL_ROWS = 128
 """Of a matrix that `project_tall` cannot read, from which on its planes are dequantised first."""
@@ -221,7 +219,9 @@ class _Projection:
             # nothing to do.
             ids_S = torch.arange(slots, device=x_XK.device) % call.distinct
             full = _Call(call.hidden_TH, ids_S.view(call.ids_TK.shape), call.experts)
-            projection, x = replace(self, call=full), torch.randn_like(x_XK)
+            projection = replace(self, call=full)
+            generator = torch.Generator(x_XK.device).manual_seed(0)
+            x = torch.empty_like(x_XK).normal_(generator=generator)
 
             def of(tile: _AnyTile) -> Callable[[], Tensor]:
                 full.blocks(tile.rows)
