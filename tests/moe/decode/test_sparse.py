@@ -339,10 +339,16 @@ TIED_POOLS = Case(
     new=(3,),
 )  # fmt: skip
 """The last token's heads cancel but for 5 times a key's third number, and several pools have 10."""
+FEW_TIED, MANY_TIED = (
+    replace(TIED_POOLS, sizes=replace(TIED_POOLS.sizes, pool=1, top_k=top_k)) for top_k in (4, 70)
+)
+"""Exact scores, chosen by either of topk's algorithms."""
 
 
 @given(case=CASES)
 @example(case=TIED_POOLS)
+@example(case=FEW_TIED)
+@example(case=MANY_TIED)
 def test_equals_the_float64_reference(case: Case) -> None:
     own = case.sizes
     for index, made in enumerate(ran(case)):
