@@ -89,7 +89,7 @@ def test_all_tiles_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_tiles, "DECODE", gpu_tiles.DECODE[1:2])
     monkeypatch.setattr(gpu_tiles, "PREFILL", gpu_tiles.PREFILL[3:])  # one fits gate and up
     monkeypatch.setattr(gpu_tiles, "PLANES", gpu_tiles.PLANES[1:3])
-    monkeypatch.setattr(gpu_tiles, "TALL", gpu_tiles.TALL[1:2])
+    monkeypatch.setattr(gpu_tiles, "TALL", gpu_tiles.TALL[2:3])
     monkeypatch.setattr(gpu_tiles, "TOKENS", {"bf16": (2,), "planes": (2,)})
     size, device = Size(hidden=64, experts=4, width=64, top_k=1, layers=1), torch.device("cpu")
     made = list(gpu_tiles.variants(size, device, layers=1, prompts=[16]))
