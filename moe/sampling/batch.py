@@ -125,33 +125,29 @@ class Draws:
     """
 
     def __init__(self, logits: Sequence[Tensor], rows: Sequence[Row]) -> None:
-        self._parts: list[_Part] = []
+        self._parts: list[tuple[int, _Part]] = []  # each with its first row
         if not rows:
             return
         logits_RV = joined(logits).detach()
         for part in parts_of(len(rows), logits_RV[0]):
             logits_BV, given = logits_RV[part.start : part.stop], rows[part.start : part.stop]
-            self._parts.append(_part_of(logits_BV, given))
+            self._parts.append((part.start, _part_of(logits_BV, given)))
 
     @property
     def ids_B(self) -> Tensor:
         """``(B,)`` int64 where the logits are: the tokens, but for `redrawn` rows and those without
         a token."""
-        parts = [part.ids_B for part in self._parts]
+        parts = [part.ids_B for _, part in self._parts]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read(self) -> list[Drawn]:
         """The outcome of each row; waits for the device."""
-        return [drawn for part in self._parts for drawn in part.read()]
+        return [drawn for _, part in self._parts for drawn in part.read()]
 
     @property
     def redrawn(self) -> set[int]:
         """Rows that `read` had to draw again, as top-p keeps more tokens than were looked at."""
-        found, begin = set[int](), 0
-        for part in self._parts:
-            found |= {begin + row for row in part.redrawn}
-            begin += len(part.ids_B)
-        return found
+        return {begin + row for begin, part in self._parts for row in part.redrawn}
 
 
 def draw_batch(logits: Sequence[Tensor], rows: Sequence[Row]) -> list[Drawn]:
