@@ -33,6 +33,7 @@ from kernels.triton.tiles import Tile
 
 _NO_EPILOGUE = Epilogue()
 _DESCRIBED_ROWS = 64
+"""Slots of a tile from which on weights come by descriptors: those of prompts."""
 
 
 @triton.jit
