@@ -50,7 +50,7 @@ STEPS: dict[int, dict[str, float]] = {
         "machine": 30, "kernel_tests": 120, "decode_tests": 60, "offload_tests": 45,
         "ranks": 45, "experts": 60, "tiles": 90,
     },
-    2: {"model_4": 100, "model_16": 90, "transformers": 40, "model_8": 80},
+    2: {"model_4": 100, "model_16": 90, "ahead": 50, "transformers": 40, "model_8": 80},
     3: {"offload": 150, "drafts": 90, "sampler": 60, "long_context": 60},
 }  # fmt: skip
 """Of each part, the steps in their order, and the seconds that each may take."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -475,6 +476,24 @@ def sampler(scale: Scale) -> dict[str, Any]:
     return found
 
 
+def ahead(scale: Scale) -> dict[str, Any]:
+    """Milliseconds a decode step: each launched before the tokens of the one before are read, and
+    in order."""
+    ways: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "top-k": {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "seed": 1},
+    }
+    model = MoE.from_pretrained(scale.store(16), scale.settings())
+    found: dict[str, Any] = {"decodes_ahead": model.backbone.decodes_ahead}
+    for order in ("ahead", "in order"):
+        if order == "in order":
+            model.backbone.decode_by(model.backbone.decode_forward)
+        for batch, (name, how) in product(scale.batches, ways.items()):
+            each = 1e3 * _step_seconds(scale, _decoding(model, batch, scale.steps, **how))
+            found.setdefault(f"batch {batch}, {name}", {})[order] = each
+    return found
+
+
 def long_context(scale: Scale) -> dict[str, Any]:
     """A prompt as long as the context, and steps behind it."""
     model = MoE.from_pretrained(scale.store(4), scale.settings())
@@ -502,5 +521,6 @@ _STEPS: dict[str, Callable[[Scale], dict[str, Any]]] = {
     "offload": offload,
     "drafts": drafts,
     "sampler": sampler,
+    "ahead": ahead,
     "long_context": long_context,
 }

@@ -153,7 +153,7 @@ def variants(
             for own in PLANES:
                 yield from _projections(name, size, quantized, tokens, own, _planes, device)
         for tokens, tall_tile in product(prompts, TALL):
-            yield from _projections(name, size, quantized, tokens, tall_tile, _tall, device)
+            yield from _projections(name, size, quantized, tokens, tall_tile, _planes, device)
         del quantized
     for tokens in prompts:
         yield from _attention(device, tokens)
@@ -196,38 +196,18 @@ def _whole(
 
 
 def _planes(
-    size: Size, tile: PlaneTile, index: int, layer: QuantizedExperts, call: Call
+    size: Size, tile: PlaneTile | TallTile, index: int, layer: QuantizedExperts, call: Call
 ) -> Callable[[], object]:
     blocks = route(call.ids, size.experts, tile.rows, size.experts)
     plan = experts._plan(layer, call.hidden.device)
-    table = plan.tables_EP5[index]
+    x, how = call.hidden, dict[str, Any](share=size.top_k, epilogue=plan.epilogue)
     if index:
-        x = _inner(size, call)
-        return lambda: planes.project_planes(
-            x, table, layer.second, None, blocks, tile, planes=plan.planes
-        )
-    return lambda: planes.project_planes(
-        call.hidden, table, layer.first, None, blocks, tile,
-        planes=plan.planes, share=size.top_k, epilogue=plan.epilogue,
-    )  # fmt: skip
-
-
-def _tall(
-    size: Size, tile: TallTile, index: int, layer: QuantizedExperts, call: Call
-) -> Callable[[], object]:
-    blocks = route(call.ids, size.experts, tile.rows, size.experts)
-    plan = experts._plan(layer, call.hidden.device)
-    table = plan.tables_EP5[index]
-    if index:
-        x = _inner(size, call)
-        return lambda: tall.project_tall(
-            x, table, layer.second, None, blocks, tile, planes=plan.planes
-        )
-    x = tall.turned(call.hidden)
-    return lambda: tall.project_tall(
-        x, table, layer.first, None, blocks, tile,
-        planes=plan.planes, share=size.top_k, epilogue=plan.epilogue, turn=True,
-    )  # fmt: skip
+        x, how = _inner(size, call), {}
+    project: Callable[..., object] = planes.project_planes
+    if isinstance(tile, TallTile):
+        x, project = tall.turned(x), partial(tall.project_tall, turn=index == 0)
+    given = x, plan.tables_EP5[index], (layer.first, layer.second)[index], None, blocks, tile
+    return partial(project, *given, planes=plan.planes, **how)
 
 
 def _inner(size: Size, call: Call) -> Tensor:

@@ -23,6 +23,8 @@ from kernels.cpu.activation import recognise
 from kernels.planes import PlaneLayout, PlaneMatrix, QuantizedExperts
 from kernels.reference import AnyExperts, ExpertWeights, check_rows, check_shapes
 from kernels.scales import BLOCK_ROWS
+from kernels.triton.arrange import arrange
+from kernels.triton.dequantize import dequantized
 from kernels.triton.grouped import project_whole
 from kernels.triton.language import (
     DTYPES,
@@ -35,8 +37,6 @@ from kernels.triton.planes import (
     Addresses,
     address_table,
     addresses_of,
-    arrange,
-    dequantized,
     project_planes,
     readable,
 )

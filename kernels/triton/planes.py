@@ -9,8 +9,8 @@ A program has 16 outputs of a matrix, or 32, and each of its warps a part of K, 
 fill a GPU. The matrix alone decides the parts, and matrix instructions add 16 columns one after the
 other whatever the number of rows: a row's bits depend on its own input only.
 
-Many rows of experts are for kernels/triton/tall.py. Where that cannot read the codes, and in linear
-layers, they read `dequantized` weights, rounded to the activations' dtype once.
+Many rows of experts are for kernels/triton/tall.py. Very many, and those whose codes that cannot
+read, meet panels of weights (kernels/triton/dequantize.py).
 
 Weights are the first operand of the matrix instructions, and codes reach it from registers.
 """
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.planes import CHUNK_COLUMNS, PlaneLayout
-from kernels.scales import BLOCK_ROWS, SCALES
+from kernels.scales import SCALES
 from kernels.scales import block_bytes as scale_bytes
 from kernels.triton.codes import (
     FP8,
@@ -36,7 +36,6 @@ from kernels.triton.codes import (
     file_numbers,
     float_numbers,
     group_scale,
-    in_order,
     less_middle,
     load_rows,
     load_words,
@@ -55,10 +54,8 @@ from kernels.triton.tiles import PlaneTile
 
 _ALIGNMENT = 16  # bytes
 _MOST_PLANES = 4
-_DEQUANTIZING_WARPS = 4
 Addresses = tuple[int, ...]
 """See `addresses_of`."""
-_ARRANGED_UNITS = 4  # of a program of `arrange_kernel`
 
 
 @triton.jit
@@ -481,21 +478,25 @@ def planes_kernel(
             BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     units = block * 16 + tl.arange(0, 16)
-    store(sums, more, bias, output, expert, part, slots, used, units, width, N,
-          unit_stride, part_stride, slope, limit, offset, CURVE, GATED, HAS_BIAS)  # fmt: skip
+    store(
+        sums, more, bias, output, expert, part, slots, used, units, width, N,
+        unit_stride, part_stride, slope, limit, offset, CURVE, GATED, HAS_BIAS, False,
+    )  # fmt: skip
     if TWO and not GATED:
-        units = (block + 1) * 16 + tl.arange(0, 16)
-        store(more, more, bias, output, expert, part, slots, used, units, width, N,
-              unit_stride, part_stride, slope, limit, offset, CURVE, GATED, HAS_BIAS)  # fmt: skip
+        store(
+            more, more, bias, output, expert, part, slots, used, units + 16, width, N,
+            unit_stride, part_stride, slope, limit, offset, CURVE, GATED, HAS_BIAS, False,
+        )  # fmt: skip
 
 
 @triton.jit
 def store(
     sums, more, bias, output, expert, part, slots, used, units, width, N,
     unit_stride, part_stride, slope, limit, offset,
-    CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    CURVE: tl.constexpr, GATED: tl.constexpr, HAS_BIAS: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Write (16, ROWS) sums with bias and activation."""
+    """Write (units, ROWS) sums with bias and activation; TURNED: as kernels/triton/tall.py reads
+    them."""
     inside = units < N
     columns = units * unit_stride + part * part_stride
     if HAS_BIAS:
@@ -506,6 +507,11 @@ def store(
     row = slots.to(tl.int64)
     if CURVE >= 0:
         sums = activate(sums, more, slope, limit, offset, CURVE, GATED)
+        if TURNED:
+            ROWS: tl.constexpr = sums.shape[1]
+            UNITS: tl.constexpr = sums.shape[0]
+            sums = tl.reshape(sums, (UNITS // 32, 4, 4, 2, ROWS))
+            sums = tl.reshape(tl.permute(sums, (0, 2, 1, 3, 4)), (UNITS, ROWS))
         to = output + row[None, :] * N + units[:, None]
     else:
         to = output + row[None, :] * width + columns[:, None]
@@ -516,7 +522,7 @@ def parts_of(layout: PlaneLayout, expert: bool) -> int:
     """Parts of K that are summed apart, each by a warp: what the matrix alone decides, so that a
     row's bits do not depend on the number of rows. Experts are many; a matrix of its own needs more
     programs' warps to fill a GPU."""
-    return 4 if expert or _chunks(layout) < 64 else 8
+    return 4 if expert or chunks_of(layout) < 64 else 8
 
 
 def large_instructions(device: torch.device) -> bool:
@@ -525,17 +531,17 @@ def large_instructions(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def _chunks(layout: PlaneLayout) -> int:
+def chunks_of(layout: PlaneLayout) -> int:
     return layout.padded_columns // CHUNK_COLUMNS
 
 
-def _constants(layout: PlaneLayout) -> dict[str, int]:
+def constants_of(layout: PlaneLayout) -> dict[str, int]:
     """What every launch is compiled for."""
     kind = SCALES.index(layout.scales)
     return {"BITS": layout.bits, "KIND": kind, "GROUP": layout.group_size}
 
 
-def _block_bytes(layout: PlaneLayout) -> int:
+def bytes_of_block(layout: PlaneLayout) -> int:
     return scale_bytes(layout.scales, layout.columns, layout.group_size)
 
 
@@ -587,223 +593,15 @@ def project_planes(
     constants["FETCH"] &= large_instructions(x_XK.device)
     planes_kernel[count, rows, 1 if gated else parts](
         x_XK, table, *begins, bias_EW, output_SN, *where,
-        share, slots, parts, width, layout.rows, layout.columns, _chunks(layout),
-        _block_bytes(layout), *epilogue.strides(layout.rows), *epilogue.numbers,
+        share, slots, parts, width, layout.rows, layout.columns, chunks_of(layout),
+        bytes_of_block(layout), *epilogue.strides(layout.rows), *epilogue.numbers,
         PLANES=min(planes, len(layout.format.plane_bits)), COMPUTE=compute_type(x_XK.dtype),
         CURVE=epilogue.curve, GATED=gated, HAS_BIAS=bias_EW is not None, DENSE=blocks is None,
         TWO=two, EVEN=layout.columns % step == 0,
-        TAIL=_chunks(layout) % 2 == 1,
-        **_constants(layout), **constants, **tile.options(own), **overlap_options(),
+        TAIL=chunks_of(layout) % 2 == 1,
+        **constants_of(layout), **constants, **tile.options(own), **overlap_options(),
     )  # fmt: skip
     return output_SN
-
-
-@triton.jit
-def dequantize_unit(
-    bases, to, unit, wanted, inside, K,
-    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
-    GROUP: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
-    """Write a unit of each warp.
-
-    Args:
-        to: (8, 1, 2, 1) pointers of rows q and 8 + q.
-        inside: (8, 1, 2, 1) of these.
-    """
-    PARTS: tl.constexpr = unit.shape[0]
-    own = load_unit(bases, unit, wanted, BITS, KIND, PLANES, GROUP, TAIL, True, 0)
-    for T in tl.static_range(1 if TAIL else 2):
-        numbers = numbers_of(own, T, 0, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
-        if (KIND == 0 and PLANES == 4) or (KIND > 0 and KIND < FP8 and BITS > 4 and PLANES == 2):
-            numbers += numbers_of(own, T, 1, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
-        numbers = in_order(numbers)
-        numbers = less_middle(numbers, 1.0, BITS, KIND, PLANES, COMPUTE)
-        weights = numbers * own[4 + 4 * T][:, :, None] + own[5 + 4 * T][:, :, None]
-        if GROUP == 16:
-            late = numbers * own[6 + 4 * T][:, :, None] + own[7 + 4 * T][:, :, None]
-            weights = tl.where((tl.arange(0, 32) < 16)[None, None, :], weights, late)
-        # Each thread has 8 neighbouring columns of two rows.
-        weights = tl.permute(tl.reshape(weights, (PARTS, 2, 8, 32)), (2, 0, 1, 3))
-        column = (unit * 64 + T * 32)[None, :, None, None] + tl.arange(0, 32)[None, None, None, :]
-        mask = inside & wanted[None, :, None, None] & (column < K)
-        tl.store(to + column, weights.to(to.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def dequantize_block(
-    begins, block, to, inside, chunks, block_bytes, K,
-    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
-    GROUP: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    bases = plane_bases(begins, block, chunks, block_bytes, BITS, KIND)
-    part, units = tl.arange(0, PARTS), chunks // 2
-    for step in range(0, tl.cdiv(units, PARTS)):
-        unit = step * PARTS + part
-        dequantize_unit(
-            bases, to, unit, unit < units, inside, K, BITS, KIND, PLANES, COMPUTE, GROUP, False
-        )
-    if chunks % 2 != 0:
-        dequantize_unit(
-            bases, to, units + part, part == 0, inside, K, BITS, KIND, PLANES, COMPUTE, GROUP, True
-        )
-
-
-@triton.jit
-def dequantize_kernel(
-    table, experts, output, first_row, width, unit_stride, part_stride, K, chunks, last_row,
-    block_bytes, BITS: tl.constexpr, KIND: tl.constexpr, COMPUTE: tl.constexpr,
-    GROUP: tl.constexpr, MATRICES: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """A program has a block of 16 rows of one of an expert's MATRICES."""
-    own, matrix = tl.program_id(1) // MATRICES, tl.program_id(1) % MATRICES
-    expert = tl.load(experts + own)
-    if expert < 0:
-        return
-    begins = addresses(table + (expert * MATRICES + matrix) * 5)
-    block = first_row // 16 + tl.program_id(0)
-    rows = block * 16 + tl.arange(0, 8)[:, None] + tl.arange(0, 2)[None, :] * 8
-    row = own.to(tl.int64) * width + (rows - first_row) * unit_stride + matrix * part_stride
-    to = (output + row * K)[:, None, :, None]
-    inside = (rows < last_row)[:, None, :, None]
-    if KIND > 0:
-        if begins[1] != 0:
-            dequantize_block(
-                begins, block, to, inside, chunks, block_bytes, K,
-                BITS, KIND, 2, COMPUTE, GROUP, PARTS,
-            )  # fmt: skip
-        else:
-            dequantize_block(
-                begins, block, to, inside, chunks, block_bytes, K,
-                BITS, KIND, 1, COMPUTE, GROUP, PARTS,
-            )  # fmt: skip
-    elif begins[3] != 0:
-        dequantize_block(
-            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 4, COMPUTE, GROUP, PARTS
-        )
-    elif begins[2] != 0:
-        dequantize_block(
-            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 3, COMPUTE, GROUP, PARTS
-        )
-    elif begins[1] != 0:
-        dequantize_block(
-            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 2, COMPUTE, GROUP, PARTS
-        )
-    else:
-        dequantize_block(
-            begins, block, to, inside, chunks, block_bytes, K, BITS, KIND, 1, COMPUTE, GROUP, PARTS
-        )
-
-
-def dequantized(
-    table_EP5: Tensor,
-    layout: PlaneLayout,
-    dtype: torch.dtype,
-    expert_P: Tensor,
-    *,
-    rows: range | None = None,
-    epilogue: Epilogue | None = None,
-) -> Tensor:
-    """(P, parts * rows, K) weights in `dtype`, in the order of the projection.
-
-    Args:
-        expert_P: int32; the place of a negative one holds junk.
-        rows: of a matrix of one part, from a multiple of 16 on; None for all.
-        epilogue: says how parts lie in the projection.
-    """
-    epilogue = Epilogue() if epilogue is None else epilogue
-    rows = range(layout.rows) if rows is None else rows
-    width = epilogue.parts * len(rows)
-    output = torch.empty(len(expert_P), width, layout.columns, dtype=dtype, device=table_EP5.device)
-    dequantize_kernel[triton.cdiv(len(rows), BLOCK_ROWS), len(expert_P) * epilogue.parts](
-        table_EP5, expert_P, output, rows.start, width, *epilogue.strides(len(rows)),
-        layout.columns, _chunks(layout), rows.stop, _block_bytes(layout),
-        COMPUTE=compute_type(dtype), MATRICES=epilogue.parts, PARTS=_DEQUANTIZING_WARPS,
-        **_constants(layout), num_warps=_DEQUANTIZING_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-    return output
-
-
-@triton.jit
-def arrange_units(
-    plane, units, per_block, chunks, BITS: tl.constexpr, UNITS: tl.constexpr
-):  # fmt: skip
-    """Arrange UNITS units of a plane where they lie: each stays within its bytes."""
-    thread = tl.program_id(0) * (UNITS * 32) + tl.arange(0, UNITS * 32)
-    unit, q, u = thread // 32, thread % 32 // 4, thread % 4
-    inside = unit < units
-    begin = unit // per_block * chunks + unit % per_block * 2  # the first chunk
-    tail = unit % per_block * 2 + 1 >= chunks
-    word = tl.arange(0, BITS)
-    STEPS: tl.constexpr = 8 // BITS
-    result = tl.zeros((UNITS * 32, BITS), tl.uint32)
-    for half in tl.static_range(2):
-        chunk, from_u, known = begin + half, u, inside & (tail == 0)
-        if half == 0:
-            known = inside
-        if BITS == 1:  # in a tail, two threads share a word
-            chunk = begin + tl.where(tail, 0, half)
-            from_u = tl.where(tail, (u + half) % 4, u)
-            known = inside
-        for index in tl.static_range(16):
-            late, p, h = index // 8, index // 2 % 4, index % 2
-            step = from_u * 2 + p // 2
-            if BITS == 8:
-                position = step * 0
-                own = 4 * half + 2 * (p // 2) + late
-                bit = 8 * (p % 2) + 16 * h
-            elif BITS == 4:
-                position = step % STEPS * 4
-                own = 2 * half + late
-                bit = 4 * p + 16 * h
-            elif BITS == 2:
-                position = 6 - step % STEPS * 2
-                own = half
-                bit = 4 * p + 16 * h + 2 * late
-            else:
-                position = 7 - step % 4 * 2 - step // 4
-                own = 0
-                bit = 4 * p + 16 * h + 2 * late + half
-            from_word = (chunk * BITS + step // STEPS) * 16 + q + 8 * late
-            value = tl.load(plane + from_word, mask=known, other=0)
-            code = (value >> (position + 8 * (2 * (p % 2) + h)).to(tl.uint32)) & ((1 << BITS) - 1)
-            result |= tl.where((word == own)[None, :], (code << bit)[:, None], 0)
-    lane = thread % 32
-    if BITS == 1:
-        at, stored = tl.where(tail, lane // 2, lane), inside & ((tail == 0) | (u % 2 == 0))
-        at, stored = at[:, None] + word[None, :], stored[:, None]
-    else:
-        width = tl.where(tail, BITS // 2, BITS)
-        at = (lane * width)[:, None] + word[None, :]
-        stored = inside[:, None] & (word[None, :] < width[:, None])
-    tl.debug_barrier()  # the program's threads have read all that any of them overwrites
-    tl.store(plane + begin[:, None].to(tl.int64) * (16 * BITS) + at, result, mask=stored)
-
-
-@triton.jit
-def arrange_kernel(
-    table, units, per_block, chunks, WIDTHS: tl.constexpr, UNITS: tl.constexpr
-):  # fmt: skip
-    """A program has UNITS units of a matrix, in each of its planes, of WIDTHS bits."""
-    entry = table + tl.program_id(1) * 5
-    for plane in tl.static_range(len(WIDTHS)):
-        address = tl.load(entry + plane)
-        if address != 0:
-            words = address.to(tl.pointer_type(tl.uint32))
-            arrange_units(words, units, per_block, chunks, WIDTHS[plane], UNITS)
-
-
-def arrange(table_EP5: Tensor, layout: PlaneLayout) -> None:
-    """Arrange the planes of matrices of one layout for CUDA where they lie, in one launch.
-
-    Args:
-        table_EP5: from `address_table`.
-    """
-    per_block = triton.cdiv(_chunks(layout), 2)
-    units = layout.num_blocks * per_block
-    arrange_kernel[triton.cdiv(units, _ARRANGED_UNITS), table_EP5.shape[0] * table_EP5.shape[1]](
-        table_EP5, units, per_block, _chunks(layout),
-        WIDTHS=layout.format.plane_bits, UNITS=_ARRANGED_UNITS, enable_fp_fusion=False,
-    )  # fmt: skip
 
 
 def addresses_of(

@@ -17,8 +17,8 @@ from torch import Tensor
 from kernels.planes import CHUNK_COLUMNS, PlaneLayout
 from kernels.scales import block_bytes as scale_bytes
 from kernels.triton.codes import group_scale, load_words, whole_numbers
-from kernels.triton.language import Epilogue, activate, block_slots, compute_type
-from kernels.triton.planes import addresses, large_instructions, words_at
+from kernels.triton.language import Epilogue, block_slots, compute_type
+from kernels.triton.planes import addresses, large_instructions, store, words_at
 from kernels.triton.routing import Blocks
 from kernels.triton.tiles import TallTile
 
@@ -117,23 +117,10 @@ def tall_kernel(
             )
             more = add_blocks(more, words, scale0, scale1, x0, x1, PLANES, COMPUTE, GROUP)
     units = tl.program_id(0) * (16 * BLOCKS) + tl.arange(0, 16 * BLOCKS)
-    known = units < N
-    columns = units * unit_stride + part * part_stride
-    if HAS_BIAS:
-        at = bias + tl.cast(expert, tl.int64) * width + columns
-        sums += tl.load(at, mask=known, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            more += tl.load(at + part_stride, mask=known, other=0.0).to(tl.float32)[:, None]
-    row = slots.to(tl.int64)
-    if CURVE >= 0:
-        sums = activate(sums, more, slope, limit, offset, CURVE, GATED)
-        if TURNED:
-            sums = tl.reshape(sums, (BLOCKS // 2, 4, 4, 2, ROWS))
-            sums = tl.reshape(tl.permute(sums, (0, 2, 1, 3, 4)), (16 * BLOCKS, ROWS))
-        to = output + row[None, :] * N + units[:, None]
-    else:
-        to = output + row[None, :] * width + columns[:, None]
-    tl.store(to, sums.to(output.dtype.element_ty), mask=used[None, :] & known[:, None])
+    store(
+        sums, more, bias, output, expert, part, slots, used, units, width, N,
+        unit_stride, part_stride, slope, limit, offset, CURVE, GATED, HAS_BIAS, TURNED,
+    )  # fmt: skip
 
 
 def project_tall(

@@ -70,7 +70,9 @@ from kernels.triton.router import LOGITS_OPTIONS, LOGITS_TILE, PROMPT_OPTIONS, P
 from kernels.triton.router import decide_kernel, logits_kernel, options, prompt_logits_kernel
 from kernels.triton.routing import CHUNK, MOST_EXPERTS, MOST_SLOTS, SORT_OPTIONS, align_kernel
 from kernels.triton.routing import align_options, count_kernel, sort_kernel, sort_tile
-from kernels.triton.planes import arrange_kernel, dequantize_kernel, planes_kernel
+from kernels.triton.arrange import arrange_kernel
+from kernels.triton.dequantize import dequantize_kernel
+from kernels.triton.planes import planes_kernel
 from kernels.triton.tall import tall_kernel, turn_kernel
 from kernels.triton.tiles import DECODE, PLANES, PREFILL, TALL
 

@@ -15,9 +15,10 @@ from kernels import ExpertWeights
 from kernels.planes import PlaneFormat, PlaneLayout, arranged
 from kernels.reference import AnyExperts
 from kernels.triton import draw, language
+from kernels.triton.arrange import arrange
 from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
-from kernels.triton.planes import address_table, arrange
+from kernels.triton.planes import address_table
 from kernels.triton.router import decide, logits
 from kernels.triton.routing import route
 from kernels.triton.rows import RowNorm, add_norm

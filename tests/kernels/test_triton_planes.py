@@ -18,11 +18,12 @@ from experts.weights import ExpertShape, from_expert_blobs
 from kernels import QuantizedExperts
 from kernels.planes import PLANE_BITS, PREFIX_BITS, PlaneLayout, arranged, dequantize, pack, unpack
 from kernels.triton import experts as triton_experts
-from kernels.triton import planes as triton_planes
+from kernels.triton.arrange import arrange
 from kernels.triton.codes import WIDTH, in_order, load_words, symmetric_numbers, whole_numbers
+from kernels.triton.dequantize import dequantized as true_dequantized
 from kernels.triton.experts import experts_forward, linear_forward
 from kernels.triton.language import INTERPRETED
-from kernels.triton.planes import address_table, arrange, parts_of
+from kernels.triton.planes import address_table, parts_of
 from kernels.triton.tall import turned
 from kernels.triton.tiles import PLANES, PREFILL_PLANES, PlaneTile, TallTile
 from tests.kernels.dequantized_cases import quantize_case
@@ -172,11 +173,10 @@ def test_prompts_read_panels(
     )
     layer, whole = quantize_case(case, 32, bits, "interleaved" in activation)
     called: list[int] = []
-    true = triton_planes.dequantized
 
     def dequantized(*arguments: object, **named: object) -> torch.Tensor:
         called.append(1)
-        return true(*arguments, **named)  # type: ignore[arg-type]
+        return true_dequantized(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(triton_experts, "dequantized", dequantized)
     actual = experts_forward(case.hidden, case.ids, case.weights, layer.for_device(CUDA))
