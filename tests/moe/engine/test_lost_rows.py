@@ -52,6 +52,7 @@ def test_a_step_of_ranks_has_one_readback_unless_rows_are_lost(
             return exchange_headers(*arguments)
 
     monkeypatch.setattr("experts.dispatch.on_device.exchange_headers", unseen_headers)
+    monkeypatch.setattr("moe.engine.in_flight.num_unread", lambda _: 0)
     steps: dict[int, Any] = {}
 
     def run(exchange: ThreadExchange) -> list[str]:
@@ -81,12 +82,8 @@ def test_a_step_of_ranks_has_one_readback_unless_rows_are_lost(
                 End(sequence, rows, PLAIN, lost)
                 for sequence, (rows, lost) in zip(sequences, found, strict=True)
             ]
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("moe.engine.in_flight.num_unread", lambda _: 0)
-                steps[exchange.rank] = (
-                    [outcome for _, outcome in DrawingStep(ends).outcomes()],
-                    expected,
-                )
+            outcomes = [outcome for _, outcome in DrawingStep(ends).outcomes()]
+            steps[exchange.rank] = outcomes, expected
 
         if exchange.rank:
             step()
