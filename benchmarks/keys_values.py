@@ -39,7 +39,8 @@ from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
 from moe.machine import keep_freed_memory
-from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks, Windows
+from moe.network.host_blocks import HostBlocks
+from moe.network.kv_blocks import BlockKVCache, BlockPool, Windows
 from moe.network.kv_cache import KVFormat
 from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import run_lanes

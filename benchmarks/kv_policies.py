@@ -23,7 +23,8 @@ from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
-from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
+from moe.network.host_blocks import HostBlocks
+from moe.network.kv_blocks import BlockKVCache, BlockPool
 from moe.network.kv_cache import KVFormat, LayerKey, Shape
 from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import run_lanes

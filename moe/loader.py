@@ -46,7 +46,8 @@ from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import BlockWriter, set_generation, writes_blocks
 from moe.network.denoise import Acceptance
-from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
+from moe.network.host_blocks import HostBlocks
+from moe.network.kv_blocks import BlockPool, Windows
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules

@@ -36,7 +36,8 @@ from moe.describe.description import (
 )
 from moe.describe.observe import observe_random
 from moe.network.backbone import Backbone
-from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
+from moe.network.host_blocks import HostBlocks
+from moe.network.kv_blocks import BlockPool, Windows
 from moe.network.kv_cache import KVFormat
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work

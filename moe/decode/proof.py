@@ -38,7 +38,8 @@ from moe.describe.probe import (
     stand_in,
 )
 from moe.network.backbone import Backbone
-from moe.network.kv_blocks import BlockPool, HostBlocks
+from moe.network.host_blocks import HostBlocks
+from moe.network.kv_blocks import BlockPool
 from moe.network.kv_cache import KVCache, KVFormat, LayerKey, SequenceCache
 from moe.network.lanes import Lane, run_lanes
 from moe.network.packed_pass import Work

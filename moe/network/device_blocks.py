@@ -39,7 +39,7 @@ class DeviceBlocks:
         count: P.
     """
 
-    counts_blocks = True
+    counts_blocks, addresses = True, None
 
     def __init__(self, device: torch.device, dtype: torch.dtype, count: int) -> None:
         self.device, self.dtype, self.count = device, dtype, count

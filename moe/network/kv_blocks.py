@@ -14,19 +14,16 @@ policy (`moe.network.kv_policy`) a sequence gives up blocks of the other layers,
 prompt has been read (`BlockKVCache.prompt_read`); nothing forks from it then.
 
 Where the rows of blocks lie is the business of a `BlockMemory`, which knows blocks by number:
-`HostBlocks` gives each pages of its own and lists addresses for compiled code;
-`moe.network.device_blocks.DeviceBlocks` has all of them in one piece on a GPU.
+`moe.network.host_blocks.HostBlocks` gives each pages of its own, whose addresses sequences list for
+compiled code; `moe.network.device_blocks.DeviceBlocks` has all of them in one piece on a GPU.
 Legend: N key/value heads, D key size, V value size, T new tokens.
 """
 
 from __future__ import annotations
 
-import itertools
-import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import WeakSet, finalize
 
 import numpy as np
@@ -34,9 +31,8 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
-from kernels.cpu.kv import BLOCK, NativeKV
+from kernels.cpu.kv import BLOCK
 from moe.network.kv_cache import (
-    CODED,
     KVCache,
     KVFormat,
     LayerKey,
@@ -190,6 +186,16 @@ def _count_for(holder: BlockHolder, block: KVBlock) -> None:
         block.holders = {holder: None} | block.holders
 
 
+class BlockAddresses(Protocol):
+    """Where the rows of blocks begin, for compiled code."""
+
+    def address(self, number: int, layer: LayerKey, shape: Shape) -> int:
+        """Of a layer's rows of a block."""
+
+    def zeros(self, shape: Shape) -> int:
+        """Of what stands for a layer's rows of a block that a sequence has given up."""
+
+
 class BlockMemory(Protocol):
     """Where the rows of blocks lie.
 
@@ -197,11 +203,15 @@ class BlockMemory(Protocol):
         form: how rows are stored.
         row_form: the same for a `RowLayout`.
         counts_blocks: there are only so many blocks, so that sequences count by blocks.
+        addresses: None: compiled code does not read it.
     """
 
     form: KVFormat
     row_form: str
     counts_blocks: bool
+
+    @property
+    def addresses(self) -> BlockAddresses | None: ...
 
     def take(self, shapes: Mapping[LayerKey, Shape]) -> int:
         """The number of a new block.
@@ -229,112 +239,6 @@ class BlockMemory(Protocol):
 
     def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> RowsPass | None:
         """See `KVCache.begin_pass`."""
-
-
-class BlockPages(NamedTuple):
-    """Memory of some layers of a block.
-
-    Attributes:
-        begins: where each layer's rows begin in it.
-        address: of the first byte.
-    """
-
-    begins: Mapping[LayerKey, int]
-    memory: Tensor
-    address: int
-
-
-class HostBlocks:
-    """Blocks in main memory; see `BlockMemory`. The rows of all layers of a block are one piece of
-    pages, which the system gets back at once when nobody has them: an allocator would keep them as
-    holes between others.
-
-    Args:
-        kernel: writes and reads rows.
-    """
-
-    row_form = CODED
-    counts_blocks = False
-
-    def __init__(self, kernel: NativeKV, form: KVFormat) -> None:
-        self.kernel, self.form = kernel, form
-        self._zeros: dict[int, Tensor] = {}
-        self._numbers = itertools.count(1)
-        self._pieces: dict[int, list[BlockPages]] = {}
-
-    def take(self, shapes: Mapping[LayerKey, Shape]) -> int:
-        number = next(self._numbers)
-        self._pieces[number] = [self.new_piece(shapes)] if shapes else []
-        return number
-
-    def give_back(self, number: int) -> None:
-        del self._pieces[number]
-
-    def new_piece(self, shapes: Mapping[LayerKey, Shape]) -> BlockPages:
-        """Memory of these layers' rows."""
-        begins, size = _places(self.form, tuple(shapes.items()))
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory = torch.frombuffer(pages, dtype=torch.uint8)
-        return BlockPages(begins, memory, memory.data_ptr())
-
-    def rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
-        piece, begin = self._find(number, layer, shape)
-        return piece.memory[begin : begin + BLOCK * self.form.token_bytes(*shape)]
-
-    def address(self, number: int, layer: LayerKey, shape: Shape) -> int:
-        """Where a layer's rows of a block begin."""
-        piece, begin = self._find(number, layer, shape)
-        return piece.address + begin
-
-    def _find(self, number: int, layer: LayerKey, shape: Shape) -> tuple[BlockPages, int]:
-        pieces = self._pieces[number]
-        for piece in pieces:
-            if layer in piece.begins:
-                return piece, piece.begins[layer]
-        pieces.append(self.new_piece({layer: shape}))
-        return pieces[-1], 0
-
-    def zeros(self, shape: Shape) -> Tensor:
-        """What stands for a layer's rows of a block that a sequence has given up."""
-        size = BLOCK * self.form.token_bytes(*shape)
-        if size not in self._zeros:
-            self._zeros[size] = torch.zeros(size, dtype=torch.uint8)
-        return self._zeros[size]
-
-    def write(
-        self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
-    ) -> None:
-        first, second = cache.layer_tables(layer)
-        bounds = self.form.bounds_begin(*cache.shapes[layer])
-        self.kernel.write(keys[0], first, start, self.form.keys, bounds)
-        self.kernel.write(values[0], second, start, self.form.values)
-
-    def read(
-        self, cache: BlockKVCache, layer: LayerKey, end: int, begin: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        heads, *sizes = cache.shapes[layer]
-        keys, values = (
-            self.kernel.read(table, heads, size, end, form, begin)[None]
-            for table, size, form in zip(
-                cache.layer_tables(layer), sizes, self.form[:2], strict=True
-            )
-        )
-        return keys, values
-
-    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> None:
-        """Compiled code takes one sequence at a time."""
-
-
-@lru_cache
-def _places(
-    form: KVFormat, shapes: tuple[tuple[LayerKey, Shape], ...]
-) -> tuple[dict[LayerKey, int], int]:
-    """Where the rows of each layer begin in a piece, and its bytes."""
-    begins, end = {}, 0
-    for layer, shape in shapes:
-        begins[layer] = end
-        end += BLOCK * form.token_bytes(*shape)
-    return begins, end
 
 
 class BlockPool:
@@ -530,7 +434,7 @@ class BlockKVCache(KVCache):
 
     def in_blocks(self, layer: LayerKey, end: int) -> BlockRows | None:
         """Where the first ``end`` tokens of a layer lie, for compiled attention."""
-        if layer not in self._shapes or not isinstance(self.memory, HostBlocks):
+        if layer not in self._shapes or self.memory.addresses is None:
             return None
         heads, *sizes = self._shapes[layer]
         first, second = self.layer_tables(layer)
@@ -568,10 +472,11 @@ class BlockKVCache(KVCache):
         unseen = self._unseen(window)
         if len(unseen) <= holder.dropped:
             return
-        assert isinstance(self.memory, HostBlocks)
+        addresses = self.memory.addresses
+        assert addresses is not None
         for index, (layer, shape) in enumerate(self._shapes.items()):
             if self._pool.group_of(layer) == window:
-                begin = self.memory.zeros(shape).data_ptr()
+                begin = addresses.zeros(shape)
                 places = begin, begin + self._key_bytes(shape)
                 self._tables[index][:, unseen] = np.array(places)[:, None]
         holder.drop(unseen)
@@ -674,7 +579,8 @@ class BlockKVCache(KVCache):
 
     def _place(self) -> None:
         """Give every block memory for every layer, and list where it is, for compiled code."""
-        if not isinstance(self.memory, HostBlocks):
+        addresses = self.memory.addresses
+        if addresses is None:
             return
         layers, count = len(self._shapes), len(self.blocks)
         if self._tables.shape[0] < layers or self._tables.shape[2] < count:
@@ -692,9 +598,9 @@ class BlockKVCache(KVCache):
                 if table[0, at]:
                     break
                 if (block := holder.blocks[at]) is None:
-                    found = self.memory.zeros(shape).data_ptr()
+                    found = addresses.zeros(shape)
                 else:
-                    found = self.memory.address(block.number, layer, shape)
+                    found = addresses.address(block.number, layer, shape)
                 table[:, at] = found, found + keys
 
     def _holder_of(self, layer: LayerKey) -> BlockHolder:

@@ -22,7 +22,8 @@ from moe.errors import RequestError
 from moe.loader import load_model
 from moe.network.block_codec import BlockError, decode_block, encode_block
 from moe.network.device_blocks import DeviceBlocks
-from moe.network.kv_blocks import BlockKVCache, BlockPages, BlockPool, HostBlocks, Windows
+from moe.network.host_blocks import BlockPages, HostBlocks
+from moe.network.kv_blocks import BlockKVCache, BlockPool, Windows
 from moe.network.kv_cache import KVFormat, LayerKey, Shape
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work

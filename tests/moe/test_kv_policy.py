@@ -27,7 +27,8 @@ from moe.loader import _check_policy
 from moe.loading.memory_plan import ANY_LENGTH
 from moe.memory.kv_precision import choose_kv_precision
 from moe.memory.planning import planning
-from moe.network.kv_blocks import BlockKVCache, BlockPool, HostBlocks
+from moe.network.host_blocks import HostBlocks
+from moe.network.kv_blocks import BlockKVCache, BlockPool
 from moe.network.kv_cache import KVFormat
 from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys, turn
 from moe.network.lanes import run_lanes

@@ -34,7 +34,8 @@ from moe.memory.footprint import (
 from moe.memory.kv_precision import choose_kv_precision
 from moe.memory.planning import _plan_waves, check_fit
 from moe.network.backbone import Backbone
-from moe.network.kv_blocks import BlockKVCache, HostBlocks
+from moe.network.host_blocks import HostBlocks
+from moe.network.kv_blocks import BlockKVCache
 from moe.network.kv_cache import KVCache, KVFormat, SequenceCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work

@@ -1,0 +1,128 @@
+"""Blocks of keys and values in main memory.
+
+The rows of all layers of a block are one piece of pages, which the system gets back at once when
+nobody has them: an allocator would keep them as holes between others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.kv import BLOCK, NativeKV
+from moe.network.kv_blocks import BlockKVCache
+from moe.network.kv_cache import CODED, KVCache, KVFormat, LayerKey, Shape
+
+
+class BlockPages(NamedTuple):
+    """Memory of some layers of a block.
+
+    Attributes:
+        begins: where each layer's rows begin in it.
+        address: of the first byte.
+    """
+
+    begins: Mapping[LayerKey, int]
+    memory: Tensor
+    address: int
+
+
+class HostBlocks:
+    """See `BlockMemory`.
+
+    Args:
+        kernel: writes and reads rows.
+    """
+
+    row_form = CODED
+    counts_blocks = False
+
+    def __init__(self, kernel: NativeKV, form: KVFormat) -> None:
+        self.kernel, self.form = kernel, form
+        self._zeros: dict[int, Tensor] = {}
+        self._numbers = itertools.count(1)
+        self._pieces: dict[int, list[BlockPages]] = {}
+
+    def take(self, shapes: Mapping[LayerKey, Shape]) -> int:
+        number = next(self._numbers)
+        self._pieces[number] = [self.new_piece(shapes)] if shapes else []
+        return number
+
+    def give_back(self, number: int) -> None:
+        del self._pieces[number]
+
+    def new_piece(self, shapes: Mapping[LayerKey, Shape]) -> BlockPages:
+        """Memory of these layers' rows."""
+        begins, size = _places(self.form, tuple(shapes.items()))
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = torch.frombuffer(pages, dtype=torch.uint8)
+        return BlockPages(begins, memory, memory.data_ptr())
+
+    @property
+    def addresses(self) -> HostBlocks:
+        return self
+
+    def rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        piece, begin = self._find(number, layer, shape)
+        return piece.memory[begin : begin + BLOCK * self.form.token_bytes(*shape)]
+
+    def address(self, number: int, layer: LayerKey, shape: Shape) -> int:
+        """See `BlockAddresses`."""
+        piece, begin = self._find(number, layer, shape)
+        return piece.address + begin
+
+    def _find(self, number: int, layer: LayerKey, shape: Shape) -> tuple[BlockPages, int]:
+        pieces = self._pieces[number]
+        for piece in pieces:
+            if layer in piece.begins:
+                return piece, piece.begins[layer]
+        pieces.append(self.new_piece({layer: shape}))
+        return pieces[-1], 0
+
+    def zeros(self, shape: Shape) -> int:
+        """See `BlockAddresses`."""
+        size = BLOCK * self.form.token_bytes(*shape)
+        if size not in self._zeros:
+            self._zeros[size] = torch.zeros(size, dtype=torch.uint8)
+        return self._zeros[size].data_ptr()
+
+    def write(
+        self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        first, second = cache.layer_tables(layer)
+        bounds = self.form.bounds_begin(*cache.shapes[layer])
+        self.kernel.write(keys[0], first, start, self.form.keys, bounds)
+        self.kernel.write(values[0], second, start, self.form.values)
+
+    def read(
+        self, cache: BlockKVCache, layer: LayerKey, end: int, begin: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        heads, *sizes = cache.shapes[layer]
+        keys, values = (
+            self.kernel.read(table, heads, size, end, form, begin)[None]
+            for table, size, form in zip(
+                cache.layer_tables(layer), sizes, self.form[:2], strict=True
+            )
+        )
+        return keys, values
+
+    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> None:
+        """Compiled code takes one sequence at a time."""
+
+
+@lru_cache
+def _places(
+    form: KVFormat, shapes: tuple[tuple[LayerKey, Shape], ...]
+) -> tuple[dict[LayerKey, int], int]:
+    """Where the rows of each layer begin in a piece, and its bytes."""
+    begins, end = {}, 0
+    for layer, shape in shapes:
+        begins[layer] = end
+        end += BLOCK * form.token_bytes(*shape)
+    return begins, end
