@@ -26,6 +26,7 @@ from hypothesis.internal.conjecture import providers
 from moe.settings.profile import ENVIRONMENT_PREFIX, OTHER_VARIABLES
 from tests.amounts import IN_CI, amount
 from tests.launched import Launch, Launched, Nursery, free_port
+from tests.replaced import Originals
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -96,6 +97,19 @@ def pytest_fixture_setup() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call() -> None:
     begin_chances()
+
+
+@pytest.fixture(scope="session")
+def originals() -> Originals:
+    return Originals()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_stays_replaced(originals: Originals) -> Iterator[None]:
+    """In the product, behind the tests of a file."""
+    yield
+    if replaced := originals.put_back():
+        pytest.fail(f"this file has replaced and not put back: {', '.join(replaced)}")
 
 
 @pytest.fixture(scope="session", autouse=True)
