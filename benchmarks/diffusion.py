@@ -1,6 +1,7 @@
 """What do models that write whole blocks cost, with all, half and a quarter of the experts?
 
-    python -m benchmarks.diffusion [--quick] [--model DIR] [--parts speed memory policies sharing]
+    python -m benchmarks.diffusion [--quick] [--model DIR]
+        [--parts speed memory policies sharing chances]
 
 speed: prompts of held-out text are continued by the model's own generation code in transformers,
 one after the other and as one batch, and by this engine, the same two ways, in turns, all in
@@ -21,6 +22,9 @@ needed; little for text that repeats itself, which "distinct", of tokens written
 sharing: what sharing experts over a canvas costs in predicting held-out text (`moe eval`), and how
 many distinct experts of a layer a canvas needs then.
 
+chances: what rules that are not built could give, read off the own schedule
+(`benchmarks.diffusion_chances`).
+
 The last line is one JSON object.
 """
 
@@ -39,6 +43,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
+from benchmarks import diffusion_chances as chance
 from benchmarks.common import environment, print_header, print_json, print_table, take_turns
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
@@ -50,7 +55,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL, JUDGE = ROOT / "examples/diffusion-model", ROOT / "examples/demo-model"
 DOMAINS = ("prose", "python", "cpp")
 SHARES = (1.0, 0.5, 0.25)
-PARTS = ("speed", "memory", "policies", "sharing")
+PARTS = ("speed", "memory", "policies", "sharing", "chances")
 BEFORE = 48  # tokens of a prompt
 APART = 331  # tokens between two prompts of a domain
 POLICIES: dict[str, dict[str, Any]] = {
@@ -282,6 +287,28 @@ def sharing(bench: Bench) -> list[Row]:
     ]
 
 
+def chances(bench: Bench) -> dict[str, list[Row]]:
+    """What other rules could give, by rule."""
+    count, num_new = (2, bench.canvas) if bench.quick else (12, 2 * bench.canvas)
+    prompts = bench.prompts(count)
+    judge: Any = AutoModelForCausalLM.from_pretrained(JUDGE, dtype=torch.float32).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(bench.path)
+
+    def judged(texts: list[list[int]]) -> Row:
+        return said_of(judge, prompts, texts)
+
+    with bench.load() as model:
+        blocks = chance.watch(model, prompts)
+        return {
+            "drafts over steps": chance.drafts(model, blocks),
+            "anchors": chance.anchors(blocks),
+            "settling": chance.settling(blocks),
+            "borders": chance.borders(
+                model, prompts, num_new, lambda token: tokenizer.decode([token]), judged
+            ),
+        }
+
+
 HEADERS = {
     **{"way": "way", "held": "experts held", "rate": "tokens/s", "times": "x (together)"},
     **{"steps": "steps a token", "experts": "experts a step", "bytes": "bytes a token"},
@@ -291,7 +318,7 @@ HEADERS = {
 
 
 def show(part: str, rows: Sequence[Row]) -> None:
-    names = [name for name in HEADERS if any(name in row for row in rows)]
+    names = dict.fromkeys(name for row in rows for name in (*HEADERS, *row) if name in row)
     cells = [
         [
             f"{row[name] * (100 if name == 'worse' else 1):.4g}"
@@ -301,7 +328,7 @@ def show(part: str, rows: Sequence[Row]) -> None:
         ]
         for row in rows
     ]
-    print_table(part, [HEADERS[name] for name in names], cells)
+    print_table(part, [HEADERS.get(name, name) for name in names], cells)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -314,12 +341,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     facts = environment() | {"model": str(args.model)}
     print_header(facts)
     measured: dict[str, list[Row]] = {}
+    runs = {"speed": speed, "memory": memory, "policies": policies, "sharing": sharing}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(args.model, Path(folder), args.sequences, quick=args.quick)
         for part in args.parts:
-            run = {"speed": speed, "memory": memory, "policies": policies, "sharing": sharing}[part]
-            measured[part] = run(bench)
-            show(part, measured[part])
+            tables = chances(bench) if part == "chances" else {part: runs[part](bench)}
+            for name, rows in tables.items():
+                show(name, rows)
+            measured |= tables
     print_json({"environment": facts, **measured})
 
 

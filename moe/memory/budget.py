@@ -89,7 +89,7 @@ def plan_memory(
         what = f"{batch} sequences of {copies} times {state} bytes"
         lines.append(PlanLine("states", batch * copies * state, what))
     if canvas := footprint.canvas_bytes:
-        what = f"{batch} sequences of {canvas} bytes, the logits of their last pass"
+        what = f"{batch} sequences of {canvas} bytes, what a pass leaves for the next"
         lines.append(PlanLine("canvases", batch * canvas, what))
     used = sum(line.bytes for line in lines)
     left = None if available_bytes is None else available_bytes - used

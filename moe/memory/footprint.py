@@ -37,7 +37,7 @@ from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.block_cache import seen_by_blocks
 from moe.network.block_diffusion import writes_blocks
-from moe.network.denoise import canvases_of_a_pass
+from moe.network.denoise import Denoiser, canvases_of_a_pass
 from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, Shape
 from moe.network.lanes import run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
@@ -69,7 +69,8 @@ class Footprint:
         shapes: of the layers that keep keys and values in blocks, in main memory.
         bounds_bytes: of a token, what bounds of the keys take if a policy chooses by them
             (`KVFormat.bounds`).
-        canvas_bytes: what a sequence keeps between two passes over its canvas; 0 where none is.
+        canvas_bytes: what a sequence keeps of a pass over its canvas for the next one; 0 where none
+            is.
     """
 
     kv_bytes_per_token: int
@@ -186,11 +187,13 @@ def _measure(
 def _measure_blocks(network: PreTrainedModel, longest: int, form: KVFormat | None) -> Footprint:
     """Of a model that writes blocks: each prompt in a pass of its own, canvases together.
 
-    A sequence holds the logits of its last pass, and its sampler several copies of them: scaled,
-    as probabilities, sorted entropies.
+    The sampler takes several copies of a canvas' logits: scaled, as probabilities, beside entropies.
+    A sequence keeps them until its next pass, or only soft embeddings (`moe.network.denoise`).
     """
-    size = network.config.canvas_length
-    logits = size * network.get_output_embeddings().weight.shape[0] * 4
+    length = network.config.canvas_length
+    logits = length * network.get_output_embeddings().weight.shape[0] * 4
+    hidden = network.config.get_text_config(decoder=True).hidden_size
+    kept = logits if Denoiser.why_not(network) else length * hidden * network.dtype.itemsize
     cache: Any
     try:
         long, cache = _probe_blocks(network, longest)
@@ -205,7 +208,7 @@ def _measure_blocks(network: PreTrainedModel, longest: int, form: KVFormat | Non
     plain = sum(heads * (keys + values) * size for heads, keys, values in shapes)
     how = "measured on the meta device, each prompt in a pass of its own, canvases together"
     peak = max(long, together) + 4 * logits
-    footprint = Footprint(plain, plain, 0, peak, how, canvas_bytes=logits)
+    footprint = Footprint(plain, plain, 0, peak, how, canvas_bytes=kept)
     if form is None:
         return footprint
     coded = {layer: form.token_bytes(*shape) for layer, shape in enumerate(shapes)}
