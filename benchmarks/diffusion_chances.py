@@ -133,7 +133,7 @@ def drafts(model: MoE, blocks: Sequence[Block]) -> list[Row]:
     right: dict[int, list[bool]] = {ahead: [] for ahead in AHEAD}
     tokens: dict[int, list[Tensor]] = {ahead: [] for ahead in AHEAD}
     older: list[bool] = []
-    rounds = {ahead: 0 for ahead in AHEAD}
+    rounds = dict.fromkeys(AHEAD, 0)
     for passes, _ in blocks:
         foreseen = []  # of each pass: how many canvases in a row
         for at, source in enumerate(passes):

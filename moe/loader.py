@@ -44,7 +44,7 @@ from moe.machine import keep_freed_memory
 from moe.memory.kv_precision import KVPrecision
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
-from moe.network.block_diffusion import BlockWriter, set_generation, writes_blocks
+from moe.network.block_diffusion import BlockWriter, writes_blocks
 from moe.network.denoise import Acceptance
 from moe.network.host_blocks import HostBlocks
 from moe.network.kv_blocks import BlockPool, Windows
@@ -57,7 +57,7 @@ from moe.settings import Profile
 from moe.settings.device import use_device
 from moe.speculate import Speculation, enable_speculation
 from moe.speculate.contrast import enable_contrast
-from moe.text.generation_config import ModelSampling, read_generation_config
+from moe.text.generation_config import ModelSampling
 from moe.text.tokenizer import TextCodec
 from offload.layer import LayerExperts, held_experts
 from offload.offloaded import Offloaded
@@ -169,7 +169,6 @@ def _read(
         sampling = ModelSampling({"temperature": 1.0})
         if in_blocks := writes_blocks(network):
             _check_block_profile(network, profile)
-            set_generation(network, read_generation_config(path))
         _check_policy(profile, planned.kv)
         on_plan(planned.memory)
         check_fit(planned.memory, profile, planned.why_resident)

@@ -187,7 +187,7 @@ def _measure(
 def _measure_blocks(network: PreTrainedModel, longest: int, form: KVFormat | None) -> Footprint:
     """Of a model that writes blocks: each prompt in a pass of its own, canvases together.
 
-    The sampler takes several copies of a canvas' logits: scaled, as probabilities, beside entropies.
+    The sampler copies a canvas' logits several times: scaled, as probabilities, for entropies.
     A sequence keeps them until its next pass, or only soft embeddings (`moe.network.denoise`).
     """
     length = network.config.canvas_length

@@ -37,12 +37,14 @@ from moe.memory.budget import (
 )
 from moe.memory.footprint import Footprint, measure_footprint
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
+from moe.network.block_diffusion import set_generation, writes_blocks
 from moe.network.hidden import KEPT
 from moe.network.kv_policy import KVPolicy
 from moe.network.mtp import take_head, width_of
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import is_half, keep_embedding
 from moe.settings import Profile
+from moe.text.generation_config import read_generation_config
 from offload.capacity import Capacity
 from offload.offloaded import HOST
 
@@ -99,6 +101,8 @@ def planning(
     """
     config = read_config(path)
     network = build_meta_model(config, dtype=_backbone_dtype(profile, device))
+    if writes_blocks(network):
+        set_generation(network, read_generation_config(path))
     no_mtp = _why_no_mtp(profile, ranks)
     with open_source(path, config, network, profile, device, report, no_mtp=no_mtp) as source:
         weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))

@@ -181,7 +181,7 @@ class BlockWriter:
         reader.forward = partial(self._read, reader.forward)
         reader.register_forward_pre_hook(partial(begin_pass, "prefill"))
         refiner.register_forward_pre_hook(partial(begin_pass, "denoise"))
-        self.schedule = self._own_schedule()
+        self.schedule = schedule_of(model)
         self.no_policies = Denoiser.why_not(model)
         self.denoiser: Denoiser | None = None
         if not self.no_policies:
@@ -443,18 +443,18 @@ class BlockWriter:
             changed["sampler_config"] = type(own)(entropy_bound=acceptance.bound)
         return changed
 
-    def _own_schedule(self) -> dict[str, Any]:
-        """The model's settings of generation, as far as it has them."""
-        try:
-            settings, _ = self.model._prepare_generation_config(None)
-        except Exception:  # generation code of an architecture that is not known
-            return {}
-        names = ("max_denoising_steps", "t_min", "t_max", "stability_threshold")
-        schedule = {
-            name: getattr(settings, name, None) for name in (*names, "confidence_threshold")
-        }
-        config = getattr(settings, "sampler_config", None)
-        return schedule | {"entropy_bound": getattr(config, "entropy_bound", None)}
+
+def schedule_of(model: PreTrainedModel) -> dict[str, Any]:
+    """The settings by which a model writes blocks, as far as it has them, ready for JSON."""
+    own: Any = model
+    try:
+        settings, _ = own._prepare_generation_config(None)
+    except Exception:  # generation code of an architecture that is not known
+        settings = None
+    names = ("max_denoising_steps", "t_min", "t_max", "stability_threshold")
+    schedule = {name: getattr(settings, name, None) for name in (*names, "confidence_threshold")}
+    config = getattr(settings, "sampler_config", None)
+    return schedule | {"entropy_bound": getattr(config, "entropy_bound", None)}
 
 
 def _parts(model: PreTrainedModel) -> tuple[nn.Module, nn.Module]:

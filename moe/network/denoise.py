@@ -218,7 +218,7 @@ class Denoiser:
             call.result = canvas, likeliest, soft.get(call, likeliest[:, :0]), final
 
     def _embedded(self, logits: Sequence[Tensor], calls: Sequence[CanvasCall]) -> Sequence[Tensor]:
-        """``(1, C, H)`` of each canvas: what the model's decoder makes of its ``(1, C, V)`` logits."""
+        """``(1, C, H)`` of each canvas: what the decoder makes of its ``(1, C, V)`` logits."""
         if not calls:
             return ()
         try:

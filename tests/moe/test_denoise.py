@@ -229,3 +229,34 @@ def test_logits_of_a_canvas_are_those_of_a_first_pass(model: MoE, writer: BlockW
     assert found.shape == (writer.canvas_length, 97)
     with pytest.raises(RequestError, match=r"blocks of 8 tokens, and a canvas of 3 .* behind 5"):
         model.canvas_logits(PROMPTS[0], canvas[:3])
+
+
+def test_a_canvas_keeps_soft_embeddings_and_its_first_pass_shares_one_with_others(
+    model: MoE, writer: BlockWriter
+) -> None:
+    _, expected = write(writer, model.experts.run)
+    rows: list[int] = []
+
+    def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
+        if layer == 0:
+            rows.extend(len(call.hidden_states) for call in calls if call.phase == "denoise")
+        return model.experts.run(layer, calls)
+
+    num_new = 2 * writer.canvas_length
+    with torch.inference_mode():
+        lanes = [
+            writer.lane(prompt, num_new, seed, rows=KVCache(len(prompt) + num_new))
+            for seed, prompt in enumerate(PROMPTS)
+        ]
+        for _ in range(3):  # the prompt and two passes
+            writer.step(lanes[:1], run)
+        asked = lanes[0].asked
+        assert asked is not None
+        kept = asked.given["self_conditioning_logits"]
+        assert kept.shape == (1, writer.canvas_length, 32)  # hidden size; words are 97
+        rows.clear()
+        writer.step(lanes, run)
+        writer.step(lanes, run)
+        assert rows == [writer.canvas_length, 3 * writer.canvas_length]
+        rest = block_diffusion.write(writer, lanes, run)
+    assert [[token.id for token in block] for block in rest] == expected

@@ -31,12 +31,19 @@ from moe.commands.plan.decode_speed import (
     Locality,
     estimate_decode,
 )
-from moe.commands.plan.speeds import cache_speed, disk_speed, step_speeds, to_device_speed
+from moe.commands.plan.speeds import (
+    cache_speed,
+    disk_speed,
+    product_speed,
+    step_speeds,
+    to_device_speed,
+)
 from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
 from moe.loading.hub import ModelFiles, experts_per_token, public_name, reach_model
 from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.memory.planning import PlannedModel, check_fit, planning
+from moe.network.block_diffusion import schedule_of, writes_blocks
 from moe.network.seam import experts_modules
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile
@@ -115,7 +122,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         reach_model(name, whole=False) as files,
         planning(files.path, settings, device, lambda _: None) as planned,
     ):
-        sizes, misfit = model_sizes(planned), ""
+        sizes, misfit = model_sizes(planned, settings.diffusion.max_steps), ""
         try:
             check_fit(planned.memory, settings, planned.why_resident)
         except DoesNotFitError as error:
@@ -126,6 +133,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         step_speeds(device, expert_bits(planned.network, sizes)),
         disk=disk_of(files, sizes, settings.offload.reader) if offloads else None,
         to_device=to_device_speed(device) if device.type == "cuda" and offloads else None,
+        products=product_speed(device) if sizes.canvas > 1 else None,
     )
     all_near = replace(sizes, slots=sizes.total)
     return SpeedPlan(
@@ -154,15 +162,19 @@ def next_commands(name: str, misfit: bool, why_resident: str) -> list[str]:
     return [f"moe convert {name} {store}", f"moe serve {store} --profile offload"]
 
 
-def model_sizes(planned: PlannedModel) -> DecodeSizes:
-    """Sizes of a model and of its memory plan; the mean if layers differ."""
+def model_sizes(planned: PlannedModel, max_steps: int | None = None) -> DecodeSizes:
+    """Sizes of a model and of its memory plan; the mean if layers differ.
+
+    Args:
+        max_steps: `diffusion.max_steps` of the profile.
+    """
     network, weights, memory = planned.network, planned.weights.nbytes, planned.memory
     modules = experts_modules(network)
     total = sum(module.num_experts for _, module in modules)
     owned = tuple(f"{name}." for name, _ in modules)
     experts = sum(size for name, size in weights.items() if name.startswith(owned))
     near = memory.expert_slots
-    return DecodeSizes(
+    sizes = DecodeSizes(
         layers=len(modules),
         experts=total // len(modules),
         top_k=experts_per_token(planned.config),
@@ -171,6 +183,25 @@ def model_sizes(planned: PlannedModel) -> DecodeSizes:
         slots=total if near is None else near,
         host_slots=next((tier.experts for tier in memory.tiers if tier.name == "host"), 0),
     )
+    if not writes_blocks(network):
+        return sizes
+    # A canvas also goes through the head, and what that says through the embedding.
+    ends = 4.0 * network.get_output_embeddings().weight.numel()
+    return replace(
+        sizes,
+        canvas=network.config.canvas_length,
+        passes=1 + (max_steps or schedule_of(network)["max_denoising_steps"] or 1),
+        flops=flops_a_token(network, sizes) + ends,
+    )
+
+
+def flops_a_token(network: PreTrainedModel, sizes: DecodeSizes) -> float:
+    """Two for each weight that a token meets outside attention, the embedding and the head."""
+    experts = sum(p.numel() for _, m in experts_modules(network) for p in m.parameters())
+    others = sum(p.numel() for p in network.parameters()) - experts
+    ends = (network.get_input_embeddings(), network.get_output_embeddings())
+    tables = {id(p): p.numel() for module in ends for p in module.parameters()}
+    return 2.0 * (others - sum(tables.values()) + experts * sizes.top_k / sizes.experts)
 
 
 def expert_bits(network: PreTrainedModel, sizes: DecodeSizes) -> float:
@@ -247,6 +278,8 @@ def sentences(made: SpeedPlan) -> list[str]:
     own = made.speeds
     paths = {"memory": own.memory, "disk": own.disk, "to device": own.to_device}
     figures = ", ".join(f"{name} {rate / 1e9:.2f} GB/s" for name, rate in paths.items() if rate)
+    if own.products:
+        figures += f", products {own.products / 1e9:.0f} GFLOP/s"
     if own.layer_s:
         figures += f"; a layer beside its weights {1e6 * own.beside(1, 1):.0f} us (not measured)"
     found = [
@@ -254,6 +287,13 @@ def sentences(made: SpeedPlan) -> list[str]:
         f"Measured: {figures}. At best: all transfers overlap with other work.",
         kv_sentence(made.memory),
     ]
+    if (canvas := made.sizes.canvas) > 1:
+        found.insert(
+            0,
+            f"Blocks: each step refines a canvas of {canvas} tokens of every sequence. A block is "
+            f"counted with {made.sizes.passes} passes: as many as the schedule has at most, and "
+            "one that reads it. What the sampler takes is not counted.",
+        )
     if made.policies:
         found.append(
             "memory.kv_policy changes answers (lossless: false; moe eval prices that), and loading "

@@ -5,6 +5,9 @@ distinct experts that its tokens choose; experts that are not in device memory c
 or disk first. The bytes of each path over its measured bandwidth are the least time of a step. On a
 CPU the bandwidth is that of products with bit planes, and what a layer takes beside its weights is
 added. Reads that wait for each other, and attention to long contexts, are not counted.
+
+Of a model that writes blocks, a step refines the canvas of each sequence: B times as many tokens,
+whose products take longer than reading weights does. A block is final after several.
 Legend: E experts of a layer, K of them per token, B tokens of a step.
 """
 
@@ -27,6 +30,8 @@ class Bandwidths:
         to_device: from pinned host memory to a CUDA device; None on a CPU.
         layer_s: seconds of a layer beside its weights.
         row_s: seconds that each token adds to these.
+        products: FLOP/s of products of matrices; None if steps have too few tokens to be bound by
+            them.
     """
 
     memory: float
@@ -34,6 +39,7 @@ class Bandwidths:
     to_device: float | None = None
     layer_s: float = 0.0
     row_s: float = 0.0
+    products: float | None = None
 
     def beside(self, layers: int, batch: int) -> float:
         """Seconds of a step beside its weights."""
@@ -52,6 +58,9 @@ class DecodeSizes:
         trunk_bytes: of the weights that every step reads.
         slots: experts that device memory holds.
         host_slots: experts that host memory holds for a CUDA device; 0 on a CPU.
+        canvas: tokens of a sequence that a step reads.
+        passes: steps until they are final, the one that reads them as a prompt included.
+        flops: of one of them beside attention; 0: not known.
     """
 
     layers: int
@@ -61,6 +70,9 @@ class DecodeSizes:
     trunk_bytes: int
     slots: int
     host_slots: int = 0
+    canvas: int = 1
+    passes: int = 1
+    flops: float = 0.0
 
     @property
     def total(self) -> int:
@@ -106,10 +118,11 @@ class UniformRouting:
 
 @dataclass(frozen=True)
 class DecodeEstimate:
-    """Estimate of a decode step of B tokens.
+    """Estimate of a decode step of several sequences.
 
     Attributes:
-        batch: B.
+        batch: sequences.
+        tokens: that a step makes final, on average.
         hit_ratio: share of the needed experts that are in device memory.
         host_hit_ratio: share that is in device or host memory; `hit_ratio` on a CPU.
         disk_bytes_per_token: read from disk.
@@ -117,6 +130,7 @@ class DecodeEstimate:
     """
 
     batch: int
+    tokens: float
     hit_ratio: float
     host_hit_ratio: float
     disk_bytes_per_token: float
@@ -125,12 +139,12 @@ class DecodeEstimate:
     @property
     def tokens_per_second(self) -> float:
         """If the paths run one after the other."""
-        return self.batch / sum(self.seconds.values())
+        return self.tokens / sum(self.seconds.values())
 
     @property
     def best_tokens_per_second(self) -> float:
         """If all paths run at the same time."""
-        return self.batch / max(self.seconds.values())
+        return self.tokens / max(self.seconds.values())
 
     @property
     def bound(self) -> str:
@@ -149,20 +163,23 @@ class DecodeEstimate:
 def estimate_decode(
     sizes: DecodeSizes, speeds: Bandwidths, locality: Locality, batch: int
 ) -> DecodeEstimate:
-    """Estimate a step of ``batch`` tokens."""
+    """Estimate a step of ``batch`` sequences."""
+    rows, tokens = batch * sizes.canvas, batch * sizes.canvas / sizes.passes
 
     def share_of(slots: int) -> float:  # even with all slots, a replay misses first uses
-        return 1.0 if slots == sizes.total else locality.hit_ratio(batch, slots)
+        return 1.0 if slots == sizes.total else locality.hit_ratio(rows, slots)
 
     hits = share_of(sizes.slots)
     near = max(hits, share_of(sizes.host_slots)) if sizes.host_slots else hits
-    wanted = sizes.layers * locality.distinct(batch) * sizes.expert_bytes
+    wanted = sizes.layers * locality.distinct(rows) * sizes.expert_bytes
     moved = (sizes.trunk_bytes + wanted) / speeds.memory
-    seconds = {"memory": moved + speeds.beside(sizes.layers, batch)}
+    if speeds.products is not None:
+        moved = max(moved, rows * sizes.flops / speeds.products)
+    seconds = {"memory": moved + speeds.beside(sizes.layers, rows)}
     from_disk = (1 - near) * wanted
     if from_disk:
         assert speeds.disk is not None
         seconds["disk"] = from_disk / speeds.disk
     if speeds.to_device is not None and hits < 1:
         seconds["to_device"] = (1 - hits) * wanted / speeds.to_device
-    return DecodeEstimate(batch, hits, near, from_disk / batch, seconds)
+    return DecodeEstimate(batch, tokens, hits, near, from_disk / tokens, seconds)

@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from experts.placement import Placement, first_placement
 from moe.commands.console import stdout_console
-from moe.commands.plan.command import disk_of, model_sizes
+from moe.commands.plan.command import disk_of, flops_a_token, model_sizes
 from moe.commands.plan.decode_speed import BATCHES, Bandwidths, DecodeSizes, Locality
 from moe.commands.plan.prefill_apart import (
     ANSWER,
@@ -46,12 +46,11 @@ from moe.commands.plan.speeds import (
     product_speed,
 )
 from moe.commands.plan.traced_routing import TracedRouting, known_routing
-from moe.errors import ProfileError
+from moe.errors import ProfileError, UnsupportedModelError
 from moe.loading.hub import reach_model
 from moe.loading.memory_plan import GIB
 from moe.memory.budget import LEAST_POOL
 from moe.memory.planning import PlannedModel, planning
-from moe.network.seam import experts_modules
 from moe.settings import Profile
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile
@@ -136,8 +135,13 @@ def plan_many(
         planning(files.path, settings, device, lambda _: None) as planned,
     ):
         needs = model_needs(planned, settings)
+        if (canvas := needs.sizes.canvas) > 1:
+            raise UnsupportedModelError(
+                f"--ranks compares decode steps of one token a sequence, and this model writes "
+                f"blocks of {canvas} tokens; plan it without --ranks"
+            )
         prompts = PromptNeeds(
-            flops_a_token=flops_a_token(planned, needs.sizes),
+            flops_a_token=flops_a_token(planned.network, needs.sizes),
             flops_per_s=product_speed(device),
             kv_bytes_a_token=planned.memory.kv_bytes_per_token,
             chunk_tokens=settings.prefill.chunk_tokens,
@@ -173,16 +177,6 @@ def prefill_apart(costs: EngineCosts | None, ranks: int) -> tuple[str, list[Serv
     served = compare(costs, ranks, typical_load(costs, ranks))
     split, why = recommend_prefill(served)
     return f"Prefill apart (parallel.role): {'yes' if split else 'no'}, {why}.", served
-
-
-def flops_a_token(planned: PlannedModel, sizes: DecodeSizes) -> float:
-    """Two for each weight that a token meets outside attention, the embedding and the head."""
-    network = planned.network
-    experts = sum(p.numel() for _, m in experts_modules(network) for p in m.parameters())
-    others = sum(p.numel() for p in network.parameters()) - experts
-    ends = (network.get_input_embeddings(), network.get_output_embeddings())
-    tables = {id(p): p.numel() for module in ends for p in module.parameters()}
-    return 2.0 * (others - sum(tables.values()) + experts * sizes.top_k / sizes.experts)
 
 
 def model_needs(planned: PlannedModel, settings: Profile) -> ModelNeeds:

@@ -87,6 +87,8 @@ def known_routing(path: Path, planned: PlannedModel, sizes: DecodeSizes, policy:
     Raises:
         CalibrationError: the calibration is damaged or another model's.
     """
+    if sizes.canvas > 1:
+        return UniformRouting(sizes, "every expert taken as equally likely")
     folder = path / CALIBRATION_FOLDER
     if not folder.is_dir():
         return UniformRouting(sizes)

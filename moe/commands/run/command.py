@@ -17,7 +17,7 @@ from moe.commands.plan.decode_speed import (
     UniformRouting,
     estimate_decode,
 )
-from moe.commands.plan.speeds import cache_speed, step_speeds, to_device_speed
+from moe.commands.plan.speeds import cache_speed, product_speed, step_speeds, to_device_speed
 from moe.commands.run.choice import TRUNK_BITS, RunChoice, choose_run
 from moe.commands.run.facts import GROUP_SIZE, RunFacts, look_at, store_path, stores_of
 from moe.errors import ProfileError
@@ -135,6 +135,7 @@ def plan_run(name: str, overrides: Mapping[str, Any]) -> RunPlan:
         step_speeds(device, _expert_bits(facts, choice)),
         disk=cache_speed(facts.stores, _one(facts, choice)) if choice.offload else None,
         to_device=to_device_speed(device) if choice.offload and device.type == "cuda" else None,
+        products=product_speed(device) if facts.sizes.canvas > 1 else None,
     )
     return RunPlan(
         name, source, facts, choice, {**choice.settings, **overrides}, _speed(facts, choice, speeds)
