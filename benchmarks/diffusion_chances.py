@@ -21,7 +21,9 @@ or those up to a likely border, and begins the next one behind them.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,7 +32,7 @@ from torch import Tensor
 
 from moe import MoE, SamplingParams
 from moe.network.block_diffusion import BlockWriter
-from moe.network.denoise import OWN, CanvasCall, draw, entropies
+from moe.network.denoise import OWN, Acceptance, CanvasCall, draw, entropies
 from moe.network.kv_cache import KVCache
 from moe.network.lanes import Lane, LaneRandom, run_lanes
 
@@ -43,30 +45,46 @@ BORDER = 0.3
 """Least probability of a border, as AdaBlock has it for a model trained from scratch."""
 
 
+@dataclass(frozen=True)
+class Watching(Acceptance):
+    """The model's own rule, which keeps what each pass says.
+
+    Attributes:
+        said: of each pass, ``(1, C)`` entropies in nats and ``(1, C, V)`` probabilities.
+    """
+
+    said: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def kept(self, entropy_1C: Tensor, probabilities_1CV: Tensor, own_bound: float) -> Tensor:
+        self.said.append((entropy_1C, probabilities_1CV))
+        return super().kept(entropy_1C, probabilities_1CV, own_bound)
+
+
 class Pass(NamedTuple):
-    """A pass over a canvas that a lane asks for; the first of a block is not kept.
+    """A pass over a canvas but for the first of a block.
 
     Attributes:
         call: with what it reads.
         random: a copy of its lane's, as the pass finds it.
+        before: entropies and probabilities of the pass before, at its temperature.
     """
 
     call: CanvasCall
     random: LaneRandom
+    before: tuple[Tensor, Tensor]
 
     @property
     def canvas(self) -> Tensor:
         """``(1, C)`` token ids."""
         return self.call.given["current_canvas"]  # type: ignore[no-any-return]
 
-    @property
-    def before(self) -> Tensor:
-        """``(1, C, V)`` logits of the pass before, divided by its temperature."""
-        return self.call.given["self_conditioning_logits"]  # type: ignore[no-any-return]
-
-    def scaled(self, earlier: Pass) -> Tensor:
-        """The logits of the pass before another one, divided by the temperature of this."""
-        return earlier.before * (self._cold(0) / earlier._cold(1))
+    def foreseen(self, earlier: Pass) -> Tensor:
+        """``(1, C)``: the canvas that it would make if it said what the pass before ``earlier``
+        did."""
+        logits = earlier.before[1].log() * (self._cold(0) / earlier._cold(1))
+        probabilities = logits.softmax(-1)
+        entropy = entropies(logits, probabilities, logits.argmax(-1))
+        return self.next_canvas(entropy, probabilities)
 
     def _cold(self, before: int) -> Tensor:
         """What its logits, or those of so many passes before, are multiplied by."""
@@ -74,14 +92,14 @@ class Pass(NamedTuple):
         step = torch.tensor(given["cur_step"] + before, dtype=torch.int32)
         return given["logits_processor"](given["input_ids"], torch.ones(1), cur_step=step)  # type: ignore[no-any-return]
 
-    def next_canvas(self, logits_1CV: Tensor) -> Tensor:
-        """``(1, C)``: what it makes of these logits by its random numbers."""
-        sampler, probabilities = self.call.given["sampler"], logits_1CV.softmax(-1)
-        entropy = entropies(logits_1CV, probabilities, logits_1CV.argmax(-1))
+    def next_canvas(self, entropy_1C: Tensor, probabilities_1CV: Tensor) -> Tensor:
+        """``(1, C)``: what it makes of these by its random numbers."""
+        sampler = self.call.given["sampler"]
         with copy.copy(self.random).active():
-            drawn = draw(probabilities[0])[None]
-            noise = sampler.initialize_canvas(1, logits_1CV.device)
-        return torch.where(OWN.kept(entropy, probabilities, sampler.entropy_bound), drawn, noise)
+            drawn = draw(probabilities_1CV[0])[None]
+            noise = sampler.initialize_canvas(1, entropy_1C.device)
+        kept = OWN.kept(entropy_1C, probabilities_1CV, sampler.entropy_bound)
+        return torch.where(kept, drawn, noise)
 
 
 class Block(NamedTuple):
@@ -93,7 +111,7 @@ class Block(NamedTuple):
     def said(self) -> Iterator[tuple[Tensor, Tensor]]:
         """``(C,)`` likeliest tokens of each pass but the last, and their probabilities."""
         for one in self.passes:
-            probability, token = one.before[0].softmax(-1).max(-1)
+            probability, token = one.before[1][0].max(-1)
             yield token, probability
 
 
@@ -102,21 +120,23 @@ def watch(model: MoE, prompts: Sequence[list[int]]) -> list[Block]:
     """One block behind each prompt, all together, by the model's own schedule."""
     writer = writer_of(model)
     size = writer.canvas_length
+    rules = [Watching() for _ in prompts]
     lanes = [
-        writer.lane(prompt, size, seed, rows=KVCache(len(prompt) + size))
-        for seed, prompt in enumerate(prompts)
+        writer.lane(prompt, size, seed, acceptance=own, rows=KVCache(len(prompt) + size))
+        for seed, (prompt, own) in enumerate(zip(prompts, rules, strict=True))
     ]
     blocks = [Block([], torch.empty(0)) for _ in lanes]
     while running := [lane for lane in lanes if not lane.ended]:
         writer.step(running, model.experts.run)
         for at, lane in enumerate(lanes):
-            if lane.asked is not None:
-                blocks[at].passes.append(Pass(lane.asked, copy.copy(lane.asked.random)))
+            if lane.asked is not None and (said := rules[at].said):
+                random = copy.copy(lane.asked.random)
+                blocks[at].passes.append(Pass(lane.asked, random, said[-1]))
             if tokens := lane.take_final():
                 blocks[at] = blocks[at]._replace(final=torch.tensor([one.id for one in tokens]))
     for block in blocks:
         for one, after in zip(block.passes, block.passes[1:], strict=False):
-            assert torch.equal(one.next_canvas(after.before), after.canvas), "replayed otherwise"
+            assert torch.equal(one.next_canvas(*after.before), after.canvas), "replayed otherwise"
     return blocks
 
 
@@ -141,13 +161,13 @@ def drafts(model: MoE, blocks: Sequence[Block]) -> list[Row]:
             for ahead in AHEAD:
                 if at + ahead < len(passes):
                     maker, made = passes[at + ahead - 1], passes[at + ahead].canvas
-                    same = maker.next_canvas(maker.scaled(source)) == made
+                    same = maker.foreseen(source) == made
                     right[ahead].append(bool(same.all()))
                     tokens[ahead].append(same.float().mean())
                     hits.append(right[ahead][-1])
             foreseen.append((*hits, False).index(False))
         for source, maker, after in zip(passes, passes[1:], passes[2:], strict=False):
-            older.append(torch.equal(_with_logits(model, maker, source.before), after.canvas))
+            older.append(torch.equal(_reading_of(model, maker, source), after.canvas))
         for ahead in AHEAD:
             done = 1
             while done <= len(passes):
@@ -167,12 +187,11 @@ def drafts(model: MoE, blocks: Sequence[Block]) -> list[Row]:
     ]
 
 
-def _with_logits(model: MoE, one: Pass, before: Tensor) -> Tensor:
-    """``(1, C)``: the canvas that a pass makes if it reads other logits of the pass before."""
-    given = one.call.given | {
-        "self_conditioning_logits": before,
-        "diffusion_stopping_criteria": None,  # it would remember
-    }
+def _reading_of(model: MoE, one: Pass, other: Pass) -> Tensor:
+    """``(1, C)``: the canvas that a pass makes if it reads of the pass before what another does."""
+    name = "self_conditioning_logits"
+    given = one.call.given | {name: other.call.given[name]}
+    given["diffusion_stopping_criteria"] = None  # it would remember
     call = CanvasCall(given, OWN, copy.copy(one.random), greedy=False)
     denoiser = writer_of(model).denoiser
     assert denoiser is not None
@@ -282,5 +301,5 @@ def _to_border(ids: list[int], likely: list[float], text_of: Callable[[int], str
     """Tokens up to the likeliest end of a line or sentence, if it is likely enough, else all."""
     ends = [at for at, one in enumerate(ids) if "\n" in text_of(one) or text_of(one).endswith(".")]
     at = max(ends, key=lambda place: likely[place], default=None)
-    far = at is None or likely[at] < torch.tensor(BORDER).log()
+    far = at is None or likely[at] < math.log(BORDER)
     return len(ids) if far or at is None else at + 1

@@ -19,6 +19,7 @@ from moe.loading.memory_plan import GIB
 from moe.network.block_diffusion import BlockWriter, write
 from moe.network.denoise import Acceptance
 from moe.network.kv_cache import KVCache
+from moe.sampling.params import Structure
 from moe.settings import ModelSettings
 
 SIZES: list[dict[str, int]] = [
@@ -180,7 +181,13 @@ def test_random_numbers_of_others_are_left_alone(small: Pair) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"top_k": 3}, {"prompt_logprobs": 1}, {"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1}],
+    [
+        {"top_k": 3},
+        {"prompt_logprobs": 1},
+        {"logit_bias": {3: 1.0}},
+        {"repetition_penalty": 1.1},
+        {"structure": Structure("regex", "a+")},
+    ],
 )
 def test_what_blocks_cannot_do_is_refused_by_name(small: Pair, changes: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"{next(iter(changes))} is not possible"):

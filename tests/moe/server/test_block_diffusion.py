@@ -63,6 +63,8 @@ def test_whole_streamed_and_chat_answers(path: Path, served: Running) -> None:
     [
         ({"top_p": 0.5}, "top_p"),
         ({"response_format": {"type": "json_object"}}, "structure"),
+        ({"structured_outputs": {"regex": "a+"}}, "structure"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "structure"),
         ({"presence_penalty": 1}, "presence_penalty"),
     ],
 )
