@@ -200,8 +200,6 @@ def _prepare(
     blocks, vision = None, read.vision
     if writes_blocks(read.network):
         blocks = _block_writer(backbone, profile)
-        if not isinstance(vision, str):
-            vision = "images are not read by models that write whole blocks"
     else:
         make_row_wise(backbone)
     mtp = _mtp(head, head_layers, backend, planned, profile)

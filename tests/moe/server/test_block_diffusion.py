@@ -76,6 +76,14 @@ def test_what_blocks_cannot_do_is_refused(
     assert f"{name} is not possible with this model" in answer.text
 
 
+def test_images_are_refused_with_the_reason(served: Running) -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}]}
+    answer = served.http.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "images are not read by models that write whole blocks" in answer.text
+
+
 def test_the_command_line_writes_blocks(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", str(path), "--prompt", "hello", "--max-new-tokens", "5", "--seed", "1"]
     assert main(arguments) == 0
