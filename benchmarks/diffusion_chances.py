@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class Pass(NamedTuple):
     @property
     def canvas(self) -> Tensor:
         """``(1, C)`` token ids."""
-        return self.call.given["current_canvas"]  # type: ignore[no-any-return]
+        return self.call.given["current_canvas"]
 
     def foreseen(self, earlier: Pass) -> Tensor:
         """``(1, C)``: the canvas that it would make if it said what the pass before ``earlier``
@@ -90,7 +90,7 @@ class Pass(NamedTuple):
         """What its logits, or those of so many passes before, are multiplied by."""
         given = self.call.given
         step = torch.tensor(given["cur_step"] + before, dtype=torch.int32)
-        return given["logits_processor"](given["input_ids"], torch.ones(1), cur_step=step)  # type: ignore[no-any-return]
+        return given["logits_processor"](given["input_ids"], torch.ones(1), cur_step=step)
 
     def next_canvas(self, entropy_1C: Tensor, probabilities_1CV: Tensor) -> Tensor:
         """``(1, C)``: what it makes of these by its random numbers."""
@@ -288,7 +288,7 @@ def borders(
                 model.generate([prompts[at] + written[at] for at in left], params),
                 strict=True,
             ):
-                likely = [one.logprob for one in done.tokens]
+                likely = [cast(float, one.logprob) for one in done.tokens]
                 written[at] += done.token_ids[: keep(done.token_ids, likely)]
             canvases += len(left)
         tokens = sum(map(len, written))
