@@ -28,7 +28,14 @@ from torch.nn.functional import pad
 
 from experts.dispatch import rows as wire
 from experts.dispatch.assignment import Assignment
-from experts.dispatch.base import Combined, CombineMode, Dispatched, Failures, RankDispatcher
+from experts.dispatch.base import (
+    Combined,
+    CombineMode,
+    Dispatched,
+    Failures,
+    RankDispatcher,
+    nothing,
+)
 from experts.dispatch.exchange import Bytes, Exchange
 from experts.dispatch.native import NativeDispatch, NativeDispatched
 from experts.dispatch.routing_exchange import InlineRows, exchange_routing
@@ -87,11 +94,17 @@ class AllToAllDispatcher(RankDispatcher["ReceivedRows"]):
             messages_R = found
         return self.finish_dispatch(self.start_dispatch(layer, hidden_states, routing, messages_R))
 
-    def combine(self, dispatched: ReceivedRows, rows: Tensor, failures: Failures) -> Combined:
+    def combine(
+        self,
+        dispatched: ReceivedRows,
+        rows: Tensor,
+        failures: Failures,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> Combined:
         if isinstance(dispatched, NativeDispatched):
             assert self.native is not None
             return self.native.combine(dispatched, rows, failures)
-        return super().combine(dispatched, rows, failures)
+        return super().combine(dispatched, rows, failures, meanwhile)
 
     def start_dispatch(
         self,

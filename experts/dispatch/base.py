@@ -109,19 +109,30 @@ class Dispatcher(Protocol, Generic[Handle]):
         """Send T tokens to the ranks that serve them; returns the rows that this rank serves."""
         ...
 
-    def combine(self, dispatched: Handle, rows: Tensor, failures: Failures) -> Combined:
+    def combine(
+        self,
+        dispatched: Handle,
+        rows: Tensor,
+        failures: Failures,
+        meanwhile: Callable[[], None] = ...,
+    ) -> Combined:
         """Send results back to the ranks of their tokens; returns those of this rank's tokens.
 
         Args:
             dispatched: what `dispatch` returned.
             rows: ``(N, H)`` results of its rows, weighted and summed by its routing.
             failures: of those rows.
+            meanwhile: may run while results travel.
         """
         ...
 
     def check(self) -> None:
         """Raise the `ExchangeError` that broke the connection to the other ranks, if one did."""
         ...
+
+
+def nothing() -> None:
+    """What runs while results travel where there is nothing to do."""
 
 
 class LocalDispatcher:
@@ -132,7 +143,13 @@ class LocalDispatcher:
     def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Dispatched:
         return Dispatched(layer, hidden_states, routing, distributed=False)
 
-    def combine(self, dispatched: Dispatched, rows: Tensor, failures: Failures) -> Combined:
+    def combine(
+        self,
+        dispatched: Dispatched,
+        rows: Tensor,
+        failures: Failures,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> Combined:
         return Combined(rows, failures)
 
     def check(self) -> None:
@@ -178,9 +195,17 @@ class RankDispatcher(ABC, Generic[Handle]):
         """See `Dispatcher`."""
         return self.finish_dispatch(self.start_dispatch(layer, hidden_states, routing))
 
-    def combine(self, dispatched: Handle, rows: Tensor, failures: Failures) -> Combined:
+    def combine(
+        self,
+        dispatched: Handle,
+        rows: Tensor,
+        failures: Failures,
+        meanwhile: Callable[[], None] = nothing,
+    ) -> Combined:
         """See `Dispatcher`."""
-        return self.finish_combine(self.start_combine(dispatched, rows, failures))
+        flight = self.start_combine(dispatched, rows, failures)
+        meanwhile()
+        return self.finish_combine(flight)
 
     def check(self) -> None:
         """See `Dispatcher`."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -95,9 +96,7 @@ class DeviceDispatcher(RankDispatcher["DeviceDispatched"]):
         self._counts.move_to(self._statistics)
         return self._statistics
 
-    def start_dispatch(
-        self, layer: int, hidden_states: Tensor, routing: Routing
-    ) -> _FixedRows | _ExactRows:
+    def start_dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Flight:
         exchange, place = self._exchange, (layer, self.epoch)
         with self._guard:
             headers = exchange_headers(
@@ -105,29 +104,33 @@ class DeviceDispatcher(RankDispatcher["DeviceDispatched"]):
             )
         dtype, device = headers.dtype or hidden_states.dtype, exchange.device
         more = headers.slots - routing.top_k
-        own = _OwnTokens(
+        own = OwnTokens(
             hidden_states.to(device, dtype),
             pad(routing.expert_ids.to(device), (0, more), value=UNUSED),
             pad(routing.weights.to(device), (0, more)),
         )
-        links = _Links(exchange, self._guard, headers.tokens_R, self._payload)
-        counts, copies = self._counts.of(layer, own, self._statistics), self._copies[layer]
+        links = Links(exchange, self._guard, headers.tokens_R, self._payload)
+        counts = self._counts.of(layer, own, self._statistics)
         if self._exact or max(headers.tokens_R) > self._buffer_rows:
-            return _ExactRows(layer, own, links, copies, counts, self._exact)
-        return _FixedRows(layer, own, links, copies, counts)
+            return self._exact_rows(layer, own, links, counts)
+        return _FixedRows(layer, own, links, self._copies[layer], counts)
 
-    def finish_dispatch(self, flight: _FixedRows | _ExactRows) -> DeviceDispatched:
+    def _exact_rows(self, layer: int, own: OwnTokens, links: Links, counts: LayerCounts) -> Flight:
+        """Send rows to the ranks that serve them alone."""
+        return _ExactRows(layer, own, links, self._copies[layer], counts, self._exact)
+
+    def finish_dispatch(self, flight: Flight) -> DeviceDispatched:
         rows, routing = flight.arrive()
         return DeviceDispatched(flight.layer, rows, routing, True, flight)
 
     def start_combine(
         self, dispatched: DeviceDispatched, rows: Tensor, failures: Failures
-    ) -> _FixedRows | _ExactRows:
+    ) -> Flight:
         flight = dispatched.flight
         self._statistics.bytes_back += flight.send_back(rows, failures)
         return flight
 
-    def finish_combine(self, flight: _FixedRows | _ExactRows) -> Combined:
+    def finish_combine(self, flight: Flight) -> Combined:
         total_TH, rank_codes = flight.total()
         failed_T = rank_codes > 0
         codes_T = torch.where(failed_T, rank_codes + wire.layer_code(flight.layer), 0)
@@ -135,15 +138,39 @@ class DeviceDispatcher(RankDispatcher["DeviceDispatched"]):
         return Combined(total_TH, codes=FailureCodes(codes_T, self._exchange.settle))
 
 
+class Flight(Protocol):
+    """Rows of one layer on their way out and back; another library may carry them
+    (`experts.dispatch.deep_ep`).
+
+    Attributes:
+        layer: MoE layer.
+    """
+
+    layer: int
+
+    def arrive(self) -> tuple[Tensor, Routing]:
+        """Wait for the rows that this rank serves; their routing has its own experts alone."""
+        ...
+
+    def send_back(self, rows: Tensor, failures: Failures) -> int:
+        """Begin to return results, in the order of `arrive`; returns the bytes sent."""
+        ...
+
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Wait for the results: ``(T, H)`` sums of this rank's tokens, and ``(T,)`` codes of those
+        that failed, as of `experts.dispatch.rows.row_codes`."""
+        ...
+
+
 @dataclass
 class DeviceDispatched(Dispatched):
     """Rows that this rank serves."""
 
-    flight: _FixedRows | _ExactRows
+    flight: Flight
 
 
 @dataclass(frozen=True)
-class _OwnTokens:
+class OwnTokens:
     """What this rank brings: ``(T, H)`` rows, ``(T, K)`` ids and weights."""
 
     hidden_TH: Tensor
@@ -152,7 +179,7 @@ class _OwnTokens:
 
 
 @dataclass(frozen=True)
-class _Links:
+class Links:
     """The exchange, and what the headers say.
 
     Attributes:
@@ -183,6 +210,14 @@ class _Links:
         to_R = [len(rows_TW)] * self.exchange.size
         return self.send(rows_TW.repeat(self.others, 1), to_R, self.tokens_R)
 
+    def ids_of_all(self, own: OwnTokens, counts: LayerCounts) -> Tensor:
+        """``(N, K)`` int64 ids of all ranks' tokens."""
+        ids_TW = own.ids_TK.to(torch.int16).contiguous().view(torch.uint8)
+        received, wait = self.to_all(ids_TW)
+        self.wait(wait)
+        counts.sent(0, ids_TW.numel() * self.others)
+        return wire.read(self.with_own(received, ids_TW), torch.int16).long()
+
     def send(self, rows: Tensor, to_R: Sequence[int], from_R: Sequence[int]) -> tuple[Tensor, Wait]:
         return self.guard.all_to_all(self.exchange, rows, to_R, from_R)
 
@@ -202,10 +237,10 @@ class _FixedRows:
     def __init__(
         self,
         layer: int,
-        own: _OwnTokens,
-        links: _Links,
+        own: OwnTokens,
+        links: Links,
         copies: DeviceCopies,
-        counts: _LayerCounts,
+        counts: LayerCounts,
     ) -> None:
         self.layer, self._own, self._links = layer, own, links
         self._copies, self._counts = copies, counts
@@ -226,7 +261,7 @@ class _FixedRows:
         ids_NK = wire.read(ids_NW, torch.int16).long()
         serving_NK, loads_E = self._copies.serving(ids_NK)
         other_NK = serving_NK != links.rank
-        goes_TR = _ranks_of(serving_NK[links.own], links.exchange.size)
+        goes_TR = ranks_of(serving_NK[links.own], links.exchange.size)
         self._counts.found(loads_E, goes_TR, (~other_NK).sum())
         weights_NK = wire.unpack_weights(packed_NW, slots).masked_fill(other_NK, 0.0)
         routing = Routing(ids_NK.masked_fill(other_NK, UNUSED), weights_NK).ascending()
@@ -268,18 +303,15 @@ class _ExactRows:
     def __init__(
         self,
         layer: int,
-        own: _OwnTokens,
-        links: _Links,
+        own: OwnTokens,
+        links: Links,
         copies: DeviceCopies,
-        counts: _LayerCounts,
+        counts: LayerCounts,
         exact: bool,
     ) -> None:
         self.layer, self._own, self._links, self._exact = layer, own, links, exact
         rank, ranks = links.rank, links.exchange.size
-        ids_TW = own.ids_TK.to(torch.int16).contiguous().view(torch.uint8)
-        received, wait = links.to_all(ids_TW)
-        links.wait(wait)
-        self._ids_NK = wire.read(links.with_own(received, ids_TW), torch.int16).long()
+        self._ids_NK = links.ids_of_all(own, counts)
         self._serving_NK, loads_E = copies.serving(self._ids_NK)
         self._ranks = [*(r for r in range(ranks) if r != rank), rank]
         goes_TR, here_NK = self._goes_TR, self._serving_NK == rank
@@ -298,12 +330,12 @@ class _ExactRows:
         rows_W = packed_TW[leaving]
         self._kept = rows_W[len(rows_W) - self._to_R[rank] :]
         message = rows_W[: len(rows_W) - self._to_R[rank]]
-        counts.sent(message.numel(), ids_TW.numel() * links.others)
+        counts.sent(message.numel())
         self._received, self._wait = links.send(message, self._to_R, self._from_R)
 
     @property
     def _goes_TR(self) -> Tensor:
-        return _ranks_of(self._serving_NK[self._links.own], self._links.exchange.size)
+        return ranks_of(self._serving_NK[self._links.own], self._links.exchange.size)
 
     def arrive(self) -> tuple[Tensor, Routing]:
         """The rows that this rank serves; in exact mode a row for each slot, with weight 1."""
@@ -373,7 +405,7 @@ class _ExactRows:
         return torch.cat([values_NX[: own.start], values_NX[own.stop :], values_NX[own]])
 
 
-def _ranks_of(serving_TK: Tensor, ranks: int) -> Tensor:
+def ranks_of(serving_TK: Tensor, ranks: int) -> Tensor:
     """``(T, R)`` bool: whether a rank serves some of a token's slots."""
     goes = torch.zeros(len(serving_TK), ranks + 1, dtype=torch.bool, device=serving_TK.device)
     return goes.scatter_(1, serving_TK + 1, True)[:, 1:]
@@ -404,13 +436,13 @@ class _DeviceCounts:
         self._counts = torch.zeros(layers, experts + 2, dtype=torch.int64, device=exchange.device)
         self._row_bytes = 0
 
-    def of(self, layer: int, own: _OwnTokens, statistics: DispatchStatistics) -> _LayerCounts:
+    def of(self, layer: int, own: OwnTokens, statistics: DispatchStatistics) -> LayerCounts:
         """The counters of a layer that is dispatched now."""
         self._changed, rows = True, own.hidden_TH
         self._row_bytes = rows.shape[1] * rows.dtype.itemsize
         statistics.exchanges += 1
         statistics.tokens += len(rows)
-        return _LayerCounts(self._counts[layer], self._rank, statistics)
+        return LayerCounts(self._counts[layer], self._rank, statistics)
 
     def move_to(self, statistics: DispatchStatistics) -> None:
         """Add what has been counted since the last call."""
@@ -424,14 +456,14 @@ class _DeviceCounts:
 
 
 @dataclass(frozen=True)
-class _LayerCounts:
+class LayerCounts:
     """Counts one dispatch."""
 
     counts: Tensor
     rank: int
     statistics: DispatchStatistics
 
-    def sent(self, row_bytes: int, meta_bytes: int) -> None:
+    def sent(self, row_bytes: int, meta_bytes: int = 0) -> None:
         self.statistics.bytes_out += row_bytes
         self.statistics.meta_bytes += meta_bytes
 

@@ -123,6 +123,11 @@ def row_codes(rows_NH: Tensor, rank: Tensor | int) -> Tensor:
     return failed * (2 + marks[..., _FAILED] + 2 * rank)
 
 
+def code_of(failure: Failure, rank: int) -> int:
+    """The code of a rank's failure, as of `row_codes`; below 2^16."""
+    return 2 + failure.unreadable + 2 * rank
+
+
 def layer_code(layer: int) -> int:
     """What a layer adds to the codes of its failures."""
     return layer << (_RANK_BITS + 1)

@@ -7,7 +7,7 @@ of a pass, Q query heads, R latent size, V size of values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +18,12 @@ from torch.nn.functional import linear
 
 from kernels.triton.attention import KeyRows
 from moe.decode.device_operations import DeviceOperations, cache_shape, first_keys
-from moe.decode.reference import Normed, walk
+from moe.decode.reference import Halt, Normed, walk
 from moe.decode.step import RoutedExperts, finish_step
 from moe.describe.description import Attention, Description, LatentAttention, RotaryTable
 from moe.network.device_blocks import WIDEST, DeviceBlocks, DevicePass
 from moe.network.kv_blocks import BlockKVCache
+from moe.network.lanes import ExpertCall, ExpertsRunner, call_experts
 from moe.network.packed_pass import Work, put_ahead
 from moe.settings.device import to_device
 
@@ -59,6 +60,20 @@ class DevicePrompts:
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """Logits of each piece of work (`moe.network.backbone.Backbone.lanes`); calls ``routed``
         at every MoE layer."""
+        return self._read(work, lambda halt: routed(halt.layer, halt.rows.rounded, halt.routing))
+
+    @torch.inference_mode()
+    def in_lane(self, work: Sequence[Work], run_experts: ExpertsRunner) -> list[Tensor]:
+        """The same through the running lane, as a model's own modules do it. While rows come back
+        from other ranks, the shared expert runs."""
+
+        def routed(halt: Halt) -> Tensor:
+            call = ExpertCall(halt.layer, halt.rows.rounded, halt.routing, beside=halt.beside)
+            return call_experts(call, run_experts)
+
+        return self._read(work, routed)
+
+    def _read(self, work: Sequence[Work], routed: Callable[[Halt], Tensor]) -> list[Tensor]:
         inputs = PromptInputs(work, self._description, self._memory, self._angles)
         hidden = list[Tensor]()
 
@@ -74,7 +89,7 @@ class DevicePrompts:
                 halt = steps.send(answer)  # type: ignore[arg-type]  # None begins
             except StopIteration as end:
                 return finish_step(work, end.value, *hidden)
-            answer = routed(halt.layer, halt.rows.rounded, halt.routing)
+            answer = routed(halt)
 
 
 class DeviceAngles:

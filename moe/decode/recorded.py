@@ -40,7 +40,6 @@ from moe.decode.step import (
     InsideExperts,
     RoutedExperts,
     StepFunction,
-    through_lane,
     why_outside,
 )
 from moe.describe.decoder import describe
@@ -109,8 +108,7 @@ def recorded_step(
     prompts = DevicePrompts(description, memory)
     why_plain = _why_no_prompts(shadow, prompts)
     if not why_plain:
-        through = through_lane(experts.run)
-        backbone.prompt_forward = lambda work: prompts(work, through)
+        backbone.prompt_forward = lambda work: prompts.in_lane(work, experts.run)
     how = f"prompts by transformers ({why_plain})" if why_plain else "prompts described"
     return forward, f"{reason}; {how}; {forward.where}"
 

@@ -86,6 +86,7 @@ class _MicroBatch:
             experts = self._experts.layers[self._layer]
             rows, failures = serve(arrived, experts, self._experts.forward)
             self._returning = self._dispatcher.start_combine(arrived, rows, failures)
+            self._gathered.run_beside()
 
     def arrive(self) -> None:
         """Resume the lanes with their results, to the next layer or the end."""

@@ -45,6 +45,7 @@ class ExpertCall:
             pass; None if no policy asked for it or it is not known.
         scores: ``(T, E)`` that the router ranked experts by, where a policy asked for them and
             they do not follow from the rows.
+        beside: computes what the lane will need behind the layer, once; for a caller that waits.
         lost: rows that are zeros because an expert could not be read or run, and why.
         codes: the same of rows on a device, which is not yet known on the host.
     """
@@ -55,6 +56,7 @@ class ExpertCall:
     phase: Phase = "prefill"
     received: Tensor | None = None
     scores: Tensor | None = None
+    beside: Callable[[], object] | None = None
     lost: dict[int, Failure] = field(default_factory=dict)
     codes: FailureCodes | None = None
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -126,7 +126,8 @@ class MoELayers:
         dispatched = self.dispatcher.dispatch(layer, gathered.hidden_states, gathered.routing)
         prefetcher = self._prefetcher_for(calls) if self.dispatcher.local else None
         rows, failures = serve(dispatched, self.layers[layer], self.forward, prefetcher)
-        return gathered.outcomes(self.dispatcher.combine(dispatched, rows, failures))
+        combined = self.dispatcher.combine(dispatched, rows, failures, gathered.run_beside)
+        return gathered.outcomes(combined)
 
     def gather(self, layer: int, calls: Sequence[ExpertCall]) -> GatheredCalls:
         """Join the calls at a layer and let the policies decide.
@@ -264,6 +265,14 @@ class GatheredCalls:
     routing: Routing
     local: bool
     error: Exception | None = None
+
+    def run_beside(self) -> None:
+        """Compute what the lanes will need behind the layer. A lane whose work raises meets that
+        error itself, when it asks again."""
+        for call in self.calls:
+            if call.beside is not None:
+                with suppress(Exception):
+                    call.beside()
 
     def outcomes(self, combined: Combined) -> list[Tensor | Exception]:
         """The rows of each call, or why it has none. Raises `error`."""

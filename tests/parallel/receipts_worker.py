@@ -37,7 +37,7 @@ from moe.network.kv_cache import SequenceCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from offload.capacity import slot_bytes
-from routing import Phase
+from routing import Phase, Routing
 from tests.experts.dispatch_cases import random_placement
 
 RANKS = 4
@@ -206,8 +206,24 @@ def main(directory: Path, rank: int) -> None:
         for size, extra, how in product(by_gloo if bits == 16 else (), (0, 3), DEVICE_WAYS):
             ranks = Ranks(resident, by_gloo[size], extra, how, by_sockets[size])
             results[f"{size}-{extra}-{how}"] = compare(read(resident, ranks), local)
+    for size, exchange in by_gloo.items():
+        results[f"{size}-meanwhile"] = works_meanwhile(exchange, by_sockets[size])
     (directory / f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def works_meanwhile(exchange: Exchange, host: Exchange) -> bool:
+    """Whether rows that come back over gloo beside other work have the bits they have alone."""
+    dispatcher = DeviceDispatcher(exchange, host, [linear(8, 8, exchange.size)], buffer_rows=0)
+    hidden = torch.randn(64, 512, generator=torch.Generator().manual_seed(exchange.rank))
+    ids = torch.arange(64)[:, None] * (exchange.rank + 1) % 8
+    found, made = list[Tensor](), list[Tensor]()
+    works = (lambda: None, lambda: made.append(hidden @ hidden.T))
+    for work in works:
+        arrived = dispatcher.dispatch(0, hidden, Routing(ids, torch.ones(ids.shape)))
+        rows = arrived.hidden_states * (1.0 + arrived.routing.expert_ids)
+        found.append(dispatcher.combine(arrived, rows, {}, work).rows)
+    return torch.equal(*found) and torch.equal(found[0], hidden * (1.0 + ids)) and len(made) == 1
 
 
 def compare(found: dict[int, list[Tensor]], local: dict[int, list[Tensor]]) -> dict[str, Any]:

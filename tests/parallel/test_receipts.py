@@ -69,6 +69,13 @@ def test_bits_do_not_depend_on_ranks(
         assert walked
 
 
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_come_back_while_a_shared_expert_runs(
+    receipts: list[dict[str, Any]], size: int
+) -> None:
+    assert [rank[f"{size}-meanwhile"] for rank in receipts[:size]] == [True] * size
+
+
 @pytest.mark.parametrize(("size", "copies"), list(product((2, 4), (0, 3))))
 def test_the_dispatch_of_gpus_gives_the_tokens_of_one_rank(
     receipts: list[dict[str, Any]], size: int, copies: int

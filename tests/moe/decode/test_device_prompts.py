@@ -20,8 +20,9 @@ from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.routing import Blocks, sort_slots
 from moe import MoE, SamplingParams
-from moe.decode import recorded
+from moe.decode import recorded, reference
 from moe.decode.device_prompts import DeviceAngles, DevicePrompts
+from moe.decode.reference import _shared as shared_of
 from moe.decode.reference import reference_step
 from moe.decode.step import RoutedExperts
 from moe.describe.description import Attention
@@ -30,13 +31,13 @@ from moe.network.device_blocks import DeviceBlocks
 from moe.network.hidden import HiddenRows
 from moe.network.kv_blocks import BlockPool
 from moe.network.kv_cache import KVCache
-from moe.network.lanes import run_lanes
+from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
 from moe.settings.device import to_device
 from routing import Routing, RoutingStatistics
 from tests.amounts import amount
 from tests.launches import Launches
-from tests.moe.decode.description_cases import VOCABULARY, routed, table
+from tests.moe.decode.description_cases import VOCABULARY, Maker, routed, table
 from tests.moe.decode.tape import Tape
 from tests.moe.decode.test_compiled_prompts import logits_of
 from tests.moe.decode.test_graphs import (
@@ -127,6 +128,40 @@ def test_last_rows_are_those_of_all(data: st.DataObject) -> None:
 
 
 @torch.inference_mode()
+@settings(max_examples=2)
+@given(data=st.data())
+@torch.inference_mode()
+def test_a_shared_expert_runs_once_and_when_a_lane_waits(data: st.DataObject) -> None:
+    """With the bits that it has behind the routed ones."""
+    maker = Maker(data, 8, whole=True)
+    description = maker.description(2)
+    layers = [
+        replace(layer, feed=replace(maker.experts(at, maker.router()), shared=maker.mlp()))
+        for at, layer in enumerate(description.layers)
+    ]
+    description, memory = replace(description, layers=tuple(layers)), new_memory()
+    prompts, pool = DevicePrompts(description, memory), BlockPool(memory)
+    happened: list[str] = []
+
+    def run(layer: int, calls: Sequence[ExpertCall]) -> list[Tensor]:
+        (call,) = calls
+        happened.append("experts")
+        assert call.beside is not None
+        call.beside()
+        return [routed(layer, call.hidden_states, call.routing)]
+
+    def noted(*given: Any) -> Tensor:
+        happened.append("shared")
+        return shared_of(*given)
+
+    plain = prompts([Work([1, 2, 3], pool.new_cache(3), True)], routed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_shared", noted)
+        found = prompts.in_lane([Work([1, 2, 3], pool.new_cache(3), True)], run)
+    assert torch.equal(found[0], plain[0])
+    assert happened == ["experts", "shared"] * 2
+
+
 def test_nothing_is_read_back() -> None:
     description, memory = layers_like_qwen3(2), DeviceBlocks(CPU, torch.bfloat16, 24)
     prompts, pool = DevicePrompts(description, memory), BlockPool(memory)

@@ -232,7 +232,9 @@ class Losing(LocalDispatcher):
     def __init__(self, layer: int, expert: int, failure: Failure) -> None:
         self.lost, self.failure = (layer, expert), failure
 
-    def combine(self, dispatched: Dispatched, rows: Tensor, failures: Any) -> Combined:
+    def combine(
+        self, dispatched: Dispatched, rows: Tensor, failures: Any, meanwhile: Any = None
+    ) -> Combined:
         layer, expert = self.lost
         concerned = (dispatched.routing.expert_ids == expert).any(1).nonzero()[:, 0].tolist()
         lost = dict.fromkeys(concerned, self.failure) if dispatched.layer == layer else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experts.dispatch import AllToAllDispatcher, DeviceDispatcher, ExchangeError
+from experts.dispatch import AllToAllDispatcher, DeviceDispatcher, Exchange, ExchangeError
 from experts.placement import linear
 from kernels import experts_forward
 from moe.engine.overlap import run_overlapped
@@ -22,7 +23,7 @@ from tests.experts.dispatch_cases import ThreadExchange, on_ranks
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, Layers, draw_routing, make
 
 
-def joined(exchange: ThreadExchange, *, device: bool = False) -> tuple[MoELayers, Layers]:
+def joined(exchange: Exchange, *, device: bool = False) -> tuple[MoELayers, Layers]:
     layers = make(True, False, Random(1))
     experts = MoELayers(layers.resident)
     size = -(-EXPERTS // exchange.size) * exchange.size
@@ -83,6 +84,78 @@ def test_halves_give_the_same_bits(seed: int, ranks: int) -> None:
         for error in on_ranks(ranks, rank_of):
             if error is not None:
                 raise error
+
+
+class Noted:
+    """An exchange that notes when rows leave and when they are waited for."""
+
+    def __init__(self, exchange: ThreadExchange, happened: list[str]) -> None:
+        self._exchange, self._happened = exchange, happened
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._exchange, name)
+
+    def all_to_all(self, *rows: Any) -> Callable[[], None]:
+        wait = self._exchange.all_to_all(*rows)
+        if rows[0].shape[-1] < 4 * HIDDEN:  # ids, or what hosts tell each other
+            return wait
+        self._happened.append("send")
+
+        def noted() -> None:
+            wait()
+            self._happened.append("wait")
+
+        return noted
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("halves", [False, True])
+def test_shared_experts_run_while_rows_come_back(halves: bool, fails: bool) -> None:
+    """Whole steps and halves; an error is the lane's own, and no other rank's."""
+
+    def rank_of(exchange: ThreadExchange) -> list[str]:
+        happened: list[str] = []
+        fault = fails and exchange.rank == 1
+
+        def shared() -> None:
+            happened.append("shared")
+            if fault:
+                raise ValueError("a shared expert fails")
+
+        def forward() -> Tensor:
+            rows, routing = torch.ones(2, HIDDEN), draw_routing(2, 3, torch.Generator())
+            call = ExpertCall(0, rows, routing, beside=shared)
+            given = call_experts(call, lambda *_: [])
+            happened.append("go on")
+            if fault:
+                shared()
+            return given
+
+        experts, _ = joined(Noted(exchange, happened), device=True)
+        lanes = [Lane(forward) for _ in range(2 if halves else 1)]
+        with experts.lockstep(range(1)):
+            if halves:
+                run_overlapped((lanes[:1], lanes[1:]), experts)
+            else:
+                lanes[0].start()
+                assert lanes[0].call is not None
+                (rows,) = experts.run(0, [lanes[0].call])
+                assert isinstance(rows, Tensor)
+                lanes[0].resume(rows)
+        states = {lane.state for lane in lanes}
+        assert states == {LaneState.FAILED if fault else LaneState.DONE}
+        return happened
+
+    back = ["send", "shared", "wait", "go on"]
+    for rank, happened in enumerate(on_ranks(2, rank_of)):
+        if isinstance(happened, Exception):
+            raise happened
+        again = ["shared"] if fails and rank else []
+        if halves:
+            sent = ["send", "send", "wait", "send", "shared", "wait", "send", "shared"]
+            assert happened == [*sent, "wait", "go on", *again, "wait", "go on", *again]
+        else:
+            assert happened == ["send", "wait", *back, *again]
 
 
 def test_a_lost_rank_ends_the_lanes_of_both_halves() -> None:
