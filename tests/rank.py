@@ -93,9 +93,9 @@ def dispatch_as_on_gpus() -> None:
 
     def on_device(exchanges: RankExchanges, *arguments: Any) -> Any:
         rows = WatchedExchange(GroupExchange(None, "cpu"), exchanges.host._heartbeat)
-        made = new_dispatcher(exchanges._replace(device=rows), *arguments)
+        made, why = new_dispatcher(exchanges._replace(device=rows), *arguments)
         print(type(made).__name__, flush=True)
-        return made
+        return made, why
 
     worker.new_dispatcher = on_device  # type: ignore[assignment]
     break_steps()

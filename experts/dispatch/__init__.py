@@ -6,6 +6,7 @@
 - `Exchange`: the all-to-all of bytes below it, over a process group or over local sockets.
 - routing exchange: the ranks tell each other their tokens' expert ids (`routing_exchange`).
 - `Assignment`: from these, which rank serves which slot; every rank computes the same one.
+- `DeepEPDispatcher`: a `DeviceDispatcher` whose prompts DeepEP's kernels carry (`deep_ep`).
 - `DeviceCopies`: the same on a device, by a simpler rule.
 - `NativeDispatch`: the same messages, by compiled code in decode steps.
 - `DispatchStatistics`: what was moved.
@@ -22,6 +23,7 @@ from experts.dispatch.base import (
     LocalDispatcher,
     RankDispatcher,
 )
+from experts.dispatch.deep_ep import DeepEPDispatcher, RowKind, prompts_by_deep_ep
 from experts.dispatch.exchange import (
     Exchange,
     ExchangeError,
@@ -35,6 +37,7 @@ from experts.dispatch.routing_exchange import should_inline_rows
 __all__ = [
     "AllToAllDispatcher",
     "Combined",
+    "DeepEPDispatcher",
     "DeviceDispatcher",
     "DispatchStatistics",
     "Dispatched",
@@ -46,7 +49,9 @@ __all__ = [
     "GroupExchange",
     "LocalDispatcher",
     "RankDispatcher",
+    "RowKind",
     "SocketExchange",
     "prefer_local_sockets",
+    "prompts_by_deep_ep",
     "should_inline_rows",
 ]

@@ -215,9 +215,9 @@ def prefer_local_sockets(exchange: Exchange, timeout_s: float) -> Exchange:
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(path)
             listener.listen(exchange.size)
-            addresses = [own.rstrip(b"\0").decode() for own in _texts_of(exchange, path.encode())]
+            addresses = texts_of(exchange, path)
             peers = _connect(addresses, exchange.rank, listener)
-            agreed = all(map(any, _texts_of(exchange, b"\1" if peers is not None else b"")))
+            agreed = all(texts_of(exchange, "yes" if peers is not None else ""))
     if peers is None or not agreed:
         for stream in (peers or {}).values():
             stream.close()
@@ -368,11 +368,11 @@ def all_gather(exchange: Exchange, sent: Tensor, sizes_R: Sequence[int]) -> list
     return messages
 
 
-def _texts_of(exchange: Exchange, text: bytes) -> list[bytes]:
-    """A few bytes of each rank, filled up with zeros."""
-    own = torch.tensor(list(text.ljust(_PATH, b"\0")), dtype=torch.uint8)
-    messages = all_gather(exchange, own.repeat(max(exchange.size - 1, 1)), [_PATH] * exchange.size)
-    return [message.tobytes() for message in messages]
+def texts_of(exchange: Exchange, text: str, most: int = _PATH) -> list[str]:
+    """A text of each rank, cut to so many bytes; collective."""
+    own = torch.tensor(list(text.encode()[:most].ljust(most, b"\0")), dtype=torch.uint8)
+    messages = all_gather(exchange, own.repeat(max(exchange.size - 1, 1)), [most] * exchange.size)
+    return [message.tobytes().rstrip(b"\0").decode(errors="ignore") for message in messages]
 
 
 def _connect(

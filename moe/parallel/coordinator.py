@@ -157,7 +157,12 @@ class Coordinator:
 
     def status(self) -> dict[str, Any]:
         """Who takes part, for JSON; from any thread."""
-        return {"ranks": list(self.links.ranks), "epoch": self.epoch, "lost": self.links.dropped}
+        return {
+            "ranks": list(self.links.ranks),
+            "epoch": self.epoch,
+            "lost": self.links.dropped,
+            "dispatch": self.worker.dispatch_status(),
+        }
 
     def statistics(self) -> dict[str, Any]:
         """What the ranks have sent, for JSON; from any thread.

@@ -13,13 +13,15 @@ from pathlib import Path
 
 import torch
 
+from experts.dispatch import RowKind
 from moe.engine.blocks import BlockRunner
 from moe.engine.borrowing import kv_borrowing
 from moe.engine.runner import ModelRunner
 from moe.loaded import LoadedModel
-from moe.loading.hub import resolve_model
+from moe.loading.hub import experts_per_token, resolve_model
 from moe.loading.memory_plan import GIB
 from moe.machine import memory_available, memory_nodes, stay_on
+from moe.network.stored_embedding import backbone_dtype
 from moe.parallel.coordinator import Coordinator, WorkerLinks
 from moe.parallel.expected_load import expected_load_of
 from moe.parallel.group import own_address, use_interface
@@ -173,7 +175,14 @@ class Ranks:
             self.links.heartbeat,
             offloaded,
             on_cuda=_on_cuda(profile),
+            rows=_rows_of(loaded) if _on_cuda(profile) and loaded.experts.layers else None,
         )
+
+
+def _rows_of(loaded: LoadedModel) -> RowKind:
+    model = loaded.backbone.model
+    hidden = loaded.experts.layers[0].hidden_size
+    return RowKind(hidden, experts_per_token(model.config), backbone_dtype(model))
 
 
 def _on_cuda(profile: Profile) -> bool:

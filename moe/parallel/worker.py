@@ -12,9 +12,18 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.distributed import Store
 
-from experts.dispatch import AllToAllDispatcher, DeviceDispatcher, ExchangeError, RankDispatcher
+from experts.dispatch import (
+    AllToAllDispatcher,
+    DeepEPDispatcher,
+    DeviceDispatcher,
+    ExchangeError,
+    RankDispatcher,
+    RowKind,
+    prompts_by_deep_ep,
+)
 from experts.placement import Placement, first_placement, slots_for, without_ranks
 from experts.placement.placement import Ints
 from experts.placement.rebalance import Rebalancer
@@ -25,7 +34,7 @@ from moe.parallel.group import RankExchanges, form_group, leave_group
 from moe.parallel.membership import CONTROL, WATCH, Membership, wake_member
 from moe.parallel.remote import EngineMirror
 from moe.parallel.transport import Message, WireError
-from moe.parallel.watchdog import Heartbeat, Watchdog, exit_now
+from moe.parallel.watchdog import COMPILE_S, Heartbeat, Watchdog, exit_now
 from moe.settings import ParallelSettings
 from offload.layer import OffloadedExperts
 from offload.offloaded import Offloaded
@@ -43,6 +52,7 @@ class RankWorker:
         heartbeat: of this process.
         offloaded: experts that are read when they are needed; None if all are in memory.
         on_cuda: the model runs on a CUDA device.
+        rows: of the model, where DeepEP may carry them; None: nowhere.
 
     Attributes:
         placements: of each MoE layer, in the present group.
@@ -60,8 +70,9 @@ class RankWorker:
         offloaded: Offloaded | None = None,
         *,
         on_cuda: bool = False,
+        rows: RowKind | None = None,
     ) -> None:
-        self._rank, self._store, self._on_cuda = rank, store, on_cuda
+        self._rank, self._store, self._on_cuda, self._rows = rank, store, on_cuda, rows
         self._experts, self._new_mirror = experts, new_mirror
         self._offloaded = offloaded
         self._settings, self._heartbeat = settings, heartbeat
@@ -69,6 +80,7 @@ class RankWorker:
         self._exchanges: RankExchanges | None = None
         self.placements: list[Placement] = []
         self.dispatcher: RankDispatcher[Any] | None = None
+        self._why_no_deep_ep = ""
 
     @property
     def visits(self) -> Sequence[int]:
@@ -126,7 +138,9 @@ class RankWorker:
                 layer.serve_only(None)
         if exchanges is not None:
             self._load_share(exchanges.host.rank, dict(enumerate(placements)))
-            self.dispatcher = new_dispatcher(exchanges, placements, self._settings)
+            how = exchanges, placements, self._settings, self._rows
+            self.dispatcher, self._why_no_deep_ep = new_dispatcher(*how)
+            self._heartbeat.now("idle")
 
     def step(self, message: Message) -> Message:
         """Compute this rank's part of a step. Raises `ExchangeError` if a rank is lost in it."""
@@ -168,6 +182,11 @@ class RankWorker:
             horizon_s=self._settings.rebalance_horizon_s,
             token_loads=None if expected_load is None else expected_load.of_layer,
         )
+
+    def dispatch_status(self) -> dict[str, str]:
+        """How rows reach other ranks, for JSON; from any thread."""
+        name = _NAMES.get(type(self.dispatcher), "local")
+        return {"name": name, "why_no_deep_ep": self._why_no_deep_ep}
 
     def take_loads(self) -> Ints | None:
         """``(L, E)`` tokens of each expert of each layer on all ranks in the last step; None for a
@@ -211,17 +230,51 @@ class RankWorker:
         self._load_share(self._exchanges.host.rank, changed)
 
 
+_NAMES: dict[type, str] = {
+    AllToAllDispatcher: "all_to_all",
+    DeviceDispatcher: "device",
+    DeepEPDispatcher: "deep_ep",
+}
+
+
 def new_dispatcher(
-    exchanges: RankExchanges, placements: Sequence[Placement], settings: ParallelSettings
-) -> RankDispatcher[Any]:
-    """The way to experts of other ranks, for rows where the exchanges carry them."""
+    exchanges: RankExchanges,
+    placements: Sequence[Placement],
+    settings: ParallelSettings,
+    rows: RowKind | None = None,
+) -> tuple[RankDispatcher[Any], str]:
+    """The way to experts of other ranks, for rows where the exchanges carry them; and why DeepEP
+    does not carry those of prompts, where it might.
+
+    Args:
+        rows: of the model, where DeepEP may carry them; None: nowhere.
+    """
     how: dict[str, Any] = {"payload": settings.payload, "buffer_rows": settings.buffer_rows}
-    combine, device = settings.combine, exchanges.device
-    if device is not None:
-        how["combine"] = "summed" if combine == "auto" else combine
-        return DeviceDispatcher(device, exchanges.host, placements, **how)
-    how["combine"] = "exact" if combine == "auto" else combine
-    return AllToAllDispatcher(exchanges.host, placements, **how)
+    combine, device, host = settings.combine, exchanges.device, exchanges.host
+    if device is None:
+        how["combine"] = "exact" if combine == "auto" else combine
+        return AllToAllDispatcher(host, placements, **how), ""
+    how["combine"] = "summed" if combine == "auto" else combine
+    why_not = _why_no_deep_ep(settings)
+    if rows is None or why_not:
+        return DeviceDispatcher(device, host, placements, **how), why_not
+    return prompts_by_deep_ep(
+        device, host, placements, rows,
+        group=torch.distributed.group.WORLD,
+        timeout_s=max(settings.timeout_s, COMPILE_S),
+        buffer_rows=settings.buffer_rows,
+    )  # fmt: skip
+
+
+def _why_no_deep_ep(settings: ParallelSettings) -> str:
+    """What the profile asks for that DeepEP does not do; empty if it does all."""
+    if settings.combine == "exact":
+        return "parallel.combine is exact, and DeepEP adds up in an order of its own"
+    if settings.payload != "plain":
+        return f"parallel.payload is {settings.payload}, which DeepEP does not send"
+    if settings.on_rank_loss == "continue":
+        return "parallel.on_rank_loss is continue, and DeepEP's kernels cannot be aborted"
+    return ""
 
 
 class WorkerLoop:

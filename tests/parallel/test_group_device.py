@@ -94,7 +94,7 @@ def test_ranks_of_a_cpu_profile_use_gloo_on_a_machine_with_gpus(
     assert ours == (None if device == "cpu" else "0")
     if made.device is not None:  # for tensors, as there is no GPU
         made.device.device = torch.device("cpu")
-    dispatcher = new_dispatcher(made, [linear(4, 4, 2)], ParallelSettings())
+    dispatcher, _ = new_dispatcher(made, [linear(4, 4, 2)], ParallelSettings())
     assert isinstance(dispatcher, AllToAllDispatcher if device == "cpu" else DeviceDispatcher)
     assert dispatcher._exact == (device == "cpu")
     assert os.environ.get("DS_ACCELERATOR") == ("cpu" if device == "cpu" else None)
