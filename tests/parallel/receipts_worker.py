@@ -21,12 +21,15 @@ from torch import Tensor
 
 from experts.dispatch import (
     AllToAllDispatcher,
+    DeepEPDispatcher,
     DeviceDispatcher,
     Exchange,
     GroupExchange,
     RankDispatcher,
+    RowKind,
     prefer_local_sockets,
 )
+from experts.dispatch.deep_ep import DeepEPBuffer
 from experts.dispatch.native import NativeDispatch
 from experts.manifest import read_manifest
 from experts.placement import Placement, linear
@@ -39,6 +42,7 @@ from moe.network.packed_pass import Work
 from offload.capacity import slot_bytes
 from routing import Phase, Routing
 from tests.experts.dispatch_cases import random_placement
+from tests.experts.elastic_buffer import ElasticBuffer
 
 RANKS = 4
 SECONDS = 300.0
@@ -51,8 +55,9 @@ SETTINGS: dict[str, Any] = {
     "threads": 1,
 }
 STEPS = 6
-DEVICE_WAYS = ("device", "device-exact")
-"""`DeviceDispatcher`: its tensors are in main memory, and gloo moves them."""
+DEVICE_WAYS = ("device", "device-exact", "device-deep_ep")
+"""`DeviceDispatcher`: its tensors are in main memory, and gloo moves them. "deep_ep": prompts by a
+stand-in for its kernels."""
 MOVES = {2: "another", 4: "copies"}
 """Steps before which placements change."""
 
@@ -88,10 +93,23 @@ class Ranks:
         combine: Any = "summed" if how in ("summed", "device") else "exact"
         if how.startswith("device"):
             assert host is not None
+            if how == "device-deep_ep":
+                return self._by_deep_ep(exchange, host, placements)
             # Prompts of more tokens are of exact size.
             return DeviceDispatcher(exchange, host, placements, combine=combine, buffer_rows=4)
         rows = 3 if self.halves or self.joint else None
         return AllToAllDispatcher(exchange, placements, combine=combine, buffer_rows=rows)
+
+    def _by_deep_ep(
+        self, exchange: Exchange, host: Exchange, placements: list[Placement]
+    ) -> DeepEPDispatcher:
+        """Prompts go by a stand-in for its kernels; decode steps as ever."""
+        rows = RowKind(self.experts.layers[0].hidden_size, 8, torch.float32)
+        buffer = ElasticBuffer(
+            exchange, num_max_tokens_per_rank=64, hidden=rows.hidden, num_topk=rows.slots
+        )
+        kernels = DeepEPBuffer(buffer, rows, 64, torch.int64)
+        return DeepEPDispatcher(exchange, host, placements, kernels, buffer_rows=4)
 
     def _watch(self, native: NativeDispatch) -> None:
         """Count layers dispatched within a call for a whole step."""
@@ -205,7 +223,10 @@ def main(directory: Path, rank: int) -> None:
             results[f"{bits}-{residency}-{size}-{extra}-{how}"] = found
         for size, extra, how in product(by_gloo if bits == 16 else (), (0, 3), DEVICE_WAYS):
             ranks = Ranks(resident, by_gloo[size], extra, how, by_sockets[size])
-            results[f"{size}-{extra}-{how}"] = compare(read(resident, ranks), local)
+            found = compare(read(resident, ranks), local)
+            if isinstance(ranks.dispatcher, DeepEPDispatcher):
+                found["dispatched"] = ranks.dispatcher._kernels.buffer.dispatched
+            results[f"{size}-{extra}-{how}"] = found
     for size, exchange in by_gloo.items():
         results[f"{size}-meanwhile"] = works_meanwhile(exchange, by_sockets[size])
     (directory / f"{rank}.json").write_text(json.dumps(results))

@@ -87,6 +87,9 @@ def test_the_dispatch_of_gpus_gives_the_tokens_of_one_rank(
         assert rows == expected_rows(size)
         assert sum(rank[case]["tokens"] for rank in receipts if case in rank) == rows
         assert equal == rows if how == "device-exact" else error < 1e-3
+    asked = [rank[case]["dispatched"] for rank in receipts if case in rank]
+    assert asked == asked[:1] * size
+    assert asked[0] > 0
 
 
 @pytest.mark.parametrize(("size", "copies"), list(product((2, 4), (0, 3))))
