@@ -133,8 +133,15 @@ class Fault:
     class Silent(ElasticBuffer):
         """Says nothing of failures."""
 
-        def combine(self, x: Tensor, handle: Any, topk_weights: Tensor, **how: Any) -> Any:
-            return super().combine(x, handle, torch.zeros_like(topk_weights), **how)
+        def combine(
+            self,
+            x: Tensor,
+            handle: Any,
+            topk_weights: Tensor,
+            async_with_compute_stream: bool = False,
+        ) -> Any:
+            nothing = torch.zeros_like(topk_weights)
+            return super().combine(x, handle, nothing, async_with_compute_stream)
 
     class Absent(ElasticBuffer):
         """Rank 1 cannot make one."""

@@ -48,7 +48,7 @@ def say(model: MoE, lose: Any = None) -> dict[str, list[list[int]]]:
 
 def main() -> None:
     path, out = sys.argv[1:]
-    parallel = {"on_rank_loss": "continue", "timeout_s": 6.0}
+    parallel = {"on_rank_loss": "continue", "timeout_s": 6.0, "combine": "exact"}
     model = MoE.from_pretrained(path, "expert-parallel", **SETTINGS, parallel=parallel)
     if model.rank:
         model.serve_rank()

@@ -205,7 +205,7 @@ def main(directory: Path, rank: int) -> None:
     if rank < 2:
         by_gloo[2] = GroupExchange(pair)
         by_sockets[2] = prefer_local_sockets(by_gloo[2], SECONDS)
-    results = {}
+    results: dict[str, Any] = {}
     for bits, exchanges in ((8, by_gloo), (16, by_sockets)):
         store = directory / f"store{bits}"
         resident = MoE.from_pretrained(store, SETTINGS)
