@@ -7,8 +7,9 @@
 are as ever. DeepEP deals experts to ranks in equal parts by their ids, but here any rank may serve
 any expert: so each rank has a range of ids as large as the layer has experts, and a slot is told
 as ``rank * experts + id``. Results come back as one row a token and rank, added up by DeepEP in
-bfloat16 or float32: two sums differ from ours by a rounding. Beside each slot a number comes back,
-in which the codes of failures travel.
+bfloat16 or float32, so they differ from ours by a rounding. Beside each slot a number comes back,
+in which the codes of failures travel. The host waits twice a layer: for all ranks to be there, and
+in DeepEP for the sizes.
 
 Decode steps do not go this way: the kernels are compiled for a capacity, and without a wait for
 sizes each rank receives that many rows from every other, needed or not. Neither does what DeepEP

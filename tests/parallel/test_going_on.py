@@ -35,5 +35,6 @@ def test_sequences_of_lost_ranks_are_read_again(
     status = found["status"]
     assert status["ranks"] == [0]
     assert status["epoch"] == 2
+    assert status["dispatch"]["name"] == "local"
     assert "has ended" in status["lost"]["2"]
     assert "has not been heard of" in status["lost"]["1"]
