@@ -3,10 +3,13 @@
 // Sums are float32, and so are products, unless keys and values are bf16 and the CPU multiplies it.
 #include <omp.h>
 
+#include <optional>
+
 #include "attention_bf16.h"
 #include "attention_floats.h"
 #include "attention_parts.h"
 #include "calls.h"
+#include "latents.h"
 #include "layouts.h"
 
 LAYOUT(kv::Format, bits, turned)
@@ -34,45 +37,80 @@ void pack(const Attend& a, long kv_head, long first, float* memory, char* to) {
   Products::pack(a, k, v, count, to);
 }
 
-// False: no memory.
+constexpr long PACKED_BYTES = 64 << 20;  // of expanded heads at a time, unless one takes more
+
+// Heads whose keys and values are packed at a time: all, but of latents, which expand to many times
+// their size, as many as fit.
+long heads_together(const Attend& a, bool expands, long head_bytes) {
+  if (!expands) return a.kv_heads;
+  const long fit = std::max(1l, PACKED_BYTES / head_bytes), times = (a.kv_heads + fit - 1) / fit;
+  return (a.kv_heads + times - 1) / times;
+}
+
+// `latents`: of keys and values that have to be expanded, or null. False: no memory.
 template <class Products>
-bool attend(const Attend& a, int threads) {
+bool attend(const Attend& a, const Latents* latents, int threads) {
   const long panels = (a.keys + PANEL_KEYS - 1) / PANEL_KEYS, unit = Products::unit_bytes(a);
   const long rows = a.queries * (a.heads / a.kv_heads);
   const long blocks = (rows + ROWS_A_TASK - 1) / ROWS_A_TASK;
+  const long heads = heads_together(a, latents, panels * unit);
   const long lines = PANEL_KEYS * (kv::whole_groups(a.key_size) + kv::whole_groups(a.value_size));
-  const long own_bytes = aligned(Rows<Products>::task_bytes(a)) + lines * long(sizeof(float));
-  char* packed = packed_rows.reserve(a.kv_heads * panels * unit + threads * own_bytes);
+  std::optional<Expansion> expansion;
+  if (latents) expansion.emplace(a, *latents);
+  const long packing_bytes = expansion ? expansion->own_bytes() : lines * long(sizeof(float));
+  const long own_bytes = aligned(std::max(Rows<Products>::task_bytes(a), packing_bytes));
+  const long packed_bytes = aligned(heads * panels * unit);
+  char* packed = packed_rows.reserve(packed_bytes + threads * own_bytes +
+                                     (expansion ? expansion->bytes() : 0));
   if (!packed) return false;
-  char* memory = packed + a.kv_heads * panels * unit;
-  Turns packing{stages::ATTENTION}, attending{stages::ATTENTION};
+  char* memory = packed + packed_bytes;
+  if (expansion) expansion->place(memory + threads * own_bytes);
+  for (long from = 0; from < a.kv_heads; from += heads) {
+    const long some = std::min(heads, a.kv_heads - from);
+    Turns reading{stages::ATTENTION}, expanding{stages::PROJECTIONS}, packing{stages::ATTENTION};
+    Turns attending{stages::ATTENTION};
 #pragma omp parallel num_threads(threads)
-  {
-    char* own = memory + omp_get_thread_num() * own_bytes;
-    auto* floats = reinterpret_cast<float*>(own + own_bytes) - lines;
-    packing.run(a.kv_heads * panels, [&](long task) {
-      pack<Products>(a, task / panels, task % panels * PANEL_KEYS, floats, packed + task * unit);
-    });
-    attending.run(a.kv_heads * blocks, [&](long task) {  // the longest first
-      const long head = task / blocks, first = (blocks - 1 - task % blocks) * ROWS_A_TASK;
-      const long end = first + ROWS_A_TASK < rows ? first + ROWS_A_TASK : rows;
-      Rows<Products>(a, packed + head * panels * unit, own, head, first, end).run();
-    });
+    {
+      char* own = memory + omp_get_thread_num() * own_bytes;
+      if (expansion) {
+        const long parts = (a.keys + Expansion::TOKENS - 1) / Expansion::TOKENS;
+        if (!from) reading.run(panels, [&](long i) { expansion->read(i * PANEL_KEYS, own); });
+        expanding.run(some * parts, [&](long task) {
+          const long head = task / parts, first = task % parts * Expansion::TOKENS;
+          expansion->expand<Products>(from + head, first, own, unit, packed + head * panels * unit);
+        });
+      } else {
+        packing.run(some * panels, [&](long task) {
+          pack<Products>(a, task / panels, task % panels * PANEL_KEYS,
+                         reinterpret_cast<float*>(own), packed + task * unit);
+        });
+      }
+      attending.run(some * blocks, [&](long task) {  // the longest first
+        const long head = task / blocks, first = (blocks - 1 - task % blocks) * ROWS_A_TASK;
+        const long end = first + ROWS_A_TASK < rows ? first + ROWS_A_TASK : rows;
+        Rows<Products>(a, packed + head * panels * unit, own, from + head, first, end).run();
+      });
+    }
   }
   packed_rows.trim();
   return true;
 }
 
+bool attend(const Attend& a, const Latents* latents, int threads) {
+  threads = team(a.queries * a.heads * a.keys * a.key_size, threads);
+  if (amx::ready) return attend<Parts>(a, latents, threads);
+#if defined(__AVX512BF16__)
+  if (Bf16Products::fits(a)) return attend<Bf16Products>(a, latents, threads);
+#endif
+  return attend<Floats>(a, latents, threads);
+}
+
 }  // namespace
 
-extern "C" {
-
-int32_t moe_attend(const Attend* a, int32_t threads) {
-  threads = team(a->queries * a->heads * a->keys * a->key_size, threads);
-  if (amx::ready) return attend<Parts>(*a, threads);
-#if defined(__AVX512BF16__)
-  if (Bf16Products::fits(*a)) return attend<Bf16Products>(*a, threads);
-#endif
-  return attend<Floats>(*a, threads);
+bool attend_latents(const Attend& a, const Latents& latents, int threads) {
+  return attend(a, &latents, threads);
 }
+
+extern "C" int32_t moe_attend(const Attend* a, int32_t threads) {
+  return attend(*a, nullptr, threads);
 }

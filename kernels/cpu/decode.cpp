@@ -2,6 +2,7 @@
 // releases the GIL). See decode.h.
 #include "attention.h"
 #include "decode_attention.h"
+#include "latents.h"
 #include "layouts.h"
 
 #include <initializer_list>
@@ -12,7 +13,7 @@ LAYOUT(decode::Rotation, cos, sin, begin, size, pairs_in, pairs_out)
 LAYOUT(decode::Heads, norm, rotation, count, size, per_head, after_rotation)
 LAYOUT(decode::Rule, correction, experts, top_k, groups, groups_kept, score, best_two, renormalise,
        scale, threshold)
-LAYOUT(decode::Attention, q_a, q, k, v, o, q_norm, k_norm, rotation, expansion, sinks, cache, heads,
+LAYOUT(decode::Attention, q_a, q, k, v, o, kv_b, q_norm, k_norm, rotation, expansion, sinks, cache, heads,
        kv_heads, head_dim, value_dim, plain_dim, latent, window, q_norm_per_head, k_norm_per_head,
        norm_after_rotation, scale, softcap)
 LAYOUT(decode::Layer, attention_norm, attention_post, feed_norm, feed_post, attention, router,
@@ -51,7 +52,7 @@ void Pass::place_attention(Arena& arena) {
   k = given.k ? given.k : arena.take(B * a().k.rows());
   v = given.v ? given.v : arena.take(B * a().v.rows());
   made = arena.take(B * a().o.rows());
-  inward = arena.take(a().expansion ? B * Q * size : 0);
+  inward = arena.take(a().expansion && !step.prompts ? B * Q * size : 0);
   partial = reinterpret_cast<Partial*>(arena.take_bytes(B * Q * longest * sizeof(Partial)));
   sums = arena.take(B * Q * longest * size);
   const long D = a().head_dim, T = a().rotation.size;
@@ -136,8 +137,13 @@ bool Pass::run_prompts() {
 #pragma omp parallel num_threads(threads)
   {
     entering.run(B, [&](long b) { begin(b); });
-    project();
-    turn_all();
+    if (a().expansion) {
+      project_latents();
+      turning_queries.run(B, [&](long b) { turn_latent_queries(b); });
+    } else {
+      project();
+      turn_all();
+    }
   }
   if (!attend_prompts()) return false;
 #pragma omp parallel num_threads(threads)
@@ -151,10 +157,17 @@ bool Pass::attend_prompts() {
   for (long s = 0; s < step.prompts->sequences; ++s) {
     const long first = step.prompts->first[s], end = step.prompts->first[s + 1];
     const void* const* tables = step.cache + (first * step.layers + a().cache) * 2;
-    const Attend all{q + first * Q * D, nullptr, nullptr, heads.x + first * Q * V, begins + first,
-                     a().sinks, tables[0], tables[1], D, Q * D, 0, 0, 0, 0, Q, a().kv_heads, D, V,
-                     end - first, length(end - 1), a().scale, a().softcap, step.keys, step.values};
-    if (!moe_attend(&all, step.threads)) return false;
+    Attend all{q + first * Q * D, nullptr, nullptr, heads.x + first * Q * V, begins + first,
+               a().sinks, tables[0], tables[1], D, Q * D, 0, 0, 0, 0, Q, a().kv_heads, D, V,
+               end - first, length(end - 1), a().scale, a().softcap, step.keys, step.values};
+    if (a().expansion) {
+      const Latents latents{a().kv_b, cached(first, 0, 0, a().latent),
+                            cached(first, 1, 0, a().rotation.size)};
+      all.kv_heads = Q, all.k_format.turned = all.v_format.turned = 0;  // of what is expanded
+      if (!attend_latents(all, latents, step.threads)) return false;
+    } else if (!moe_attend(&all, step.threads)) {
+      return false;
+    }
   }
   return true;
 }

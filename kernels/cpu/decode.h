@@ -19,6 +19,7 @@ namespace decode {
 
 struct Attention {
   Matrix q_a, q, k, v, o;  // latent attention: q_a before q or absent, k for latent and rotated key
+  Matrix kv_b;             // latent attention: the expansion as prompts multiply by it; else absent
   Norm q_norm, k_norm;     // latent attention: of q_a's rows and of the latent
   Rotation rotation;
   const float* expansion;  // latent attention: (heads, plain + value, latent); else null
@@ -184,7 +185,8 @@ struct Pass {
   float* near;      // (B, N, scored) scores of a key head's blocks, and behind them `signs`
   long picks = 0, scored = 0;
   Partial* partial;
-  Turns gathering{stages::NORMS}, entering{stages::NORMS}, projecting{stages::PROJECTIONS}, turning{stages::POSITIONS},
+  Turns gathering{stages::NORMS}, entering{stages::NORMS}, projecting{stages::PROJECTIONS},
+      turning{stages::POSITIONS}, turning_queries{stages::POSITIONS},
       projecting_again{stages::PROJECTIONS}, inwards{stages::PROJECTIONS},
       picking{stages::ATTENTION}, attending{stages::ATTENTION}, merging{stages::ATTENTION}, outwards{stages::PROJECTIONS},
       coding{stages::OUTPUT}, leaving{stages::OUTPUT}, adding{stages::NORMS},
@@ -206,6 +208,7 @@ struct Pass {
   void attend_given();
   void attend_all();
   void attend_heads();
+  void project_latents();
   void attend_latent_all();
   void attend_latent_heads();
   void feed();
@@ -283,6 +286,7 @@ struct Pass {
   Partial weights_of(long b, long row, long split, float* score) const;
   void merge_head(long b, long head);
   void turn_latent(long b);
+  void turn_latent_queries(long b);
   void inward_head(long head);
   void attend_latent(long b, long first, long split);
   void outward_head(long head);

@@ -66,7 +66,7 @@ class RouterRuleRecord(Record, struct="decode::Rule"):
 
 class AttentionRecord(Record, struct="decode::Attention"):
     _fields_ = (
-        *((name, MatrixRecord) for name in ("q_a", "q", "k", "v", "o")),
+        *((name, MatrixRecord) for name in ("q_a", "q", "k", "v", "o", "kv_b")),
         *((name, NormRecord) for name in ("q_norm", "k_norm")),
         ("rotation", RotationRecord),
         *pointers("expansion", "sinks"),

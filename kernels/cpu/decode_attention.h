@@ -223,6 +223,18 @@ inline void Pass::turn_latent(long b) {
   low.prepare(b);
 }
 
+// Queries as prompts read them: the rotated part turned, and before the plain one, as in latents.h.
+inline void Pass::turn_latent_queries(long b) {
+  const long D = a().head_dim, P = a().plain_dim, T = D - P;
+  float turned[MAX_ROTATED];
+  for (float* query = q + b * a().heads * D; query < q + (b + 1) * a().heads * D; query += D) {
+    if (a().rotation.cos) rotate(a().rotation, step.position[b], query + P);
+    memcpy(turned, query + P, T * sizeof(float));
+    memmove(query + T, query, P * sizeof(float));
+    memcpy(query, turned, T * sizeof(float));
+  }
+}
+
 // Queries of one head: the rotated part turned, the plain part taken to the latent space.
 inline void Pass::inward_head(long head) {
   const long D = a().head_dim, R = a().latent, P = a().plain_dim;
@@ -283,7 +295,7 @@ inline void Pass::outward_head(long head) {
   }
 }
 
-inline void Pass::attend_latent_all() {
+inline void Pass::project_latents() {
   const bool two = bool(a().q_a);
   const Product first[] = {{&a().k, &hidden, k, a().k.rows()},
                            {two ? &a().q_a : &a().q, &hidden, two ? low.x : q,
@@ -292,6 +304,10 @@ inline void Pass::attend_latent_all() {
   turning.run(B, [&](long b) { turn_latent(b); });
   const Product second[] = {{&a().q, &low, q, a().q.rows()}};
   if (two) products(second, 1, B, threads, projecting_again);
+}
+
+inline void Pass::attend_latent_all() {
+  project_latents();
   attend_latent_heads();
 }
 

@@ -19,6 +19,18 @@ struct Matrix {
   long rows() const { return *this ? planes.rows : 0; }
   long size() const { return rows() * planes.columns; }
   int64_t bytes() const { return quantized() ? planes.bytes() : size() * (format == FP32 ? 4 : 2); }
+
+  Matrix from(long row) const {  // the rows from a block's first on
+    Matrix own = *this;
+    if (bias) own.bias += row;
+    if (quantized()) {
+      own.planes = planes.from(row / BLOCK_ROWS);
+    } else {
+      own.planes.rows -= row;
+      own.weight = static_cast<const char*>(weight) + row * planes.columns * (format == FP32 ? 4 : 2);
+    }
+    return own;
+  }
 };
 
 // Input rows of products, and the quantised copies that quantised matrices read: one for each size of
@@ -34,6 +46,9 @@ struct Rows {
   }
   void place(char* memory, long group) {
     (group == 64 ? of_64 : of_32) = place_rows(memory, width, group);
+  }
+  Rows from(long row) const {
+    return {x + row * width, width, of_32.from(row), of_64.from(row)};
   }
   void prepare(long row) const {
     if (of_32.memory) quantize_row(x + row * width, width, 32, of_32.from(row));

@@ -24,9 +24,9 @@ from kernels.cpu import decode as native
 from moe.decode.compiled import CachePlaces, DescribedStep
 from moe.decode.records import DescriptionRecords
 from moe.decode.step import DecodeForward
-from moe.describe.description import Attention, LatentAttention, Projection
+from moe.describe.description import Projection
 from moe.describe.parts import describe_projection
-from moe.network.kv_cache import KVCache
+from moe.network.kv_cache import KVCache, Shape
 from moe.network.mtp import ChainedDrafts, ChainStart
 from moe.network.packed_pass import Work
 from moe.sampling.batch import Proposal
@@ -54,7 +54,7 @@ class CompiledChain:
         self._matrix = self._records.matrix(draft_head(step.description.head))
         self._model = step.chain_model(self._matrix)
         attentions = [layer.attention for layer in step.description.layers]
-        self._empty = {own.layer: _no_rows(own) for own in attentions}
+        self._empty = {own.layer: _no_rows(own.cache_shape) for own in attentions}
         self._made = _Made(1, 1)
 
     @property
@@ -181,12 +181,9 @@ def make_chain(forward: DecodeForward | None) -> CompiledChain | None:
     return CompiledChain(step, forward)
 
 
-def _no_rows(attention: Attention | LatentAttention) -> tuple[Tensor, Tensor]:
-    """Keys and values, or latents and rotated keys, of no tokens."""
-    if isinstance(attention, LatentAttention):
-        sizes, heads = (attention.kv_b.shape[-1], attention.rotation.size), 1
-    else:
-        sizes, heads = (attention.head_dim, attention.value_dim), attention.kv_heads
+def _no_rows(shape: Shape) -> tuple[Tensor, Tensor]:
+    """Keys and values of no tokens."""
+    heads, *sizes = shape
     keys, values = (torch.empty(1, heads, 0, size) for size in sizes)
     return keys, values
 

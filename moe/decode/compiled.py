@@ -33,7 +33,6 @@ from moe.describe.description import (
     Attention,
     Description,
     Experts,
-    LatentAttention,
     Layer,
     NotDescribed,
     RotaryTable,
@@ -41,7 +40,7 @@ from moe.describe.description import (
 )
 from moe.describe.parts import describe_norm, describe_projection
 from moe.network.kv_blocks import BlockKVCache
-from moe.network.kv_cache import KVCache, LayerKey, Shape
+from moe.network.kv_cache import KVCache, LayerKey
 from moe.network.mtp import MtpInput
 from moe.network.packed_pass import Work
 from moe.network.stored_embedding import StoredEmbedding
@@ -223,29 +222,29 @@ class DescribedStep(CompiledStep):
         """Make tables long enough for this many positions."""
         self._tables.reserve(positions)
 
-    @property
-    def why_no_prompts(self) -> str:
-        """Why it cannot read prompts; empty if it can."""
-        attentions = [layer.attention for layer in self._description.layers]
-        tables = [each.rotation.table for each in attentions if each.rotation is not None]
-        if any(isinstance(each, LatentAttention) for each in attentions):
-            return "latent attention"
-        if any(table.of_length for table in tables):
+    def why_no_prompts(self, floats: bool) -> str:
+        """Why it cannot read prompts; empty if it can.
+
+        Args:
+            floats: our products of floats serve prompts, not torch's.
+        """
+        layers = self._description.layers
+        rotations = (layer.attention.rotation for layer in layers)
+        if any(each is not None and each.table.of_length for each in rotations):
             return "rotary tables that depend on the length"
-        if self._joined is not None or not all(map(_has_planes, self._description.layers)):
+        if self._joined is not None:
+            return "rows that begin with hidden states"
+        if not floats and not all(map(_has_planes, layers)):
             return "matrices of floats"
         return ""
 
     def prompts(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """Logits of each piece of work, which are prompts or parts of them; a token's bits do not
         depend on how its prompt is cut. Calls ``routed`` at every MoE layer."""
-        assert not self.why_no_prompts
         for item in work:
             assert isinstance(item.cache, BlockKVCache)
             for layer in self._description.layers:
-                a = layer.attention
-                assert isinstance(a, Attention)
-                item.cache.give_shape(a.layer, Shape(a.kv_heads, a.head_dim, a.value_dim))
+                item.cache.give_shape(layer.attention.layer, layer.attention.cache_shape)
         step = self._begin(work, PromptSpans(work))
         return self._finish(work, step, routed, step.go(self._stopping))
 
@@ -320,7 +319,11 @@ def _has_planes(layer: Layer) -> bool:
     rows; floats are the business of torch's."""
     a, feed = layer.attention, layer.feed
     own = feed.shared if isinstance(feed, Experts) else feed
-    parts = [a.q, a.o, *([a.k, a.v] if isinstance(a, Attention) else [])]
+    parts = [a.q, a.o]
+    if isinstance(a, Attention):
+        parts += [a.k, a.v]
+    else:
+        parts += [a.kv_a, describe_projection(a.kv_b_leaf), *([] if a.q_a is None else [a.q_a])]
     parts += [] if own is None else [own.gate, own.up, own.down]
     return all(isinstance(part.weight, PlaneMatrix) for part in parts)
 

@@ -47,7 +47,6 @@ from moe.describe.parts import project
 from moe.describe.routers import MOST_EXPERTS, by_kernel
 from moe.network.device_blocks import DeviceBlocks, tables_of
 from moe.network.kv_blocks import BlockKVCache
-from moe.network.kv_cache import Shape
 from moe.network.packed_pass import Work, put_ahead
 from routing import Routing
 from routing.routing import UNUSED
@@ -273,7 +272,7 @@ class DeviceOperations:
         return by_kernel(router.rule, made, places)
 
     def attend(self, a: Attention, rows: Normed) -> Tensor:
-        own = self.memory.layer_rows(a.layer, cache_shape(a))
+        own = self.memory.layer_rows(a.layer, a.cache_shape)
         assert own.values is not None
         query = own.keys.new_empty(rows.exact.shape[0], a.heads, a.head_dim)
         turn = self._turn_by(a.rotation)
@@ -293,7 +292,7 @@ class DeviceOperations:
             q = self.project(a.q, self._norm(q, a.q_a_norm))
         both, kv, size = q.unflatten(1, (a.heads, -1)), kv[:, None], a.kv_b.shape[-1]
         turn = self._turn_by(a.rotation)
-        own = self.memory.layer_rows(a.layer, cache_shape(a))
+        own = self.memory.layer_rows(a.layer, a.cache_shape)
         assert own.values is not None
         turned = own.keys.new_empty(both.shape[0], a.heads, a.rotation.size)
         place_heads(
@@ -369,13 +368,6 @@ class DeviceOperations:
             return None
         angles = self.inputs.angles[rotation.table]
         return Turn(rotation.style, rotation.begin, rotation.size, *angles)
-
-
-def cache_shape(a: Attention | LatentAttention) -> Shape:
-    """Of the rows that a layer keeps."""
-    if isinstance(a, LatentAttention):
-        return Shape(1, a.kv_b.shape[-1], a.rotation.size)
-    return Shape(a.kv_heads, a.head_dim, a.value_dim)
 
 
 def _biased(projection: Projection, output: Tensor) -> Tensor:

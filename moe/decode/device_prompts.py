@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels.triton.attention import KeyRows
-from moe.decode.device_operations import DeviceOperations, cache_shape, first_keys
+from moe.decode.device_operations import DeviceOperations, first_keys
 from moe.decode.reference import Halt, Normed, walk
 from moe.decode.step import RoutedExperts, finish_step
 from moe.describe.description import Attention, Description, LatentAttention, RotaryTable
@@ -133,7 +133,7 @@ class PromptInputs:
         sizes = [len(item.token_ids) for item in work]
         self.places = DevicePass(memory, caches, sizes)
         for a in attentions:
-            self.places.give_shape(a.layer, cache_shape(a))
+            self.places.give_shape(a.layer, a.cache_shape)
         ids = np.array([token for item in work for token in item.token_ids], np.int64)
         at = self.places.positions
         self.tokens, positions = to_device(np.stack([ids, at]), device)

@@ -35,6 +35,7 @@ from moe.describe.description import (
     Router,
 )
 from moe.describe.observe import observe_random
+from moe.describe.row_wise import linears_are_faster
 from moe.network.backbone import Backbone
 from moe.network.host_blocks import HostBlocks
 from moe.network.kv_blocks import BlockPool, Windows
@@ -170,7 +171,7 @@ def _compiled_prompts(
     backbone: Backbone, description: Description, step: DescribedStep, pool: BlockPool
 ) -> str:
     """Why prompts are not read by the step; empty if they can be."""
-    if why_not := step.why_no_prompts:
+    if why_not := step.why_no_prompts(linears_are_faster(backbone)):
         return why_not
     try:
         prove_prompts(backbone, description, step.prompts, pool)

@@ -21,6 +21,7 @@ from kernels.cpu.interface import DTYPES
 from kernels.cpu.streaming import LayerBuffers
 from moe.describe import description as d
 from moe.describe.description import NotDescribed
+from moe.describe.parts import describe_projection
 from routing import Routing
 from routing.routers import RouterRule
 from routing.routing import UNUSED
@@ -97,7 +98,7 @@ class DescriptionRecords:
             raise NotDescribed("a norm of all heads comes behind their rotation")
         record = native.AttentionRecord(
             **self._common(a),
-            k=self.matrix(a.k), v=self.matrix(a.v), q_a=_absent(),
+            k=self.matrix(a.k), v=self.matrix(a.v), q_a=_absent(), kv_b=_absent(),
             kv_heads=a.kv_heads, head_dim=a.head_dim,
             norm_after_rotation=any(norm.after_rotation for norm in norms),
             rotation=self.rotation(a.rotation),
@@ -112,6 +113,7 @@ class DescriptionRecords:
         return native.AttentionRecord(
             **self._common(a),
             k=self.matrix(a.kv_a), v=_absent(), q_a=self.matrix(a.q_a),
+            kv_b=self.matrix(describe_projection(a.kv_b_leaf)),
             q_norm=self.norm(a.q_a_norm), k_norm=self.norm(a.kv_norm),
             expansion=self._floats(a.kv_b), latent=a.kv_b.shape[-1],
             kv_heads=1, head_dim=a.plain_dim + a.rotation.size, plain_dim=a.plain_dim,
@@ -130,7 +132,7 @@ class DescriptionRecords:
         """Attention of given queries ``(heads, D)``, keys ``(N, D)`` and values ``(N, V)``; with an
         expansion, of latents and rotated keys ``(1, R + T)``, and the latter ``(1, T)``."""
         record = native.AttentionRecord(
-            **dict.fromkeys(("q_a", "q", "k", "v", "o"), _absent()),
+            **dict.fromkeys(("q_a", "q", "k", "v", "o", "kv_b"), _absent()),
             cache=cache, heads=query[0], kv_heads=key[0], head_dim=query[1], value_dim=value[1],
             scale=view.scale, softcap=view.softcap or 0.0, window=view.span,
             sinks=self._floats(view.sinks), expansion=self._floats(expansion),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import PlaneMatrix
+from moe.network.kv_cache import Shape
 from routing.routers import RouterRule
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -117,6 +118,11 @@ class Attention:
     value_dim: int
     joined: Tensor | PlaneMatrix | None = None  # q, k and v, where they lie one behind the other
 
+    @property
+    def cache_shape(self) -> Shape:
+        """Of the rows that it keeps."""
+        return Shape(self.kv_heads, self.head_dim, self.value_dim)
+
 
 @dataclass(frozen=True)
 class LatentAttention:
@@ -137,6 +143,11 @@ class LatentAttention:
     plain_dim: int
     value_dim: int
     joined: Tensor | PlaneMatrix | None = None  # q_a (or q) and kv_a, likewise
+
+    @property
+    def cache_shape(self) -> Shape:
+        """Of the rows that it keeps."""
+        return Shape(1, self.kv_b.shape[-1], self.rotation.size)
 
 
 @dataclass(frozen=True)
