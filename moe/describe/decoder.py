@@ -36,8 +36,9 @@ from moe.describe.parts import (
 from moe.describe.routers import describe_router
 from moe.network.seam import layer_of, parents_of
 
-_REFUSED = ("clip_qkv",)
-"""Settings whose effect a probe may not show; models that have one are not described."""
+_REFUSED = ("clip_qkv", "llama_4_scaling_beta")
+"""Settings whose effect a probe may not show, as it begins with large numbers or far positions;
+models that have one are not described."""
 
 
 @torch.inference_mode()
@@ -48,8 +49,10 @@ def describe(model: nn.Module, seen: Observation) -> Description:
         NotDescribed: the message says which part is not known, and why.
     """
     config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    settings = {**text.to_dict(), **(getattr(text, "rope_parameters", None) or {})}
     for name in _REFUSED:
-        if getattr(config.get_text_config(decoder=True), name, None) is not None:
+        if settings.get(name):
             raise NotDescribed(f"'{name}' is set")
     modules = decoder_layers(model, seen)
     rotaries = RotaryModules(seen)
