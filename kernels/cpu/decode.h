@@ -22,12 +22,13 @@ struct Attention {
   Matrix kv_b;             // latent attention: the expansion as prompts multiply by it; else absent
   Norm q_norm, k_norm;     // latent attention: of q_a's rows and of the latent
   Rotation rotation;
-  const float* expansion;  // latent attention: (heads, plain + value, latent); else null
+  const void* expansion;   // latent attention: (heads, plain + value, latent); else null
   const float* sinks;      // (heads,) or null
   int64_t cache;           // index of its keys and values
   int64_t heads, kv_heads, head_dim, value_dim, plain_dim, latent;
   int64_t window;  // keys that may be seen; 0: all; negative: those of the row's chunk of that size
   int32_t q_norm_per_head, k_norm_per_head, norm_after_rotation;
+  int32_t half;  // whether the expansion is float16, not float32
   float scale, softcap;  // softcap 0: none
 };
 
@@ -287,9 +288,11 @@ struct Pass {
   void merge_head(long b, long head);
   void turn_latent(long b);
   void turn_latent_queries(long b);
-  void inward_head(long head);
+  template <class Numbers>
+  void inward_head(const Numbers& numbers, long head);
   void attend_latent(long b, long first, long split);
-  void outward_head(long head);
+  template <class Numbers>
+  void outward_head(const Numbers& numbers, long head);
   void add_attention(long b);
   void route_row(long b);
   void finish_feed(long b);

@@ -72,7 +72,7 @@ class AttentionRecord(Record, struct="decode::Attention"):
         *pointers("expansion", "sinks"),
         *sizes("cache", "heads", "kv_heads", "head_dim", "value_dim", "plain_dim", "latent"),
         *sizes("window"),
-        *numbers("q_norm_per_head", "k_norm_per_head", "norm_after_rotation"),
+        *numbers("q_norm_per_head", "k_norm_per_head", "norm_after_rotation", "half"),
         *floats("scale", "softcap"),
     )
 

@@ -236,15 +236,38 @@ inline void Pass::turn_latent_queries(long b) {
 }
 
 // Queries of one head: the rotated part turned, the plain part taken to the latent space.
-inline void Pass::inward_head(long head) {
-  const long D = a().head_dim, R = a().latent, P = a().plain_dim;
-  const float* w = a().expansion + head * (P + a().value_dim) * R;
+template <class Numbers>
+void Pass::inward_head(const Numbers& numbers, long head) {
+  constexpr long TOGETHER = 8, WIDE = 4;  // rows that are added to vectors of sums in registers
+  const long D = a().head_dim, R = a().latent, P = a().plain_dim, bytes = R * Numbers::BYTES;
+  const char* w = static_cast<const char*>(a().expansion) + head * (P + a().value_dim) * bytes;
   for (long b = 0; b < B; ++b) {
     float* query = q + (b * a().heads + head) * D;
     float* to = inward + (b * a().heads + head) * R;
     if (a().rotation.cos) rotate(a().rotation, step.position[b], query + P);
     memset(to, 0, R * sizeof(float));
-    for (long p = 0; p < P; ++p) add_scaled(w + p * R, query[p], R, to);
+    for (long p = 0; p < P; p += TOGETHER) {
+      const long end = std::min(P, p + TOGETHER);
+      long c = 0;
+      for (; c + WIDE * LANES <= R; c += WIDE * LANES) {
+        vf sum[WIDE];
+        UNROLL for (int v = 0; v < WIDE; ++v) sum[v] = load<vf>(to + c + v * LANES);
+        for (long i = p; i < end; ++i) {
+          const char* row = w + i * bytes;
+          for (long line = 0; line < WIDE * LANES * Numbers::BYTES; line += 64)
+            __builtin_prefetch(row + TOGETHER * bytes + c * Numbers::BYTES + line, 0, 3);
+          UNROLL for (int v = 0; v < WIDE; ++v) sum[v] += query[i] * numbers.whole(row, c + v * LANES);
+        }
+        UNROLL for (int v = 0; v < WIDE; ++v) store(to + c + v * LANES, sum[v]);
+      }
+      for (; c < R; c += LANES) {
+        vf sum = load_as_fp32(to + c, R - c);
+        for (long i = p; i < end; ++i)
+          sum += query[i] * (R - c < LANES ? numbers.part(w + i * bytes, c, R - c)
+                                           : numbers.whole(w + i * bytes, c));
+        store_fp32_as(to + c, sum, R - c);
+      }
+    }
     if (step.keys.turned) kv::turn(to, R);
     if (!step.values.turned) continue;
     const long T = a().rotation.size;
@@ -285,13 +308,16 @@ inline void Pass::attend_latent(long b, long first, long split) {
 }
 
 // Projects one head's sum of latents to its values.
-inline void Pass::outward_head(long head) {
-  const long R = a().latent, V = a().value_dim;
-  const float* w = a().expansion + (head * (a().plain_dim + V) + a().plain_dim) * R;
+template <class Numbers>
+void Pass::outward_head(const Numbers& numbers, long head) {
+  const long R = a().latent, V = a().value_dim, bytes = R * Numbers::BYTES;
+  const char* w = static_cast<const char*>(a().expansion) +
+                  (head * (a().plain_dim + V) + a().plain_dim) * bytes;
   for (long b = 0; b < B; ++b) {
     merge_head(b, head);
-    const long row = b * a().heads + head;
-    scores_of(inward + row * R, Straight{w, R}, V, R, heads.x + row * V);
+    const float* sum = inward + (b * a().heads + head) * R;
+    float* to = heads.x + (b * a().heads + head) * V;
+    scores_each<1>(&sum, numbers, Straight<char>{w, bytes}, V, R, true, &to);
   }
 }
 
@@ -314,12 +340,23 @@ inline void Pass::attend_latent_all() {
 // Queries and rows of latents and rotated keys are there, and the latter in the cache.
 inline void Pass::attend_latent_heads() {
   const long Q = a().heads, groups = (Q + HEADS_A_TASK - 1) / HEADS_A_TASK;
-  inwards.run(Q, [&](long head) { inward_head(head); });
+  const auto with_expansion = [&](const auto& body) {
+    a().half ? body(kv::Fp16s{}) : body(kv::Floats{});
+  };
+  const auto reads = [&] {
+    return Q * (a().plain_dim + a().value_dim) * a().latent * (a().half ? 2 : 4);
+  };
+  inwards.reads(reads);  // half of it, and `outwards` the other
+  with_expansion([&](auto numbers) {
+    inwards.run(Q, [&](long head) { inward_head(numbers, head); });
+  });
   attending.run(B * groups * longest, [&](long task) {
     const long b = task / (groups * longest), split = task % longest;
     if (split < splits(b)) attend_latent(b, task / longest % groups * HEADS_A_TASK, split);
   });
-  outwards.run(Q, [&](long head) { outward_head(head); });
+  with_expansion([&](auto numbers) {
+    outwards.run(Q, [&](long head) { outward_head(numbers, head); });
+  });
 }
 
 }  // namespace decode

@@ -18,8 +18,9 @@ struct Partial {  // of one query and split: sum of e^(score - high) and the hig
   float high, sum;
 };
 
-struct Straight {  // rows of floats that lie `stride` apart
-  const float* first;
+template <class T>
+struct Straight {  // rows of numbers that lie `stride` apart
+  const T* first;
   long stride;
 
   const char* at(long t) const { return reinterpret_cast<const char*>(first + t * stride); }

@@ -78,7 +78,7 @@ static inline void index_scores(const Indexer& x, const float* q, const float* w
   if (x.pool > 1) pools.resize(INDEX_KEYS * x.size);
   for (long t = 0; t < count; t += INDEX_KEYS) {
     const long some = std::min(count - t, INDEX_KEYS);
-    Straight keys{rows + t * x.stride, x.stride};
+    Straight<float> keys{rows + t * x.stride, x.stride};
     if (x.pool > 1) {
       for (long i = 0; i < some; ++i)
         pool_key(x, first + t + i, rows + (t + i) * x.pool * x.stride, pools.data() + i * x.size);

@@ -78,9 +78,18 @@ static inline vf scales(const char* at) {
 // How the numbers of a row lie, for loops over vectors of them: `whole` gives LANES from c on,
 // `part` the last `left` of a row from c on, and zeros (or, of codes, what pads their group).
 struct Floats {
+  static constexpr long BYTES = 4;
   vf whole(const char* row, long c) const { return load<vf>(row + 4 * c); }
   vf part(const char* row, long c, long left) const {
     return load_as_fp32(reinterpret_cast<const float*>(row) + c, left);
+  }
+};
+
+struct Fp16s {
+  static constexpr long BYTES = 2;
+  vf whole(const char* row, long c) const { return from_fp16(load<vh>(row + 2 * c)); }
+  vf part(const char* row, long c, long left) const {
+    return from_fp16(load_part<vh>(reinterpret_cast<const uint16_t*>(row) + c, left));
   }
 };
 

@@ -149,7 +149,7 @@ struct Segment {
       const Row own = row(task / tasks);
       const long m = task % tasks / parts, n = task % parts * SOME, K = unit.columns;
       const float* matrix = unit.matrices + own.at<int64_t>(unit.ids)[m] * unit.rows * K;
-      decode::scores_of(own.at(unit.from) + m * K, decode::Straight{matrix + n * K, K},
+      decode::scores_of(own.at(unit.from) + m * K, decode::Straight<float>{matrix + n * K, K},
                         std::min(unit.rows - n, SOME), K,
                         own.at(unit.out) + m * unit.rows + n);
     });

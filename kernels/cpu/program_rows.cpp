@@ -334,7 +334,7 @@ void matmul(const Row& row, const Instruction& i) {
     float* to = out + at[0];
     const float *x = a + at[1], *y = b + at[2];
     if (a_k == 1 && b_k == 1 && out_n == 1)
-      return decode::scores_of(x, decode::Straight{y, b_n}, N, K, to);
+      return decode::scores_of(x, decode::Straight<float>{y, b_n}, N, K, to);
     if (out_n == 1 && b_n == 1) {
       for (long n = 0; n < N; n += LANES) {
         vf sum = {};

@@ -135,7 +135,7 @@ def latents_of(call: AttentionCall, latent: Tensor, turned: Tensor) -> Latents:
         if weight is None or weight.shape != (heads * (plain + value_size), size):
             continue
         expansion = expansion_of(leaf, heads, plain + value_size, size)
-        made = torch.einsum("htr,lr->hlt", expansion, latent[0, 0].float())
+        made = torch.einsum("htr,lr->hlt", expansion.float(), latent[0, 0].float())
         keys = torch.cat([made[..., :plain], turned[0].expand(heads, -1, -1).float()], -1)
         tolerance = _QUANTIZED if isinstance(leaf, QuantizedLinear) else _CLOSE
         if close(keys, call.key, tolerance) and close(made[..., plain:], call.value, tolerance):

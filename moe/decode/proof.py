@@ -176,7 +176,7 @@ def _whole_expansions(backbone: Backbone, whole: Mapping[nn.Module, Tensor]) -> 
         if child in whole
     ]
     for parent, name, child in places:
-        weight = whole[child].flatten(0, 1)
+        weight = whole[child].flatten(0, 1).float()
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         linear.weight = nn.Parameter(weight, requires_grad=False)
         setattr(parent, name, linear)

@@ -115,7 +115,7 @@ class DescriptionRecords:
             k=self.matrix(a.kv_a), v=_absent(), q_a=self.matrix(a.q_a),
             kv_b=self.matrix(describe_projection(a.kv_b_leaf)),
             q_norm=self.norm(a.q_a_norm), k_norm=self.norm(a.kv_norm),
-            expansion=self._floats(a.kv_b), latent=a.kv_b.shape[-1],
+            **self._expansion(a.kv_b), latent=a.kv_b.shape[-1],
             kv_heads=1, head_dim=a.plain_dim + a.rotation.size, plain_dim=a.plain_dim,
             rotation=self.rotation(a.rotation),
         )  # fmt: skip
@@ -135,7 +135,7 @@ class DescriptionRecords:
             **dict.fromkeys(("q_a", "q", "k", "v", "o", "kv_b"), _absent()),
             cache=cache, heads=query[0], kv_heads=key[0], head_dim=query[1], value_dim=value[1],
             scale=view.scale, softcap=view.softcap or 0.0, window=view.span,
-            sinks=self._floats(view.sinks), expansion=self._floats(expansion),
+            sinks=self._floats(view.sinks), **self._expansion(expansion),
         )  # fmt: skip
         if expansion is not None:
             record.latent, record.rotation.size = expansion.shape[2], value[1]
@@ -185,6 +185,12 @@ class DescriptionRecords:
             native.SCORES.index(rule.score), rule.group_score == "top2", rule.renormalise,
             rule.scale, rule.mixer_threshold,
         )  # fmt: skip
+
+    def _expansion(self, weight: Tensor | None) -> dict[str, Any]:
+        if weight is None or weight.dtype != torch.float16:
+            return {"expansion": self._floats(weight), "half": False}
+        self._kept.append(weight)
+        return {"expansion": weight.data_ptr(), "half": True}
 
     def _floats(self, tensor: Tensor | None) -> int | None:
         """Address of a float32 copy, or of the tensor itself if it is float32."""

@@ -231,15 +231,15 @@ class _Plain:
         latent, key = self.project(a.kv_a, rows).split([a.kv_b.shape[-1], a.rotation.size], -1)
         latent = apply_norm(a.kv_norm, latent)
         turned, key = self._turn(a.rotation, turned), self._turn(a.rotation, key[:, None])[:, 0]
-        inward = torch.einsum("bhp,hpr->bhr", plain.to(a.kv_b.dtype), a.kv_b[:, : a.plain_dim])
+        expansion = a.kv_b.float()
+        inward = torch.einsum("bhp,hpr->bhr", plain, expansion[:, : a.plain_dim])
         sums = []
         stored = self._seen(a.layer, latent[:, None], key[:, None])
-        for row, beside, ((latents,), (keys,)) in zip(inward.float(), turned, stored, strict=True):
+        for row, beside, ((latents,), (keys,)) in zip(inward, turned, stored, strict=True):
             scores = row @ latents.T + beside @ keys.T
             sums.append(_softmax(scores, a.view) @ latents)
-        whole = torch.stack(sums).to(a.kv_b.dtype)
-        values = torch.einsum("bhr,hvr->bhv", whole, a.kv_b[:, a.plain_dim :])
-        return self.project(a.o, values.float().flatten(1))
+        values = torch.einsum("bhr,hvr->bhv", torch.stack(sums), expansion[:, a.plain_dim :])
+        return self.project(a.o, values.flatten(1))
 
     def _turned(self, rows: Tensor, heads: int, norm: HeadNorm | None, a: Attention) -> Tensor:
         """Norm and rotation of ``(B, heads * D)`` in their order: ``(B, heads, D)``."""

@@ -39,6 +39,8 @@ from moe.network.kv_cache import KVFormat
 _FAR = 1 << 20
 """A position far beyond any window."""
 
+_LARGE = 2.0**15  # float16 ends at 65,504
+
 OUTPUTS = ("o_proj", "out_proj", "dense", "wo")
 _Q_NORMS = ("q_norm", "q_layernorm", "query_layernorm", "query_norm")
 _K_NORMS = ("k_norm", "k_layernorm", "key_layernorm", "key_norm")
@@ -255,15 +257,18 @@ def _queries(module: nn.Module) -> tuple[Projection | None, Norm | None, Project
 
 
 def expansion_of(leaf: nn.Module, heads: int, rows: int, size: int) -> torch.Tensor:
-    """The weight of a leaf that expands latents to heads, ``(heads, plain + value, R)`` float32."""
+    """The weight of a leaf that expands latents to heads, ``(heads, plain + value, R)``: float32.
+    Of bit planes on a CPU float16, which their steps read in half of the time."""
     if getattr(leaf, "bias", None) is not None:
         raise NotDescribed("keys and values have a bias behind the latent")
-    weight = describe_projection(leaf).weight
+    weight, dtype = describe_projection(leaf).weight, torch.float32
     if not isinstance(weight, torch.Tensor):
         weight = dequantize(weight.planes, weight.scales, weight.layout)
+        if weight.device.type == "cpu" and weight.abs().max() < _LARGE:
+            dtype = torch.float16
     if weight.shape != (heads * rows, size):
         raise NotDescribed("the expansion of latents has other sizes than the heads")
-    return weight.float().reshape(heads, rows, size).contiguous()
+    return weight.to(dtype).reshape(heads, rows, size).contiguous()
 
 
 def _need(module: nn.Module, names: tuple[str, ...]) -> nn.Module:
