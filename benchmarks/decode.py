@@ -1,6 +1,6 @@
 """How fast are decoding and prompts at 8, 4 and 2 bits, against transformers and llama.cpp?
 
-    python -m benchmarks.decode [--quick] [--model 2b|30b|demo|PATH] [--peer transformers,llama.cpp]
+    python -m benchmarks.decode [--quick] [--model 2b|30b|latent|demo|PATH] [--peer PEERS]
     python -m benchmarks.decode --peer /path/to/ik_llama.cpp    # a checkout that is built
     python -m benchmarks.decode --behind 2000                   # tokens of context, not 32
 
@@ -18,7 +18,7 @@ figures of the first width, and those of the others in ``other_bits``.
 
 ``30b`` is a store of Qwen3-30B-A3B's shape (`examples.models.random_store`), against a GGUF file
 of the same shape. Two of them do not fit into most machines: there contenders come one after the
-other.
+other. ``latent`` is a small store with latent attention, for ``--bits 0 --peer unfused``.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def by_bits(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the demo model, few steps")
-    parser.add_argument("--model", default=None, help="2b, 30b, demo or a folder (default 2b)")
+    parser.add_argument("--model", default=None, help="2b, 30b, latent, demo, folder (default 2b)")
     parser.add_argument("--peer", default="transformers,llama.cpp")
     bits = several(int) | {"nargs": "*"}
     parser.add_argument("--bits", **bits, help="0: as it is (8 4 2; a store: its own); none: peers")

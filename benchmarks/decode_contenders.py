@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from benchmarks.decode_peers import BuiltLlamaCpp, Contender, LlamaCpp, Tokens, Transformers
 from examples.models.random_models import bench_dir, random_2b
-from examples.models.random_store import random_30b
+from examples.models.random_store import random_30b, random_latent
 from experts.manifest import is_store
 from moe import MoE, SamplingParams
 from moe.sampling.batch import Row, Token
@@ -34,6 +34,8 @@ def model_folder(name: str | None) -> Path | None:
         return random_2b()
     if name == "30b":
         return random_30b()
+    if name == "latent":
+        return random_latent()
     return ROOT / "examples/demo-model" if name == "demo" else Path(str(name))
 
 

@@ -1,12 +1,14 @@
-"""A random model of Qwen3-30B-A3B's true shape, written straight as a 4-bit store of 17 GB.
+"""Random models that are written straight as a 4-bit store.
 
     python -m examples.models.random_store
 
-48 layers of 128 experts, hidden size 2048, expert width 768, top-8: 30.5 billion parameters, of
-which a few layers' planes are in memory at a time. A few experts are drawn and quantised by
-the rules of `moe convert`; all others have the same codes in another order. Like the smaller models
-of `examples.models.random_models` it says nothing sensible and its routing has no locality.
-Skipped, with a notice, where the disk is short.
+`random_30b` has Qwen3-30B-A3B's true shape, in 17 GB: 48 layers of 128 experts, hidden size 2048,
+expert width 768, top-8: 30.5 billion parameters, of which a few layers' planes are in memory at a
+time. A few experts are drawn and quantised by the rules of `moe convert`; all others have the same
+codes in another order. `random_latent`, in 1 GB, has latent attention: heads, latents and rotated
+keys as large as DeepSeek-V2-Lite's, the rest as in `examples.models.random_models`. Like the models
+there they say nothing sensible, and their routing has no locality. Skipped, with a notice, where
+the disk is short.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Qwen3MoeConfig
+from transformers import DeepseekV3Config, PreTrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from examples.models.random_models import bench_dir, tokenizer
 from experts.layer_file import layer_record, write_layer
@@ -59,6 +61,30 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 NBYTES = 17_200_000_000
+LATENT: dict[str, Any] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 16,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.0,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": 768,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "vocab_size": 32768,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": False,
+}
+LATENT_NBYTES = 1_100_000_000
 BITS: Final = 4
 GROUP_SIZE: Final = 64
 POOL = 4
@@ -76,14 +102,24 @@ VECTOR = 64
 def random_30b() -> Path | None:
     """Directory of the store, made at the first call. None, and the reason printed, if the disk is
     short."""
-    folder = bench_dir() / "random-30b-4bit"
+    return _random_store("random-30b-4bit", Qwen3MoeConfig(**SHAPE, dtype=torch.bfloat16), NBYTES)
+
+
+def random_latent() -> Path | None:
+    """As `random_30b`."""
+    config = DeepseekV3Config(**LATENT, dtype=torch.bfloat16)
+    return _random_store("random-latent-4bit", config, LATENT_NBYTES)
+
+
+def _random_store(name: str, config: PreTrainedConfig, nbytes: int) -> Path | None:
+    folder = bench_dir() / name
     if is_readable(folder):
         return folder
     free = shutil.disk_usage(folder.parent).free
-    if free < 1.05 * NBYTES:
-        print(f"skipped: the 30B store needs {NBYTES / 1e9:.0f} GB of disk, not {free / 1e9:.0f}")
+    if free < 1.05 * nbytes:
+        print(f"skipped: {name} needs {nbytes / 1e9:.0f} GB of disk, not {free / 1e9:.0f}")
         return None
-    return write_random_store(Qwen3MoeConfig(**SHAPE, dtype=torch.bfloat16), folder)
+    return write_random_store(config, folder)
 
 
 def is_readable(store: Path) -> bool:
@@ -96,7 +132,7 @@ def is_readable(store: Path) -> bool:
     return True
 
 
-def write_random_store(config: Qwen3MoeConfig, folder: Path, bits: Bits = BITS) -> Path:
+def write_random_store(config: PreTrainedConfig, folder: Path, bits: Bits = BITS) -> Path:
     """A store of random weights, layer by layer; the directory gets its name last.
 
     Args:
@@ -203,4 +239,4 @@ def _trunk_tensors(network: PreTrainedModel, state: dict[str, Tensor]) -> Iterat
 
 
 if __name__ == "__main__":
-    print(random_30b())
+    print(random_latent(), random_30b())

@@ -50,9 +50,9 @@ def describe(model: nn.Module, seen: Observation) -> Description:
     """
     config: Any = model.config
     text = config.get_text_config(decoder=True)
-    settings = {**text.to_dict(), **(getattr(text, "rope_parameters", None) or {})}
+    positions = getattr(text, "rope_parameters", None) or {}
     for name in _REFUSED:
-        if settings.get(name):
+        if getattr(text, name, None) or positions.get(name):
             raise NotDescribed(f"'{name}' is set")
     modules = decoder_layers(model, seen)
     rotaries = RotaryModules(seen)

@@ -179,3 +179,7 @@ def test_settings_that_a_probe_may_not_reach_are_refused() -> None:
     backbone.model.config.clip_qkv = 100.0
     with pytest.raises(NotDescribed, match="'clip_qkv' is set"):
         described(backbone)
+    backbone.model.config.clip_qkv = None
+    backbone.model.config.rope_parameters["llama_4_scaling_beta"] = 0.1
+    with pytest.raises(NotDescribed, match="'llama_4_scaling_beta' is set"):
+        described(backbone)
