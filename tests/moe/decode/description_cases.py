@@ -27,6 +27,7 @@ from moe.describe.description import (
     Style,
     View,
 )
+from moe.describe.attention import expansion_of
 from moe.describe.parts import describe_projection
 from moe.network.kv_cache import KVCache
 from routing import Routing
@@ -109,6 +110,8 @@ class Maker:
     def latent(self, layer: int) -> LatentAttention:
         heads, plain, value = (self.draw(st.integers(1, n)) for n in (self.most_heads[0], 20, 20))
         size, rotated, low = self.draw(st.integers(1, 40)), 8, self.draw(st.sampled_from([0, 12]))
+        whole = nn.Linear(size, heads * (plain + value), bias=False).requires_grad_(False)
+        leaf = whole if self.bits is None else QuantizedLinear.of(whole, 32, self.bits)
         return LatentAttention(
             layer=layer,
             q_a=self.projection(low, self.hidden) if low else None,
@@ -116,8 +119,8 @@ class Maker:
             q=self.projection(heads * (plain + rotated), low or self.hidden),
             kv_a=self.projection(size + rotated, self.hidden),
             kv_norm=self.norm(size),
-            kv_b=torch.randn(heads, plain + value, size) * size**-0.5,
-            kv_b_leaf=nn.Identity(),
+            kv_b=expansion_of(leaf, heads, plain + value, size),
+            kv_b_leaf=leaf,
             o=self.projection(self.hidden, heads * value),
             rotation=self.rotation(rotated, rotated),
             view=self.view(heads),
@@ -213,13 +216,9 @@ def filled(
     for length in lengths:
         sequence = new(length + room)
         for layer in description.layers:
-            a = layer.attention
-            if isinstance(a, LatentAttention):
-                shapes = [(1, a.kv_b.shape[-1]), (1, a.rotation.size)]
-            else:
-                shapes = [(a.kv_heads, a.head_dim), (a.kv_heads, a.value_dim)]
-            keys, values = (torch.randn(1, n, length, d) for n, d in shapes)
-            sequence.write(a.layer, keys, values)
+            heads, *sizes = layer.attention.cache_shape
+            keys, values = (torch.randn(1, heads, length, size) for size in sizes)
+            sequence.write(layer.attention.layer, keys, values)
         sequence.length = length
         sequences.append(sequence)
     return sequences

@@ -18,7 +18,8 @@ from moe.decode.compiled import DescribedStep
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
 from moe.describe.description import Description, NotDescribed, Projection
-from moe.network.kv_cache import KVCache
+from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
+from moe.network.kv_cache import KVCache, KVFormat
 from moe.network.packed_pass import Work
 from routing import Routing
 from tests.kernels.kernel_cases import TARGETS
@@ -77,6 +78,33 @@ def test_a_row_has_the_same_bits_in_any_company(data: st.DataObject, seed: int) 
     for index, cache in enumerate(alone):
         (row,) = step([Work([index % VOCABULARY], cache)], routed)
         assert torch.equal(row, rows[index])
+
+
+@settings(max_examples=20)
+@given(st.data(), st.integers(0, 2**31))
+@torch.inference_mode()
+def test_prompts_give_what_steps_give(data: st.DataObject, seed: int) -> None:
+    maker = Maker(data, data.draw(st.sampled_from([24, 100])))
+    description = maker.description(2)
+    native, _ = choose_kernel()
+    assert native is not None
+    pool = BlockPool(HostBlocks(native.kv, KVFormat.of_bits(32)), Windows())
+    lengths = data.draw(st.lists(st.sampled_from([1, 17, 70, 300]), min_size=1, max_size=3))
+    sizes = [data.draw(st.sampled_from([1, 2, 9, 33])) for _ in lengths]
+    caches = []
+    for new in (KVCache, pool.new_cache):
+        torch.manual_seed(seed)
+        caches.append(filled(description, lengths, 40, new))
+    step, tokens = compiled(description), [[i % VOCABULARY for i in range(n)] for n in sizes]
+    expected, actual = (
+        torch.cat(run([Work(t, c, True) for t, c in zip(tokens, own, strict=True)], routed))
+        for run, own in zip((step, step.prompts), caches, strict=True)
+    )
+    # Steps expand no latents, so they do not round these to 8 bits.
+    tolerance = 1e-4 if maker.bits is None else 5e-2
+    scale = expected.abs().max().clamp_min(1.0)
+    wrong = ((actual - expected).abs().amax(1) > tolerance * scale).float().mean()
+    assert wrong <= (0.0 if maker.bits is None else 0.3)
 
 
 @settings(max_examples=15)
