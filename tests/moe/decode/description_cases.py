@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from experts.linear import QuantizedLinear
+from moe.describe.attention import expansion_of
 from moe.describe.description import (
     Activation,
     Attention,
@@ -27,7 +28,6 @@ from moe.describe.description import (
     Style,
     View,
 )
-from moe.describe.attention import expansion_of
 from moe.describe.parts import describe_projection
 from moe.network.kv_cache import KVCache
 from routing import Routing
