@@ -11,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from ctypes import Array, addressof
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -29,10 +30,12 @@ from moe.decode.step import (
     RoutedExperts,
     finish_step,
 )
+from moe.describe.attention import halved
 from moe.describe.description import (
     Attention,
     Description,
     Experts,
+    LatentAttention,
     Layer,
     NotDescribed,
     RotaryTable,
@@ -167,7 +170,8 @@ class DescribedStep(CompiledStep):
         inside: Sequence[CompiledExperts] = (),
     ) -> None:
         records, count = DescriptionRecords(), len(description.layers)
-        self._description, self._kept = description, records
+        self._description = description = _with_halves(description)
+        self._kept = records
         joined, scale = description.embedding, description.embedding_scale
         self._joined = joined if isinstance(joined, MtpInput) and scale == 1.0 else None
         self._embedding = TokenEmbedding(
@@ -312,6 +316,17 @@ def join_record(records: DescriptionRecords, joined: MtpInput) -> native.JoinRec
     norms = [records.norm(describe_norm(each, width)) for each in (joined.enorm, joined.hnorm)]
     project = records.matrix(describe_projection(joined.projection))
     return native.JoinRecord(*norms, project, joined.hidden_first)
+
+
+def _with_halves(description: Description) -> Description:
+    """The same with expansions of latents as a CPU reads them."""
+    layers = []
+    for layer in description.layers:
+        a = layer.attention
+        if isinstance(a, LatentAttention):
+            layer = replace(layer, attention=replace(a, kv_b=halved(a.kv_b, a.kv_b_leaf)))
+        layers.append(layer)
+    return replace(description, layers=tuple(layers))
 
 
 def _has_planes(layer: Layer) -> bool:

@@ -155,6 +155,7 @@ def _described_step(
     else:
         inside, why_not = [], _UNKNOWN_ROUTER
     step = DescribedStep(description, kernel.decode, inside)
+    description = step.description
     reason = prove(backbone, description, step)
     forward = DecodeForward(step, experts, why_not, order)
     pool = BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(32)), Windows())

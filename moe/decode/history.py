@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from experts.linear import QuantizedLinear
-from moe.describe.attention import expansion_of
+from moe.describe.attention import expansion_of, halved
 from moe.describe.description import Norm, NotDescribed, RotaryTable, Rotation, Style
 from moe.describe.observe import AttentionCall
 from moe.describe.parts import apply_norm, close, describe_norm, rotate
@@ -135,11 +135,11 @@ def latents_of(call: AttentionCall, latent: Tensor, turned: Tensor) -> Latents:
         if weight is None or weight.shape != (heads * (plain + value_size), size):
             continue
         expansion = expansion_of(leaf, heads, plain + value_size, size)
-        made = torch.einsum("htr,lr->hlt", expansion.float(), latent[0, 0].float())
+        made = torch.einsum("htr,lr->hlt", expansion, latent[0, 0].float())
         keys = torch.cat([made[..., :plain], turned[0].expand(heads, -1, -1).float()], -1)
         tolerance = _QUANTIZED if isinstance(leaf, QuantizedLinear) else _CLOSE
         if close(keys, call.key, tolerance) and close(made[..., plain:], call.value, tolerance):
-            return Latents(leaf, expansion)
+            return Latents(leaf, halved(expansion, leaf))
     raise NotDescribed("attention expands its history in a way that is not known here")
 
 

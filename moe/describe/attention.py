@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from experts.linear import QuantizedLinear
 from kernels.planes import dequantize
 from moe.describe.description import (
     Attention,
@@ -257,18 +258,22 @@ def _queries(module: nn.Module) -> tuple[Projection | None, Norm | None, Project
 
 
 def expansion_of(leaf: nn.Module, heads: int, rows: int, size: int) -> torch.Tensor:
-    """The weight of a leaf that expands latents to heads, ``(heads, plain + value, R)``: float32.
-    Of bit planes on a CPU float16, which their steps read in half of the time."""
+    """The weight of a leaf that expands latents to heads, ``(heads, plain + value, R)`` float32."""
     if getattr(leaf, "bias", None) is not None:
         raise NotDescribed("keys and values have a bias behind the latent")
-    weight, dtype = describe_projection(leaf).weight, torch.float32
+    weight = describe_projection(leaf).weight
     if not isinstance(weight, torch.Tensor):
         weight = dequantize(weight.planes, weight.scales, weight.layout)
-        if weight.device.type == "cpu" and weight.abs().max() < _LARGE:
-            dtype = torch.float16
     if weight.shape != (heads * rows, size):
         raise NotDescribed("the expansion of latents has other sizes than the heads")
-    return weight.to(dtype).reshape(heads, rows, size).contiguous()
+    return weight.float().reshape(heads, rows, size).contiguous()
+
+
+def halved(expansion: torch.Tensor, leaf: nn.Module) -> torch.Tensor:
+    """An expansion as a step on a CPU reads it: of bit planes in float16, half of the bytes."""
+    if not isinstance(leaf, QuantizedLinear) or not expansion.abs().max() < _LARGE:
+        return expansion
+    return expansion.half()
 
 
 def _need(module: nn.Module, names: tuple[str, ...]) -> nn.Module:

@@ -134,7 +134,7 @@ class LatentAttention:
     q: Projection  # (Q * (plain + rotated), H or R_q)
     kv_a: Projection  # (R + rotated, H)
     kv_norm: Norm
-    kv_b: Tensor  # (Q, plain + value, R), of its leaf: `moe.describe.attention.expansion_of`
+    kv_b: Tensor  # (Q, plain + value, R) float32, of its leaf; float16 in a compiled step's
     kv_b_leaf: nn.Module
     o: Projection
     rotation: Rotation
