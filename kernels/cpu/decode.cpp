@@ -13,9 +13,9 @@ LAYOUT(decode::Rotation, cos, sin, begin, size, pairs_in, pairs_out)
 LAYOUT(decode::Heads, norm, rotation, count, size, per_head, after_rotation)
 LAYOUT(decode::Rule, correction, experts, top_k, groups, groups_kept, score, best_two, renormalise,
        scale, threshold)
-LAYOUT(decode::Attention, q_a, q, k, v, o, kv_b, q_norm, k_norm, rotation, expansion, sinks, cache, heads,
-       kv_heads, head_dim, value_dim, plain_dim, latent, window, q_norm_per_head, k_norm_per_head,
-       norm_after_rotation, half, scale, softcap)
+LAYOUT(decode::Attention, q_a, q, k, v, o, kv_b, q_norm, k_norm, rotation, expansion, sinks, cache,
+       heads, kv_heads, head_dim, value_dim, plain_dim, latent, window, q_norm_per_head,
+       k_norm_per_head, norm_after_rotation, half, scale, softcap)
 LAYOUT(decode::Layer, attention_norm, attention_post, feed_norm, feed_post, attention, router,
        shared_gate, gate, up, down, activation, rule, attention_scale, feed_scale, routed_scale)
 LAYOUT(decode::Embedding, table, scale, dtype)

@@ -346,7 +346,7 @@ inline void Pass::attend_latent_heads() {
   const auto reads = [&] {
     return Q * (a().plain_dim + a().value_dim) * a().latent * (a().half ? 2 : 4);
   };
-  inwards.reads(reads);  // half of it, and `outwards` the other
+  inwards.reads(reads);  // and `outwards`, some of it each
   with_expansion([&](auto numbers) {
     inwards.run(Q, [&](long head) { inward_head(numbers, head); });
   });

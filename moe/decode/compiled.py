@@ -331,7 +331,7 @@ def _with_halves(description: Description) -> Description:
 
 def _has_planes(layer: Layer) -> bool:
     """Whether all matrices but routers are bit planes, which our kernels multiply at any number of
-    rows; floats are the business of torch's."""
+    rows; products of floats are left to torch where those are faster."""
     a, feed = layer.attention, layer.feed
     own = feed.shared if isinstance(feed, Experts) else feed
     parts = [a.q, a.o]

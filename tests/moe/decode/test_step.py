@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -18,7 +19,8 @@ from moe.decode.compiled import DescribedStep
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
 from moe.describe.description import Description, NotDescribed, Projection
-from moe.network.kv_blocks import BlockPool, HostBlocks, Windows
+from moe.network.host_blocks import HostBlocks
+from moe.network.kv_blocks import BlockPool, Windows
 from moe.network.kv_cache import KVCache, KVFormat
 from moe.network.packed_pass import Work
 from routing import Routing
@@ -91,14 +93,16 @@ def test_prompts_give_what_steps_give(data: st.DataObject, seed: int) -> None:
     pool = BlockPool(HostBlocks(native.kv, KVFormat.of_bits(32)), Windows())
     lengths = data.draw(st.lists(st.sampled_from([1, 17, 70, 300]), min_size=1, max_size=3))
     sizes = [data.draw(st.sampled_from([1, 2, 9, 33])) for _ in lengths]
-    caches = []
-    for new in (KVCache, pool.new_cache):
+    caches = list[list[KVCache]]()
+    makers: list[Callable[[int], KVCache]] = [KVCache, pool.new_cache]
+    for new in makers:
         torch.manual_seed(seed)
         caches.append(filled(description, lengths, 40, new))
     step, tokens = compiled(description), [[i % VOCABULARY for i in range(n)] for n in sizes]
+    ways: list[StepFunction] = [step, step.prompts]
     expected, actual = (
         torch.cat(run([Work(t, c, True) for t, c in zip(tokens, own, strict=True)], routed))
-        for run, own in zip((step, step.prompts), caches, strict=True)
+        for run, own in zip(ways, caches, strict=True)
     )
     # Steps expand no latents, so they do not round these to 8 bits.
     tolerance = 1e-4 if maker.bits is None else 5e-2
