@@ -168,8 +168,8 @@ class _Made:
             return None
         assert self._choices is not None
         count = self._counts[row, place]
-        weights = self._weights[row, place, :count].astype(np.float64)
-        ids = self._choices[row, place, :count].copy()
+        weights = torch.from_numpy(self._weights[row, place, :count].astype(np.float64))
+        ids = torch.from_numpy(self._choices[row, place, :count].copy())
         return Proposal(int(self.tokens[row, place]), ids, weights / weights.sum())
 
 

@@ -35,6 +35,7 @@ from moe.network.packed_pass import PackedCache, Work, keep_hidden_rows, put_ahe
 from moe.network.per_sequence import StatefulModules, serve_packed
 from moe.network.prompt_rows import POSITIONS, given
 from moe.network.recurrent_kernels import use_kernels
+from moe.settings.device import to_device
 from routing import Phase
 
 PromptReader = Callable[[Work], Lane[list[Tensor]]]
@@ -287,7 +288,7 @@ class Backbone:
             watched=watched,
             snapshots=[item.snapshots for item in work],
         )
-        positions = cache.positions()[None].to(self.device)
+        positions = to_device(cache.positions()[None], self.device)
         rows = work[0].rows if len(work) == 1 else None
         cache.places_given = rows is not None and POSITIONS in rows
         with packed_pass(cache), given(rows):
@@ -318,10 +319,11 @@ class Backbone:
             end = start + len(item.token_ids)
             rows.append(torch.arange(start if item.all_logits else end - 1, end))
             start = end
-        keep = torch.cat(rows).to(self.device)
+        keep = to_device(torch.cat(rows), self.device)
         if self._keeps_logits:
             inputs["logits_to_keep"] = keep
-        ids = torch.tensor([[token for item in work for token in item.token_ids]]).to(self.device)
+        tokens = [token for item in work for token in item.token_ids]
+        ids = to_device(torch.tensor([tokens]), self.device)
         put_ahead(work, ids[0])
         output = self.model(input_ids=ids, use_cache=True, **inputs)
         logits = output.logits[0] if self._keeps_logits else output.logits[0, keep]

@@ -59,7 +59,7 @@ class Token:
 
 
 class Proposal(NamedTuple):
-    """A drafted token, with the probabilities that it was drawn from.
+    """A drafted token, with the probabilities that it was drawn from, where its logits were.
 
     Attributes:
         token_id: one of ids_C.
@@ -68,13 +68,8 @@ class Proposal(NamedTuple):
     """
 
     token_id: int
-    ids_C: np.ndarray
-    chances_C: np.ndarray
-
-    @property
-    def chance(self) -> float:
-        """Probability of the token."""
-        return float(self.chances_C[self.ids_C == self.token_id].item())
+    ids_C: Tensor
+    chances_C: Tensor
 
 
 class Row(NamedTuple):
@@ -268,7 +263,8 @@ def _drawn_of(row: Row, ids_C: np.ndarray | None, weights_C: np.ndarray) -> int:
     """A token drawn by weights of candidates; with a proposal, by rejection sampling."""
     uniform, proposal = min(row.uniform, draws.MOST_UNIFORM), row.proposal
     if proposal is not None:
-        offered, again = (proposal.ids_C, proposal.chances_C), min(row.again, draws.MOST_UNIFORM)
+        offered = proposal.ids_C.numpy(), proposal.chances_C.numpy()
+        again = min(row.again, draws.MOST_UNIFORM)
         return host.accepted(ids_C, weights_C, offered, proposal.token_id, uniform, again)
     place = host.position(weights_C, uniform)
     return place if ids_C is None else int(ids_C[place])
@@ -441,12 +437,12 @@ class _Batch:
             return drawn_B1
         device, vocab_size = weights_BC.device, self._logits_BV.shape[1]
         offered = [row.proposal for row in own.values() if row.proposal is not None]
-        places = [at * vocab_size + proposal.ids_C for at, proposal in enumerate(offered)]
-        chances = [proposal.chances_C for proposal in offered]
+        sizes = [proposal.ids_C.shape[0] for proposal in offered]
+        begins = to_device(np.repeat(vocab_size * np.arange(len(own)), sizes), device)
+        places = torch.cat([proposal.ids_C for proposal in offered]) + begins
+        chances = torch.cat([proposal.chances_C for proposal in offered])
         offered_PV = torch.zeros(len(own), vocab_size, dtype=torch.float64, device=device)
-        offered_PV.view(-1).index_copy_(
-            0, to_device(np.concatenate(places), device), to_device(np.concatenate(chances), device)
-        )
+        offered_PV.view(-1).index_copy_(0, places, chances)
         proposed = np.array([[proposal.token_id] for proposal in offered])
         again = [[min(row.again, draws.MOST_UNIFORM)] for row in own.values()]
         at_P = to_device(np.array(list(own)), device)

@@ -41,6 +41,7 @@ from moe.sampling.batch import (
 )
 from moe.sampling.constraint import Constraint
 from moe.sampling.params import SamplingParams
+from moe.settings.device import to_device
 
 Guesses = Sequence[tuple[int, Proposal | None]]
 """Drafted tokens of a sequence; with what each was drawn from, if it was (`Sampler.propose`)."""
@@ -91,6 +92,11 @@ class Sampler:
         )
 
     @property
+    def is_random(self) -> bool:
+        """Whether its tokens are drawn by chance, without a seed: nothing can predict them."""
+        return self.params.temperature > 0 and self.params.seed is None
+
+    @property
     def needs_tokens(self) -> bool:
         """Whether the next token can only be drawn when the host knows the one before: for
         penalties, for a structure, or as that is likely to be drawn again."""
@@ -131,6 +137,7 @@ class Sampler:
         With a seed it draws by the same random numbers, else by numbers of its own.
         """
         twin = copy(self)
+        twin.redrawn = False
         twin._edits = None if self._edits is None else self._edits.fork()
         twin._constraint = None if self._constraint is None else self._constraint.fork()
         if self.params.temperature > 0:
@@ -140,19 +147,22 @@ class Sampler:
                 twin._uniforms += self._uniforms
         return twin
 
-    def propose(self, logits_V: Tensor) -> tuple[int, Proposal | None]:
+    def propose(self, logits_V: Tensor) -> tuple[int, float, Proposal | None]:
         """Draft the next token, with a fork, from (V,) logits that approximate the model's.
 
-        Returns the token, and the `Proposal` to pass to `verify`. The proposal is None if sampling
-        is deterministic: the sampler chooses a correct draft by itself.
+        Returns the token, its probability, and the `Proposal` to pass to `verify`: None if sampling
+        is deterministic, as the sampler chooses a correct draft by itself. Waits for the device;
+        `moe.sampling.drafted` does not.
         """
-        if self.params.temperature == 0 or self.params.seed is not None:
-            return self.sample(logits_V).id, None
+        if not self.is_random:
+            token_id = self.sample(logits_V).id
+            return token_id, float(logits_V.softmax(0)[token_id]), None
         ids_C, weights_C = self._candidates(logits_V)
-        uniform = min(self._random.random(), draws.MOST_UNIFORM)
-        token_id = int(ids_C[host.position(weights_C, uniform)])
+        place = host.position(weights_C, min(self._uniform_of(0), draws.MOST_UNIFORM))
+        token_id, chances_C = int(ids_C[place]), weights_C / weights_C.sum()
         self._remember(token_id)
-        return token_id, Proposal(token_id, ids_C, weights_C / weights_C.sum())
+        offered = (to_device(own, logits_V.device) for own in (ids_C, chances_C))
+        return token_id, float(chances_C[place]), Proposal(token_id, *offered)
 
     def row(self, place: int = 0) -> Row:
         """What decides the next token beside its logits; it stays the same until the token is

@@ -5,17 +5,13 @@ of the sequence and then resets the length, so verification overwrites every row
 replaces `MoELayers` in a draft pass. It reads nothing from disk, evicts nothing and sends nothing
 to other ranks, so a draft only costs the bytes of memory that it counts.
 
-On a GPU the passes of greedy sequences follow each other without the host: each reads the likeliest
-token of the one before it where that is, as a CUDA graph with the draft's experts inside, and the
-host reads all tokens back at the end. There it applies `Stop`, so passes behind the end of a draft
-are in vain. Drafts that are drawn read each token back.
-Legend: T rows, H hidden, E experts, K slots a row; B sequences, V vocabulary.
+On a GPU passes are CUDA graphs with the draft's experts inside.
+Legend: T rows, H hidden, E experts, K slots a row; B sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 
 import numpy as np
@@ -31,7 +27,7 @@ from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.moe_layer import Selector
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
-from moe.speculate.draft import Draft, Mode, Stop
+from moe.speculate.draft import Mode
 from moe.speculate.passes import PassDrafts, PendingDraft
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 from routing import Routing
@@ -64,14 +60,11 @@ class ElasticDrafts(PassDrafts):
         prefetch_early: Callable[[Forecast], None] = lambda _: None,
         step: DecodeStep | None = None,
     ) -> None:
-        super().__init__()
         assert backbone.packed
+        self._recorded = step if isinstance(step, RecordsExperts) else None
+        super().__init__(stays=backbone.device.type != "cpu" or self._recorded is not None)
         self.layers = layers
         self._backbone, self._prefetch_early = backbone, prefetch_early
-        self._recorded: RecordsExperts | None = None
-        if isinstance(step, RecordsExperts):
-            self._recorded = step
-        self._stays = backbone.device.type != "cpu" or self._recorded is not None
 
     @property
     def bytes_read(self) -> int:
@@ -80,58 +73,24 @@ class ElasticDrafts(PassDrafts):
     def forecast(self) -> Forecast | None:
         return self.layers.forecast()
 
-    def draft(
-        self,
-        mode: Mode,
-        sequences: Sequence[RunningSequence],
-        depths: Sequence[int],
-        stop: Stop,
-    ) -> list[Draft]:
-        if self._stays and all(sequence.sampler.is_argmax for sequence in sequences):
-            return self._chain(mode, sequences, depths, stop)
-        return super().draft(mode, sequences, depths, stop)
+    def _begin(
+        self, mode: Mode, sequences: Sequence[RunningSequence], depths: Sequence[int]
+    ) -> list[PendingDraft]:
+        self.layers.begin(mode)
+        return [_pending(s, depth) for s, depth in zip(sequences, depths, strict=True)]
 
-    def _chain(
-        self,
-        mode: Mode,
-        sequences: Sequence[RunningSequence],
-        depths: Sequence[int],
-        stop: Stop,
-    ) -> list[Draft]:
-        """As `draft`, with one readback."""
-        self.rows, made = [], list[Tensor]()
-        drafts = self._begin(mode, sequences, depths)
-        members = [[at for at, d in enumerate(depths) if d > place] for place in range(max(depths))]
-        try:
-            # Verification meets the same error and reports it to the sequences it belongs to.
-            with suppress(Exception):
-                for own in members:
-                    self.rows.append(len(own))
-                    made.append(self._ahead([drafts[at] for at in own], mode))
-        finally:
-            for draft in drafts:
-                draft.work.cache.cut(draft.length)
-        found: list[list[tuple[float, float]]] = [[] for _ in drafts]
-        for own, pairs in zip(members, self.layers.read(made), strict=False):
-            for at, pair in zip(own, pairs, strict=True):
-                found[at].append(pair)
-        return [_stopped(mode, pairs, stop) for pairs in found]
-
-    def _ahead(self, drafts: Sequence[PendingDraft], mode: Mode) -> Tensor:
-        """``(B, 2)`` float64 on the device: the likeliest next tokens, which are read in the next
-        pass, and their probabilities."""
-        logits_BV = torch.cat([rows[-1:] for rows in self._logits([d.work for d in drafts], mode)])
-        ids_B = logits_BV.max(-1).indices
-        for draft, token in zip(drafts, ids_B.split(1), strict=True):
-            draft.work.token_ids, draft.work.ahead = [0], token
-        chances_B1 = logits_BV.softmax(-1).gather(1, ids_B[:, None])
-        return torch.cat((ids_B[:, None].double(), chances_B1.double()), 1)
-
-    def _logits(self, work: Sequence[Work], mode: Mode) -> list[Tensor]:
+    def _run(self, drafts: Sequence[PendingDraft]) -> list[Tensor]:
+        work = [draft.work for draft in drafts]
+        if work[0].ahead is None:  # else a forecast would wait for the passes so far
+            share = (len(self.rows) - 1) / (1 + max(draft.depth for draft in drafts))
+            if share and (forecast := self.layers.forecast(share)) is not None:
+                self._prefetch_early(forecast)
         self.layers.look(self._backbone.device)
         if self._recorded is not None and self._backbone.decode_forward is not None:
             try:
-                made, routings = self._recorded.inside_by(work, mode.name, self.layers.reduced)
+                made, routings = self._recorded.inside_by(
+                    work, self.layers.mode.name, self.layers.reduced
+                )
             except NotDescribed:  # no memory for it, most likely; from now on layer by layer
                 self._recorded = None
             else:
@@ -141,31 +100,8 @@ class ElasticDrafts(PassDrafts):
         run_lanes(lanes, self.layers.run)
         return [rows for lane in lanes for rows in lane.result()]
 
-    def _begin(
-        self, mode: Mode, sequences: Sequence[RunningSequence], depths: Sequence[int]
-    ) -> list[PendingDraft]:
-        self.layers.begin(mode)
-        return [_pending(s, depth) for s, depth in zip(sequences, depths, strict=True)]
-
-    def _run(self, drafts: Sequence[PendingDraft]) -> list[Tensor]:
-        share = (len(self.rows) - 1) / (1 + max(draft.depth for draft in drafts))
-        if share and (forecast := self.layers.forecast(share)) is not None:
-            self._prefetch_early(forecast)
-        self.layers.look(self._backbone.device)
-        lanes = self._backbone.lanes([draft.work for draft in drafts], "decode")
-        run_lanes(lanes, self.layers.run)
-        return [rows for lane in lanes for rows in lane.result()]
-
-
-def _stopped(mode: Mode, pairs: Sequence[tuple[float, float]], stop: Stop) -> Draft:
-    """A draft of tokens and their probabilities, up to where it ends or logits were invalid."""
-    tokens, confidence = list[int](), list[float]()
-    for token, chance in pairs:
-        if chance != chance or (confidence and not stop.goes_on(confidence)):
-            break
-        tokens.append(int(token))
-        confidence.append(chance)
-    return Draft.sure(mode, tokens, confidence)
+    def _read(self, numbers: Sequence[Tensor]) -> list[list[tuple[float, float]]]:
+        return self.layers.read(numbers)
 
 
 def _pending(sequence: RunningSequence, depth: int) -> PendingDraft:
@@ -185,6 +121,7 @@ class DraftLayers:
             excluded experts goes to the others of the row.
 
     Attributes:
+        mode: of the draft that was begun last.
         wanted: of each layer, ``(T, K)`` ids that the model's own routing selected in each pass
             since `begin`.
     """
@@ -210,7 +147,7 @@ class DraftLayers:
 
     def begin(self, mode: Mode) -> None:
         """Start a draft, whose passes share their votes."""
-        self._mode = mode
+        self.mode = mode
         self._skipped = middle(len(self.layers), mode.skipped)
         for votes_E in self._votes.values():
             votes_E.zero_()
@@ -266,7 +203,7 @@ class DraftLayers:
         the device."""
         if layer in self._skipped:
             return torch.zeros_like(rows)
-        experts, mode, unused_T1 = self.layers[layer], self._mode, None
+        experts, mode, unused_T1 = self.layers[layer], self.mode, None
         held, size = self._held(held_experts(experts), mode.bits)
         allowed_E = self._allowed(layer, routing)
         if allowed_E is not None and not _all(_inside(routing, allowed_E)):
@@ -322,7 +259,7 @@ class DraftLayers:
 
     def _allowed(self, layer: int, routing: Routing) -> Tensor | None:
         """``(E,)`` bool: experts that this mode may use; None for all."""
-        experts, core = self.layers[layer], self._mode.core
+        experts, core = self.layers[layer], self.mode.core
         here_E = None
         if isinstance(experts, OffloadedExperts):
             here_E = self._slots_of(layer, routing.expert_ids.device)[:-1] >= 0
@@ -334,7 +271,7 @@ class DraftLayers:
             weights_E = by_expert(routing, routing.weights, experts.num_experts).sum(0)
             if layer not in self._votes:
                 self._votes[layer] = torch.zeros_like(weights_E)
-            core_E = elected(self._votes[layer].add_(weights_E), here_E, self._mode.share)
+            core_E = elected(self._votes[layer].add_(weights_E), here_E, self.mode.share)
         return core_E if here_E is None else core_E & here_E
 
 

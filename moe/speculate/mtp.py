@@ -37,7 +37,7 @@ class MtpDrafts(PassDrafts):
     """
 
     def __init__(self, head: MtpHead) -> None:
-        super().__init__()
+        super().__init__(stays=head.backbone.device.type != "cpu")
         assert head.backbone.packed
         self._head = head
         self._unread: dict[int, HiddenRows] = {}  # of drafts whose first pass is to come
@@ -87,7 +87,7 @@ class MtpDrafts(PassDrafts):
         assert isinstance(cache, KVCache)
         assert cache.head is not None
         # With a seed the model's sampler draws as without a draft, so a drawn one gains nothing.
-        draw = self._random if params.temperature and params.seed is None else None
+        draw = self._random if sequence.sampler.is_random else None
         work = Work(sequence.last_tokens(len(rows)), cache.head)
         return ChainStart(work, rows.joined(), depth, params.temperature or 1.0, draw)
 

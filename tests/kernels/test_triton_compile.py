@@ -183,8 +183,8 @@ from kernels.triton.tiles import PLANES
 POINTERS["output"] = "*fp32"
 
 def innermost(built):
-    \"\"\"Instructions, matrix instructions and shared loads of the loop that multiplies; and
-    of all, those on local memory.\"\"\"
+    \"\"\"Instructions, matrix instructions and shared loads of the loop that multiplies; then
+    those on local memory there, and in all.\"\"\"
     text = usage(built, "-sass")
     found = re.findall(r"/\\*([0-9a-f]{4,5})\\*/\\s+(.*?);", text)
     lines = [(int(address, 16), line) for address, line in found]
@@ -196,8 +196,11 @@ def innermost(built):
             multiplied = sum("HMMA" in own for own in body)
             if multiplied:
                 loads = sum("LDS" in own.split(".")[0] for own in body)
-                loops.append((len(body), multiplied, loads))
-    return *min(loops), sum("LDL" in line or "STL" in line for _, line in lines)
+                loops.append((len(body), multiplied, loads, spilled(body)))
+    return *min(loops), spilled(line for _, line in lines)
+
+def spilled(lines):
+    return sum("LDL" in line or "STL" in line for line in lines)
 
 for architecture in map(int, sys.argv[1].split()):
     for tile in PLANES[:int(sys.argv[3])]:
@@ -212,14 +215,14 @@ for architecture in map(int, sys.argv[1].split()):
                           CURVE=0 if gated else -1, HAS_BIAS=False, DENSE=not gated, EVEN=True,
                           TAIL=False, share=1, unit_stride=1)
             assert ".ftz" not in built.asm["ptx"]  # FP8 begins below the least exponent
-            count, multiplied, loads, spilled = innermost(built)
+            count, multiplied, loads, *local = innermost(built)
             # A product with ones for all blocks; groups of 16 are multiplied apart.
             pieces = 2 if planes == "4" or scales != "symmetric" and planes == "2" else 1
             ones = scales not in ("fp8", "mxfp4")
             products = pieces * (1 + gated) + ones << (group == "16")
             codes = multiplied / products / (tile.rows / 8) * 256 / 32 * (1 + gated)  # of a thread
             print(architecture, tile.rows, 1 + gated, tile.unroll, int(tile.fetch), name,
-                  resources(built)[0], spilled, round(count / codes, 2), round(loads / codes, 3))
+                  resources(built)[0], *local, round(count / codes, 2), round(loads / codes, 3))
 """
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.network.seam import attach, take_experts
 from moe.sampling import batch, host
+from moe.sampling.batch import Proposal
 from moe.speculate.draft import NEVER, Draft, Mode, Stop
 from moe.speculate.elastic import ElasticDrafts
 from routing import parse_policies
@@ -238,14 +240,14 @@ def noted(order: list[str], name: str, true: Any) -> Any:
     return method
 
 
-def test_a_draft_of_greedy_tokens_stays_on_the_device(
+def test_tokens_of_a_draft_stay_on_the_device(
     on_tape: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its passes are recordings with the draft's experts inside, and end with one readback. The
-    tokens and bytes are those of a draft that asks the host at each layer and token."""
-    model = MoE.from_pretrained(
-        checkpoint, engine={"max_batch_size": 2}, speculation={"mode": "elastic", "experts": 1}
-    )
+    """Its passes are recordings with the draft's experts inside, and end with one readback. Tokens,
+    what they are drawn from, and bytes are those of a draft that asks the host at each layer and
+    token."""
+    speculation = {"mode": "elastic", "experts": 1, "max_depth": 1}
+    model = MoE.from_pretrained(checkpoint, engine={"max_batch_size": 4}, speculation=speculation)
     speculator = model._loaded.speculation.speculator
     assert speculator is not None
     chain = cast(ElasticDrafts, speculator._passes["elastic"])
@@ -253,8 +255,16 @@ def test_a_draft_of_greedy_tokens_stays_on_the_device(
     mode = Mode("elastic", experts=1)
     monkeypatch.setattr("moe.speculate.elastic._all", lambda _: False)  # as on a device
     engine = model.loop()
-    params = replace(PARAMS, max_new_tokens=8)
-    groups = [model.request(prompt, params) for prompt in PROMPTS[:2]]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_k": 5, "min_p": 0.01},
+        {"temperature": 1.2, "seed": 7, "logprobs": 2},
+        {"temperature": 0.7, "top_p": 0.9},
+    ]
+    groups = [
+        model.request(prompt, replace(PARAMS, max_new_tokens=8, **way))
+        for prompt, way in zip([*PROMPTS, [4, 3, 2]], ways, strict=True)
+    ]
     for group in groups:
         engine.submit(group)
     while not all(group.sequences[0].token_ids for group in groups):
@@ -263,10 +273,11 @@ def test_a_draft_of_greedy_tokens_stays_on_the_device(
 
     @torch.inference_mode()
     def drafts(of: ElasticDrafts, depths: list[int], until: Stop = NEVER) -> list[Draft]:
-        return of.draft(mode, own, depths, until)
+        random.seed(5)  # drafts of chance take numbers of their own
+        return of.draft(mode, own[: len(depths)], depths, until)
 
-    read = {}
-    for depths, until in (([3, 1], NEVER), ([0, 2], NEVER), ([3, 3], AfterTwo((1.0,), 0.0))):
+    read, ends = {}, AfterTwo((1.0,), 0.0)
+    for depths, until in (([3], NEVER), ([3, 3], ends), ([0, 2, 1, 2], NEVER)):
         found = {}
         for name, of in {"chain": chain, "plain": plain}.items():
             before = of.bytes_read
@@ -275,18 +286,40 @@ def test_a_draft_of_greedy_tokens_stays_on_the_device(
         for one, other in zip(found["chain"], found["plain"], strict=True):
             assert one.tokens == other.tokens
             assert one.confidence == pytest.approx(other.confidence, rel=1e-4)
+            for offered, alike in zip(one.proposals, other.proposals, strict=True):
+                assert_same_chances(offered, alike)
         if until is NEVER:
             assert [len(draft.tokens) for draft in found["chain"]] == depths
             assert read["chain"] == read["plain"] > 0
             assert chain.rows == plain.rows
+    assert [any(draft.proposals) for draft in found["chain"]] == [False, True, False, True]
     assert chain._recorded is not None
-    (only,) = readbacks(lambda: drafts(chain, [2, 2]))
-    assert only.startswith("numpy at moe/speculate/elastic.py:")
+    with monkeypatch.context() as patch:
+        patch.setattr(host, "on_host", lambda _: False)
+        for depths in ([2], [2, 2, 1, 2]):
+            (only,) = readbacks(lambda: drafts(chain, depths))
+            assert only.startswith("numpy at moe/speculate/elastic.py:")
+        # And one more for all that verification draws.
+        patch.setattr("moe.sampling.sampler._reading_waits", lambda _: True)
+        engine.step()  # records
+        places = [place.split(":")[0] for place in readbacks(engine.step)]
+        assert places == ["numpy at moe/speculate/elastic.py", "numpy at moe/sampling/batch.py"]
     lengths = [sequence.cache.length for sequence in own if sequence.cache is not None]
     monkeypatch.setattr(chain.layers, "_forward", lambda rows, *_: rows * float("nan"))
     chain._recorded = None  # as where there is no memory for more
     assert [draft.tokens for draft in drafts(chain, [2, 2])] == [(), ()]
     assert lengths == [sequence.cache.length for sequence in own if sequence.cache is not None]
+
+
+def assert_same_chances(one: Proposal | None, other: Proposal | None) -> None:
+    """Candidates come in any order, and some may have no chance."""
+    assert (one is None) == (other is None)
+    if one is not None and other is not None:
+        assert one.token_id == other.token_id
+        spread = torch.zeros(2, 1000, dtype=torch.float64)
+        for row, own in zip(spread, (one, other), strict=True):
+            row[own.ids_C] = own.chances_C
+        torch.testing.assert_close(spread[0], spread[1], rtol=1e-4, atol=1e-6)
 
 
 class AfterTwo(Stop):

@@ -244,7 +244,7 @@ def test_drafts_change_nothing_and_see_the_structure(
         fork, drafted, proposals = sampler.fork(), [], []
         for place in range(depth):
             try:
-                token_id, proposal = fork.propose(rows[len(made) + place])
+                token_id, _, proposal = fork.propose(rows[len(made) + place])
             except LogitsError:
                 break
             drafted.append(token_id)

@@ -18,9 +18,10 @@ from moe.decode import chain
 from moe.engine.engine import Engine
 from moe.network.hidden import FEW, KEPT, HiddenRows
 from moe.network.kv_cache import KVCache
+from moe.sampling import host
 from moe.sequence import RunningSequence
 from moe.settings import ModelSettings
-from moe.speculate.draft import NEVER, Mode, Stop
+from moe.speculate.draft import NEVER, Draft, Mode, Stop
 from moe.speculate.mtp import MtpDrafts
 from moe.speculate.passes import PassDrafts
 from offload.layer import OffloadedExperts
@@ -28,6 +29,7 @@ from tests.moe.speculate.mtp_models import transformers_draft, with_mtp
 from tests.moe.speculate.test_elastic import running
 from tests.moe.speculate.test_verify import chi_square_fits
 from tests.moe.test_offload import SMALL, budget
+from tests.readbacks import readbacks
 
 KINDS = ["deepseek_v3", "glm4_moe"]
 PROMPTS = [[5, 9, 3, 77, 21, 9, 3, 60], [4, 100, 17], [33] * 5]
@@ -133,6 +135,55 @@ def test_one_compiled_call_drafts_what_its_passes_draft(
                 assert one.confidence == pytest.approx(other.confidence, abs=1e-5)
             for _ in range(3):
                 engine.step()
+
+
+def test_tokens_of_a_draft_stay_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read back once, drawn ones too, and are those of passes that ask the host."""
+    with_mtp("glm4_moe", tmp_path / "model")
+    drafts = drafts_of(model := load(tmp_path / "model"))
+    drafts._head.backbone.decode_by(None)  # a compiled step is the host's own
+    engine = model.engine()
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.9, "top_k": 5},
+        {"temperature": 1.2, "seed": 7},
+    ]
+    groups = [
+        model.request(prompt, SamplingParams(max_new_tokens=8, ignore_eos=True, **way))
+        for prompt, way in zip(PROMPTS, ways, strict=True)
+    ]
+    for group in groups:
+        engine.submit(group)
+    while not all(group.sequences[0].token_ids for group in groups):
+        engine.step()
+    sequences = [group.sequences[0] for group in groups]
+    caches = [sequence.cache for sequence in sequences]
+    before = [cache.head.length for cache in caches]  # type: ignore[union-attr]
+    kept = [cache.hidden.without(0) for cache in caches]  # type: ignore[union-attr]
+
+    @torch.inference_mode()
+    def draft() -> list[Draft]:
+        for cache, length, hidden in zip(caches, before, kept, strict=True):
+            assert isinstance(cache, KVCache)
+            assert cache.head is not None
+            cache.head.cut(length)
+            cache.hidden = hidden.without(0)
+        random.seed(3)
+        return PassDrafts.draft(drafts, Mode("mtp"), sequences, [3, 2, 3], NEVER)
+
+    found = {}
+    for stays in (False, True):
+        monkeypatch.setattr(drafts, "_stays", stays)
+        found[stays] = draft()
+    for one, other in zip(found[False], found[True], strict=True):
+        assert one.tokens == other.tokens
+        assert one.confidence == pytest.approx(other.confidence, rel=1e-5)
+    assert [len(one.tokens) for one in found[True]] == [3, 2, 3]
+    monkeypatch.setattr(host, "on_host", lambda _: False)
+    (only,) = readbacks(draft)
+    assert only.startswith("numpy at moe/speculate/passes.py:")
 
 
 def test_a_call_ends_drafts_that_do_not_pay(glm: tuple[MoE, MoE]) -> None:

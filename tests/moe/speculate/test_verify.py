@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe.sampling import draws, host
 from moe.sampling.batch import LogitsError, Token
+from moe.sampling.drafted import DraftedTokens
 from moe.sampling.params import SamplingParams
 from moe.sampling.sampler import Sampler
 from moe.sampling.sampler import verify as verify_batch
@@ -51,7 +52,19 @@ def rows(count: int, seed: int = 0, scale: float = 2.0) -> Tensor:
 def drafted(guesser: Sampler, logits_TV: Tensor) -> Draft:
     """A draft whose own logits are these."""
     pairs = [guesser.propose(row) for row in logits_TV]
-    return Draft(MODE, tuple(t for t, _ in pairs), (1.0,) * len(pairs), tuple(p for _, p in pairs))
+    return Draft(MODE, tuple(t for t, _, _ in pairs), (1.0,) * len(pairs), tuple(p for *_, p in pairs))
+
+
+def drafted_on_device(forks: list[Sampler], logits_TV: Tensor) -> list[Draft]:
+    """The same by drafts whose tokens stay where they are drawn."""
+    made: list[list[Any]] = [[] for _ in forks]
+    with patch.object(host, "on_host", lambda _: False):
+        for place, own_V in enumerate(logits_TV):
+            drawn = DraftedTokens(forks, own_V.expand(len(forks), -1), place)
+            tokens = drawn.ids_B.tolist()
+            for draft, *own in zip(made, tokens, drawn.proposals(tokens), strict=True):
+                draft.append(own)
+    return [Draft(MODE, *zip(*((t, 1.0, p) for t, p in own), strict=True)) for own in made]
 
 
 @given(st.lists(st.integers(0, VOCABULARY - 1), max_size=5), st.integers(0, 99))
@@ -100,7 +113,7 @@ def check_seed(params: dict[str, Any], seed: int, noise: float) -> None:
         last, guesser = tokens[-1].id if tokens else 0, speculating.fork()
         read, proposals = [last], []
         for noise_V in rows(3, seed + len(tokens)):
-            token, proposal = guesser.propose(after_VV[read[-1]] + noise * noise_V)
+            token, _, proposal = guesser.propose(after_VV[read[-1]] + noise * noise_V)
             read.append(token)
             proposals.append(proposal)
         draft = Draft(MODE, tuple(read[1:]), (1.0,) * 3, tuple(proposals))
@@ -130,6 +143,7 @@ def check_seed(params: dict[str, Any], seed: int, noise: float) -> None:
             rows(2, seed=8, scale=3.0),
             True,
         ),
+        ({"temperature": 0.8, "top_p": 0.9, "top_k": 5}, rows(2, seed=9, scale=3.0), True),
     ],
 )
 def test_chances_are_those_of_the_model(
@@ -141,7 +155,10 @@ def test_chances_are_those_of_the_model(
     counts = torch.zeros(VOCABULARY, VOCABULARY, dtype=torch.float64)
     fresh = sampler(**params)
     targets = [fresh.fork() for _ in range(ROUNDS)]
-    drafts = [drafted(target.fork(), own_TV) for target in targets]
+    if at_once and not fresh.needs_tokens:
+        drafts = drafted_on_device([target.fork() for target in targets], own_TV)
+    else:
+        drafts = [drafted(target.fork(), own_TV) for target in targets]
     logits = [torch.stack([first_V, *after_VV[list(draft.tokens)]]) for draft in drafts]
     with patch("moe.sampling.sampler._reading_waits", lambda _: at_once):
         found = verify_batch(targets, [draft.guesses for draft in drafts], logits)
