@@ -2,8 +2,8 @@
 
 `add_norm` adds what a part of a layer gives to the residual stream and norms the sum; `place_heads`
 turns what projections give into queries, and into keys and values in their blocks; `gated` is an
-activation with a gate; `store` only writes keys and values, for prompts. All arithmetic is float32
-and is rounded once, when it is written.
+activation with a gate; `add_shared` joins routed experts and a shared one; `store` only writes keys
+and values, for prompts. All arithmetic is float32 and is rounded once, when it is written.
 
 Shape legend: T rows, H hidden, N key/value heads, D and V sizes of keys and values, P blocks.
 """
@@ -25,6 +25,8 @@ from kernels.triton.language import (
 )
 
 _STORED = 256 if INTERPRETED else 16  # rows of a program of `store`
+_COLUMNS = 1024
+"""Columns of a program of `gated` and `add_shared`."""
 PLACED = 8
 """Rows of a program of `place_heads` where there are many: starting one takes longer than a row."""
 _MANY_HEADS = 1 << 15  # of all rows, from which on a GPU's multiprocessors have enough of those
@@ -170,8 +172,24 @@ def gated(first: Tensor, up: Tensor, curve: int, output: Tensor) -> None:
         curve: its number in kernels/cpu/activation.py.
     """
     tokens, width = output.shape
-    gated_kernel[tokens, triton.cdiv(width, 1024)](
-        first, up, output, first.stride(0), up.stride(0), width, CURVE=curve,
+    gated_kernel[tokens, triton.cdiv(width, _COLUMNS)](
+        first, up, output, first.stride(0), up.stride(0), width, CURVE=curve, COLUMNS=_COLUMNS,
+        num_warps=4, **OPTIONS, **overlap_options(),
+    )  # fmt: skip
+
+
+def add_shared(
+    routed: Tensor, scale: float, shared: Tensor, gate: Tensor | None, output: Tensor
+) -> None:
+    """``scale * routed + sigmoid(gate) * shared``: all (T, H) and contiguous, of any float dtype.
+
+    Args:
+        gate: (T, 1), contiguous; None: the shared expert has none.
+        output: may be `routed`.
+    """
+    tokens, hidden = output.shape
+    add_shared_kernel[tokens, triton.cdiv(hidden, _COLUMNS)](
+        routed, shared, gate, output, scale, H=hidden, GATED=gate is not None, COLUMNS=_COLUMNS,
         num_warps=4, **OPTIONS, **overlap_options(),
     )  # fmt: skip
 
@@ -396,13 +414,30 @@ def store_kernel(
 
 @triton.jit
 def gated_kernel(
-    first, up, output, first_row, up_row, width, CURVE: tl.constexpr, PDL: tl.constexpr
-):
+    first, up, output, first_row, up_row, width,
+    CURVE: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     wait_for_others(PDL)
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * 1024 + tl.arange(0, 1024)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     used = column < width
     a = tl.load(first + row * first_row + column, mask=used, other=0.0).to(tl.float32)
     b = tl.load(up + row * up_row + column, mask=used, other=0.0).to(tl.float32)
     made = activate(a, b, 1.0, float("inf"), 0.0, CURVE, True)
     tl.store(output + row * width + column, made.to(output.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def add_shared_kernel(
+    routed, shared, gate, output, scale,
+    H: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait_for_others(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    used, at = column < H, row * H + column
+    more = tl.load(shared + at, mask=used, other=0.0).to(tl.float32)
+    if GATED:
+        more = more / (1.0 + tl.exp(-tl.load(gate + row).to(tl.float32)))
+    sums = scale * tl.load(routed + at, mask=used, other=0.0).to(tl.float32) + more
+    tl.store(output + at, sums.to(output.dtype.element_ty), mask=used)

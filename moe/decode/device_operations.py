@@ -25,7 +25,7 @@ from kernels import PlaneMatrix, linear_forward
 from kernels.triton import attention
 from kernels.triton.attention import BLOCK, KeyRows
 from kernels.triton.router import logits, takes
-from kernels.triton.rows import Heads, RowNorm, Turn, add_norm, gated, place_heads
+from kernels.triton.rows import Heads, RowNorm, Turn, add_norm, add_shared, gated, place_heads
 from moe.decode.joined import readers_of
 from moe.decode.reference import Normed, chosen
 from moe.describe.description import (
@@ -270,6 +270,13 @@ class DeviceOperations:
         else:
             made = project(router.weight, rows.exact)
         return by_kernel(router.rule, made, places)
+
+    def add_shared(
+        self, routed: Tensor, scale: float, shared: Tensor, gate: Tensor | None
+    ) -> Tensor:
+        output = torch.empty_like(routed, dtype=torch.float32)
+        add_shared(routed.contiguous(), scale, shared, gate, output)
+        return output
 
     def attend(self, a: Attention, rows: Normed) -> Tensor:
         own = self.memory.layer_rows(a.layer, a.cache_shape)

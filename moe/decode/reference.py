@@ -50,7 +50,7 @@ class Halt:
     layer: int
     rows: Normed
     routing: Routing
-    beside: Callable[[], Tensor] | None
+    beside: Callable[[], object] | None
 
 
 Walk = Generator[Halt, Tensor, Tensor]
@@ -86,6 +86,15 @@ class StepOperations(Protocol):
 
     def route(self, feed: Experts, rows: Normed) -> Routing:
         """The experts that each row visits."""
+
+    def add_shared(
+        self, routed: Tensor, scale: float, shared: Tensor, gate: Tensor | None
+    ) -> Tensor:
+        """``scale * routed + sigmoid(gate) * shared``, in float32.
+
+        Args:
+            gate: ``(B, 1)``; None: the shared expert is added as it is.
+        """
 
 
 def walk(
@@ -139,14 +148,15 @@ def _feed(feed: FeedForward | Experts, rows: Normed, means: StepOperations) -> W
     routed = yield Halt(feed.layer, rows, routing, shared)
     if shared is None:
         return scaled(routed, feed.scale)
-    return scaled(routed.float(), feed.scale) + shared()
+    return means.add_shared(routed, feed.scale, *shared())
 
 
-def _shared(feed: Experts, expert: FeedForward, rows: Normed, means: StepOperations) -> Tensor:
-    shared = means.feed(expert, rows)
-    if feed.shared_gate is None:
-        return shared
-    return shared * torch.sigmoid(means.project(feed.shared_gate, rows).float())
+def _shared(
+    feed: Experts, expert: FeedForward, rows: Normed, means: StepOperations
+) -> tuple[Tensor, Tensor | None]:
+    """What the shared expert makes of the rows, and its gate's logits."""
+    gate = feed.shared_gate
+    return means.feed(expert, rows), None if gate is None else means.project(gate, rows)
 
 
 def chosen(feed: Experts, rows: Tensor) -> Routing:
@@ -206,6 +216,12 @@ class _Plain:
 
     def route(self, feed: Experts, rows: Normed) -> Routing:
         return chosen(feed, rows.exact)
+
+    def add_shared(
+        self, routed: Tensor, scale: float, shared: Tensor, gate: Tensor | None
+    ) -> Tensor:
+        weighted = shared if gate is None else shared * torch.sigmoid(gate)
+        return scaled(routed, scale) + weighted
 
     def attend(self, a: Attention, rows: Normed) -> Tensor:
         q = self._turned(self.project(a.q, rows), a.heads, a.q_norm, a)

@@ -93,8 +93,9 @@ class PassDrafts(ABC):
     def _read(self, numbers: Sequence[Tensor]) -> list[list[tuple[float, float]]]:
         """Read the rows of ``(B, 2)`` float64 numbers of each pass back; waits for the device
         once."""
-        rows = iter(torch.cat(list(numbers)).to("cpu").numpy().tolist() if numbers else ())
-        return [[(token, chance) for token, chance in islice(rows, own.shape[0])] for own in numbers]
+        told = torch.cat(list(numbers)).to("cpu").numpy().tolist() if numbers else []
+        rows = iter([(token, chance) for token, chance in told])
+        return [list(islice(rows, own.shape[0])) for own in numbers]
 
     def draft(
         self,

@@ -242,7 +242,7 @@ FLOAT32 += tuple(f"{part}weight" for part in ("", "query_", "key_", "value_", "p
 POINTERS = {name: "*fp32" for name in FLOAT32}
 POINTERS |= {name: "*i32" for name in ("tables", "spans", "firsts")} | {"slots": "*i64"}
 MATRICES = ("query", "second", "keys", "seconds", "values", "output", "key", "value", "rows",
-            "rounded", "first", "up")
+            "rounded", "first", "up", "routed", "shared", "gate")
 DIVISIBLE = {f"{part}_{step}" for part in "qskrv" for step in ("token", "head", "block")}
 DIVISIBLE |= {"columns", "angle_row", "width", "first_row", "up_row"}
 
@@ -315,7 +315,9 @@ for architecture in map(int, sys.argv[1].split()):
                  BLOCK=64, ROWS=count, **heads, **widths)
     show(architecture, rows.store_kernel, rows.OPTIONS | {"num_warps": 4}, half, N=4, D=192, V=128,
          ROWS=16, WIDTH_D=256, WIDTH_V=128, BLOCK=64)
-    show(architecture, rows.gated_kernel, rows.OPTIONS | {"num_warps": 4}, half, CURVE=0)
+    small = rows.OPTIONS | {"num_warps": 4}, half
+    show(architecture, rows.gated_kernel, *small, CURVE=0, COLUMNS=1024)
+    show(architecture, rows.add_shared_kernel, *small, H=2048, GATED=True, COLUMNS=1024)
 """
 )
 

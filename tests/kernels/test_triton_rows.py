@@ -12,7 +12,16 @@ from torch import Tensor
 
 from kernels.triton.attention import BLOCK
 from kernels.triton.language import INTERPRETED
-from kernels.triton.rows import Heads, RowNorm, Turn, add_norm, gated, place_heads, store
+from kernels.triton.rows import (
+    Heads,
+    RowNorm,
+    Turn,
+    add_norm,
+    add_shared,
+    gated,
+    place_heads,
+    store,
+)
 from moe.describe.description import RotaryTable, Rotation, Style
 from moe.describe.parts import ACTIVATIONS, rotate
 
@@ -128,4 +137,15 @@ def test_activations_with_gates(number: int) -> None:
     output = torch.empty(3, 1100)
     gated(first, up, number, output)
     expected = ACTIVATIONS[name](first.double()) * up.double()  # type: ignore[index]
+    torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_a_shared_expert_is_added_to_routed_ones(has_gate: bool) -> None:
+    routed, shared = torch.randn(3, 1100), torch.randn(3, 1100).bfloat16()
+    gate = torch.tensor([[-100.0], [0.3], [2.0]]).bfloat16() if has_gate else None
+    output = torch.empty(3, 1100)
+    add_shared(routed, 0.7, shared, gate, output)
+    share = 1.0 if gate is None else gate.double().sigmoid()
+    expected = 0.7 * routed.double() + share * shared.double()
     torch.testing.assert_close(output.double(), expected, rtol=1e-5, atol=1e-6)

@@ -27,6 +27,7 @@ from moe.describe.description import (
     Attention,
     Description,
     Experts,
+    FeedForward,
     HeadNorm,
     Layer,
     Norm,
@@ -325,8 +326,12 @@ class _SameOnMeta(dict[torch.nn.Module, torch.nn.Module]):
         return module.to("meta")
 
 
-def layers_like_qwen3(layers: int) -> Description:
-    """Norms of heads, rotations, experts without a shared one; all weights in bf16."""
+def layers_like_qwen3(layers: int, *, shared: bool = False) -> Description:
+    """Norms of heads, rotations, experts; all weights in bf16.
+
+    Args:
+        shared: there is a shared expert, with a gate.
+    """
     torch.manual_seed(0)
 
     def projection(rows: int, columns: int) -> Projection:
@@ -345,6 +350,9 @@ def layers_like_qwen3(layers: int) -> Description:
         )  # fmt: skip
         router = Router(projection(12, 32), RouterRule(2, "softmax", renormalise=True))
         experts = Experts(layer, 12, router, None, None, 1.0)
+        if shared:
+            beside = FeedForward(projection(24, 32), projection(24, 32), projection(32, 24), "silu")
+            experts = replace(experts, shared=beside, shared_gate=projection(1, 32))
         norms = norm(32), None, norm(32), None
         made.append(Layer(attention, experts, *norms, attention_scale=1.0, feed_scale=1.0))
     embedding = nn.Embedding(VOCABULARY, 32).bfloat16().requires_grad_(False)
@@ -353,9 +361,10 @@ def layers_like_qwen3(layers: int) -> Description:
 
 
 @torch.inference_mode()
-def launches_of(layers: int) -> list[str]:
+def launches_of(layers: int, *, shared: bool = False) -> list[str]:
     """Of a recorded step, experts inside; each of our kernels may overlap with the one before."""
-    description, launches = on_meta(joined(layers_like_qwen3(layers))), Launches()
+    description = on_meta(joined(layers_like_qwen3(layers, shared=shared)))
+    launches = Launches()
     memory = DeviceBlocks(torch.device("meta"), torch.bfloat16, 4)
     made: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
     first, second = torch.empty(12, 32, 32, **made), torch.empty(12, 32, 16, **made)
@@ -396,6 +405,12 @@ def test_a_layer_is_thirteen_launches() -> None:
     assert len(three) - len(two) == times * 13
     assert three.count("kernel") - two.count("kernel") == times * 11
     assert three.count("_to_copy") == times * 2  # embeddings and logits, to float32
+
+
+def test_a_shared_expert_with_a_gate_is_five_launches_more() -> None:
+    """Two products, the activation, the gate, and what adds them to the routed experts."""
+    more = [len(launches_of(layers, shared=True)) - len(launches_of(layers)) for layers in (2, 3)]
+    assert more[1] - more[0] == 2 * 5  # rehearsed, recorded
 
 
 @pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (32, 32), (33, 64), (100, 128)])

@@ -297,7 +297,7 @@ def test_tokens_of_a_draft_stay_on_the_device(
     with monkeypatch.context() as patch:
         patch.setattr(host, "on_host", lambda _: False)
         for depths in ([2], [2, 2, 1, 2]):
-            (only,) = readbacks(lambda: drafts(chain, depths))
+            (only,) = readbacks(partial(drafts, chain, depths))
             assert only.startswith("numpy at moe/speculate/elastic.py:")
         # And one more for all that verification draws.
         patch.setattr("moe.sampling.sampler._reading_waits", lambda _: True)

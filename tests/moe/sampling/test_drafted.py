@@ -42,9 +42,11 @@ def test_they_are_those_of_the_host(ways: list[dict[str, Any]], seed: int, at_on
     forks = [sampler.fork() for sampler in samplers]
     most = 1 << 26 if at_once else VOCABULARY
     for place, logits_BV in enumerate(logits):
-        with patch.object(host, "on_host", lambda _: False):
-            with patch("moe.sampling.batch._CACHED", most):
-                drawn = DraftedTokens(forks, logits_BV, place)
+        with (
+            patch.object(host, "on_host", lambda _: False),
+            patch("moe.sampling.batch._CACHED", most),
+        ):
+            drawn = DraftedTokens(forks, logits_BV, place)
         tokens = drawn.ids_B.tolist()
         told = drawn.told_B2.tolist()
         found = zip(expected, logits_BV, tokens, told, drawn.proposals(tokens), strict=True)

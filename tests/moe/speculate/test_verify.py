@@ -51,8 +51,8 @@ def rows(count: int, seed: int = 0, scale: float = 2.0) -> Tensor:
 
 def drafted(guesser: Sampler, logits_TV: Tensor) -> Draft:
     """A draft whose own logits are these."""
-    pairs = [guesser.propose(row) for row in logits_TV]
-    return Draft(MODE, tuple(t for t, _, _ in pairs), (1.0,) * len(pairs), tuple(p for *_, p in pairs))
+    tokens, _, proposals = zip(*(guesser.propose(row) for row in logits_TV), strict=True)
+    return Draft(MODE, tokens, (1.0,) * len(tokens), proposals)
 
 
 def drafted_on_device(forks: list[Sampler], logits_TV: Tensor) -> list[Draft]:
