@@ -484,7 +484,7 @@ def ahead(scale: Scale) -> dict[str, Any]:
         "top-k": {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "seed": 1},
     }
     model = MoE.from_pretrained(scale.store(16), scale.settings())
-    found: dict[str, Any] = {"decodes_ahead": model.backbone.decodes_ahead}
+    found: dict[str, Any] = {"runs_ahead": model.backbone.runs_ahead}
     for order in ("ahead", "in order"):
         if order == "in order":
             model.backbone.decode_by(model.backbone.decode_forward)

@@ -95,7 +95,7 @@ def arrange_for_cuda(experts: QuantizedExperts, own: Sequence[int] | None = None
         own: the experts that have come; None for all.
     """
     triton = triton_kernels() if experts.scales[0].device.type == "cuda" else None
-    if triton is not None and triton.arrange_experts(experts, own):
+    if triton is not None and triton.arrange_in_place(experts, own):
         return
     for expert in range(experts.num_experts) if own is None else own:
         planes = experts.planes[expert]

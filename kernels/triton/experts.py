@@ -90,7 +90,7 @@ def supports(hidden_TH: Tensor, experts: AnyExperts) -> bool:
     return all(w.device == device and w.dtype in DTYPES and w.is_contiguous() for w in weights)
 
 
-def arrange_experts(experts: QuantizedExperts, own: Sequence[int] | None) -> bool:
+def arrange_in_place(experts: QuantizedExperts, own: Sequence[int] | None) -> bool:
     """Arrange the planes of experts (None: of all) where they lie; whether they can be read there.
 
     All experts are one launch a projection, else each is. An object's addresses are looked up once.

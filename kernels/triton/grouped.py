@@ -37,6 +37,15 @@ _DESCRIBED_ROWS = 64
 
 
 @triton.jit
+def expert_of(block, block_expert, block_place, begin, count):
+    """A block's expert, and its place among these weights: -1 where another call has them, or the
+    block has no work."""
+    expert = tl.load(block_expert + block)
+    own = tl.load(block_place + block) - begin
+    return expert, tl.where((expert >= 0) & (own >= 0) & (own < count), own, -1)
+
+
+@triton.jit
 def whole_kernel(
     x, weight, bias, output, order, offsets, block_expert, block_place, block_first,
     share, begin, count, unit_stride, part_stride, width, N, K, slope, limit, offset,
@@ -45,11 +54,8 @@ def whole_kernel(
 ):  # fmt: skip
     wait_for_others(PDL)
     block = tl.program_id(0)
-    expert = tl.load(block_expert + block)
-    if expert < 0:
-        return
-    own = tl.load(block_place + block) - begin
-    if (own < 0) | (own >= count):  # another call has its weights
+    expert, own = expert_of(block, block_expert, block_place, begin, count)
+    if own < 0:
         return
     slots, used = block_slots(order, offsets, expert, tl.load(block_first + block), ROWS)
     units = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -90,11 +96,8 @@ def described_kernel(
     """As `whole_kernel`. Programs of a block come one after the other, so that its rows are read
     from memory once."""
     block, column = tl.program_id(1), tl.program_id(0) * COLUMNS
-    expert = tl.load(block_expert + block)
-    if expert < 0:
-        return
-    own = tl.load(block_place + block) - begin
-    if (own < 0) | (own >= count):  # another call has its weights
+    expert, own = expert_of(block, block_expert, block_place, begin, count)
+    if own < 0:
         return
     first = tl.load(block_first + block)
     if HALVES:  # noqa: SIM102 - one may not join a constant and a value

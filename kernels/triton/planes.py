@@ -130,7 +130,8 @@ def fetch_blocks(
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr,
     GATED: tl.constexpr, TWO: tl.constexpr,
 ):  # fmt: skip
-    """`fetch` what a program reads; returns 0."""
+    """`fetch` what a program reads. Returns 0, to be added to what later addresses are made of:
+    only so does the compiler keep those loads behind this."""
     if GATED:
         asked = fetch_block(begins, block, chunks, block_bytes, BITS, KIND, PLANES)
         asked += fetch_block(begins_b, block, chunks, block_bytes, BITS, KIND, PLANES)
@@ -422,7 +423,8 @@ def planes_kernel(
         if GATED:
             begins_b = addresses(table + (expert * parts + part + 1) * 5)
         first = tl.load(block_first + tl.program_id(0))
-        # This adds 0, so that planes are asked for before what else is waited for.
+        # Addresses are multiples of 16, so this adds 0. The loads below depend on it, so that ptxas
+        # puts them behind those of the addresses.
         bits = begins[0] | begins[1] | begins[2] | begins[3] | begins[4] | begins_b[0]
         bits |= begins_b[1] | begins_b[2] | begins_b[3] | begins_b[4]
         first += (bits & 15).to(tl.int32)

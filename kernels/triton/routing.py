@@ -19,7 +19,7 @@ from kernels.triton.language import overlap_options, wait_for_others
 
 MOST_SLOTS = 2048
 """That one kernel aligns: those of a decode step. Two that count and place take more."""
-MOST_EXPERTS = 512
+MOST_COUNTED = 512
 """Whose counts a program of either way holds; torch sorts for more."""
 CHUNK = 512
 """Slots of a program that counts or places."""
@@ -72,7 +72,7 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int, distinct: int | None =
         distinct: experts that the slots can ask for at most; None: all.
     """
     ids_S = expert_ids_TK.reshape(-1)
-    if ids_S.is_cuda and experts <= MOST_EXPERTS:
+    if ids_S.is_cuda and experts <= MOST_COUNTED:
         few = len(ids_S) <= MOST_SLOTS
         return (align if few else sort_slots)(ids_S, experts, rows, distinct)
     ids_S = ids_S.masked_fill((ids_S < 0) | (ids_S >= experts), experts)
@@ -134,7 +134,7 @@ def align_kernel(
 
 
 def align(ids_S: Tensor, experts: int, rows: int, distinct: int | None = None) -> Blocks:
-    """As `route`, by one kernel, for at most `MOST_SLOTS` and `MOST_EXPERTS`."""
+    """As `route`, by one kernel, for at most `MOST_SLOTS` and `MOST_COUNTED`."""
     slots, blocks = len(ids_S), _empty(ids_S, experts, rows, distinct)
     # A lane at least for each thread: counting must not meet a slot twice.
     size = max(32, triton.next_power_of_2(slots))
@@ -219,7 +219,7 @@ def sort_kernel(
 
 
 def sort_slots(ids_S: Tensor, experts: int, rows: int, distinct: int | None = None) -> Blocks:
-    """As `route`, by two kernels, for any number of slots and at most `MOST_EXPERTS`."""
+    """As `route`, by two kernels, for any number of slots and at most `MOST_COUNTED`."""
     blocks, chunks = _empty(ids_S, experts, rows, distinct), triton.cdiv(len(ids_S), CHUNK)
     size = triton.next_power_of_2(experts + 1)
     counts = torch.empty(chunks, size, dtype=torch.int32, device=ids_S.device)

@@ -44,7 +44,7 @@ from moe.describe.description import (
     View,
 )
 from moe.describe.parts import project
-from moe.describe.routers import MOST_EXPERTS, by_kernel
+from moe.describe.routers import MOST_SCORED, by_kernel
 from moe.network.device_blocks import DeviceBlocks, tables_of
 from moe.network.kv_blocks import BlockKVCache
 from moe.network.packed_pass import Work, put_ahead
@@ -262,7 +262,7 @@ class DeviceOperations:
     def route(self, feed: Experts, rows: Normed) -> Routing:
         """Padding visits nobody."""
         router, places = feed.router, self.inputs.slots
-        if isinstance(router, OwnRouter) or feed.num_experts > MOST_EXPERTS:
+        if isinstance(router, OwnRouter) or feed.num_experts > MOST_SCORED:
             return _without(chosen(feed, rows.exact), places < 0)
         weight = router.weight.weight
         if isinstance(weight, Tensor) and takes(len(places), weight):

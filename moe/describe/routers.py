@@ -33,7 +33,7 @@ from routing import PolicyChain, Routing, RoutingError
 from routing.routers import GroupScore, RouterRule, Score
 from routing.routing import UNUSED
 
-MOST_EXPERTS = 512
+MOST_SCORED = 512
 """Whose scores fit into the registers of the kernel."""
 _ROWS = 256
 _TOLERANCE = 1e-4
@@ -288,7 +288,7 @@ def route(router: Router, rows: Tensor) -> Routing:
 
 def decide(rule: RouterRule, logits: Tensor) -> Routing:
     """The rule's decision for each row of logits ``(T, E)``; on a GPU by one kernel."""
-    fits = logits.is_cuda and logits.shape[-1] <= MOST_EXPERTS
+    fits = logits.is_cuda and logits.shape[-1] <= MOST_SCORED
     if fits and triton_status()["name"] == "triton":
         return by_kernel(rule, logits)
     return rule.select(rule.scores(logits))

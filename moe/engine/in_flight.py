@@ -102,7 +102,8 @@ class DrawingStep:
         ends: of all sequences.
         speculator: hears what becomes of drafts.
         alone: no prompt was read beside them.
-        goes_on: a next step can read the tokens where they are drawn.
+        runs_ahead: a next step can be launched before the tokens are read: it reads them where they
+            are drawn.
         behind: of each sequence, its state and the length that this had before; given if the step
             was launched behind another one whose tokens were not known.
     """
@@ -113,10 +114,10 @@ class DrawingStep:
         speculator: Speculator | None = None,
         *,
         alone: bool = True,
-        goes_on: bool = False,
+        runs_ahead: bool = False,
         behind: Mapping[RunningSequence, tuple[SequenceCache, int]] | None = None,
     ) -> None:
-        self._speculator, self._alone, self._goes_on = speculator, alone, goes_on
+        self._speculator, self._alone, self._runs_ahead = speculator, alone, runs_ahead
         self._behind = {} if behind is None else dict(behind)
         self._outcomes: dict[RunningSequence, list[Token] | Exception] = {}
         self._drawn: list[tuple[End, Tensor]] = []
@@ -136,11 +137,11 @@ class DrawingStep:
     @property
     def tokens(self) -> Mapping[RunningSequence, Tensor]:
         """See `StepInFlight`."""
-        if not self._goes_on or not self._drawn or not isinstance(self._next, NextTokens):
+        if not self._runs_ahead or not self._drawn or not isinstance(self._next, NextTokens):
             return {}
         sequences = (end.sequence for end, _ in self._drawn)
         tokens = zip(sequences, self._next.ids_B.split(1), strict=True)
-        return {own: token for own, token in tokens if own in self._outcomes and _goes_on(own)}
+        return {own: token for own, token in tokens if own in self._outcomes and _runs_ahead(own)}
 
     @property
     def is_empty(self) -> bool:
@@ -219,7 +220,7 @@ def num_unread(sequence: RunningSequence) -> int:
     return known - sequence.cache.length
 
 
-def _goes_on(sequence: RunningSequence) -> bool:
+def _runs_ahead(sequence: RunningSequence) -> bool:
     """Whether a step can read the sequence's next token before the host does, and forget it."""
     cache = sequence.cache
     takes = isinstance(cache, KVCache) and not cache.recurrent and cache.offset == 0

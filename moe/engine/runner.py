@@ -82,8 +82,8 @@ class ModelRunner:
         if speculator is not None:
             proposed = speculator.propose(decode, step.spare_tokens)
         drafts = proposed or [PLAIN] * len(decode)
-        goes_on = self._speculator is None and step.prefill is None and self.backbone.decodes_ahead
-        lent = goes_on and not step.overlap and _read_at_once(decode)
+        runs_ahead = self._speculator is None and step.prefill is None and self.backbone.runs_ahead
+        lent = runs_ahead and not step.overlap and _read_at_once(decode)
         tokens = [
             Work(
                 [*self._next(s, count), *draft.tokens],
@@ -110,7 +110,7 @@ class ModelRunner:
         if last is not None:
             ends += last.finish(self.experts.run)
             self._prefill_pass = None
-        return DrawingStep(ends, speculator, alone=step.prefill is None, goes_on=goes_on)
+        return DrawingStep(ends, speculator, alone=step.prefill is None, runs_ahead=runs_ahead)
 
     @torch.inference_mode()
     def launch_ahead(
@@ -122,11 +122,11 @@ class ModelRunner:
             tokens: of a step in flight.
         """
         caches = {s: (s.cache, s.cache.length) for s in step.decode if s.cache is not None}
-        lent = self.backbone.decodes_ahead and _read_at_once(step.decode)
+        lent = self.backbone.runs_ahead and _read_at_once(step.decode)
         work = [Work([0], cache, ahead=tokens[s], lent=lent) for s, (cache, _) in caches.items()]
         logits = self._forward(work, None, overlap=False)
         ends = [End(s, rows, lost=lost) for s, (rows, lost) in zip(caches, logits, strict=True)]
-        return DrawingStep(ends, goes_on=self.backbone.decodes_ahead, behind=caches)
+        return DrawingStep(ends, runs_ahead=self.backbone.runs_ahead, behind=caches)
 
     def _begin_prefill(self, batch: PrefillBatch | None) -> PrefillPass | None:
         """The pass that reads this batch, now or on from its last pause; None without one."""

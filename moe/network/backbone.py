@@ -91,7 +91,7 @@ class Backbone:
         self._needs_history: set[int] = set()
         self.recurrent_kernels: dict[str, str] = {}
         self.decode_forward: Forward | None = None
-        self._decodes_ahead: Callable[[], bool] = lambda: False
+        self._runs_ahead: Callable[[], bool] = lambda: False
         self.prompt_forward: Forward | None = None
         self.recurrent = self._reads_whole = False
         self.watched = False
@@ -173,12 +173,12 @@ class Backbone:
             ahead: whether it reads tokens that only the device knows (`Work.ahead`) as things are,
                 and returns before the device has.
         """
-        self.decode_forward, self._decodes_ahead = forward, ahead
+        self.decode_forward, self._runs_ahead = forward, ahead
 
     @property
-    def decodes_ahead(self) -> bool:
+    def runs_ahead(self) -> bool:
         """Whether decode steps can be launched behind each other before they are done."""
-        return self.packed and self.contrast is None and self._decodes_ahead()
+        return self.packed and self.contrast is None and self._runs_ahead()
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """State of a new sequence that will hold at most ``capacity`` tokens."""

@@ -68,7 +68,7 @@ from kernels.triton.experts import combine_kernel
 from kernels.triton.grouped import described_kernel, whole_kernel
 from kernels.triton.router import LOGITS_OPTIONS, LOGITS_TILE, PROMPT_OPTIONS, PROMPT_TILE
 from kernels.triton.router import decide_kernel, logits_kernel, options, prompt_logits_kernel
-from kernels.triton.routing import CHUNK, MOST_EXPERTS, MOST_SLOTS, SORT_OPTIONS, align_kernel
+from kernels.triton.routing import CHUNK, MOST_COUNTED, MOST_SLOTS, SORT_OPTIONS, align_kernel
 from kernels.triton.routing import align_options, count_kernel, sort_kernel, sort_tile
 from kernels.triton.arrange import arrange_kernel
 from kernels.triton.dequantize import dequantize_kernel
@@ -147,10 +147,10 @@ for architecture in (80, 90):
     show(architecture, prompt_logits_kernel, PROMPT_OPTIONS, HAS_BIAS=True, COMPUTE=tl.bfloat16,
          **PROMPT_TILE)
 POINTERS |= {"rows": "*bf16", "bias": "*bf16"}
-for slots, experts in ((32, 256), (512, 256), (MOST_SLOTS, 2 * MOST_EXPERTS)):
+for slots, experts in ((32, 256), (512, 256), (MOST_SLOTS, 2 * MOST_COUNTED)):
     show(90, align_kernel, align_options(slots), SLOTS=slots, EXPERTS=experts, BLOCKS=512)
 POINTERS["counts"] = "*i32"
-for architecture, experts in ((80, 256), (90, 2 * MOST_EXPERTS)):
+for architecture, experts in ((80, 256), (90, 2 * MOST_COUNTED)):
     sizes = {"CHUNK": CHUNK, "EXPERTS": experts}
     show(architecture, count_kernel, SORT_OPTIONS, **sizes)
     show(architecture, sort_kernel, SORT_OPTIONS, **sizes, **sort_tile(experts))
@@ -437,7 +437,7 @@ def check_attention(architectures: str) -> None:
              "registers", "stack", "local", "in loop", "shared", "products"]  # fmt: skip
     for words in (heads, *lines):
         print(*(f"{word:>15}" for word in words))
-    assert len(lines) == 29 * len(architectures.split())
+    assert len(lines) == 30 * len(architectures.split())
     for words in lines:
         row = dict(zip(heads, words, strict=True))
         two_sums = row["splits"] == "1" and row["segment"] != "0"

@@ -101,7 +101,7 @@ def test_planes_are_arranged_where_they_lie(
     """Planes of the blob join planes of other widths. By the kernel and by torch."""
     layer = make_file_layer(FORMATS[first], FORMATS[second], hidden=64, width=32).experts
     made = layer.for_device(CUDA)
-    for arrange in (triton_experts.arrange_experts, kernels.arrange_for_cuda):
+    for arrange in (triton_experts.arrange_in_place, kernels.arrange_for_cuda):
         here = replace(layer, planes=tuple(tuple(x.clone() for x in own) for own in layer.planes))
         assert arrange(here, [1]) is not False
         half = layer.planes[0], made.planes[1], layer.planes[2]

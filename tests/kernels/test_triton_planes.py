@@ -118,13 +118,13 @@ def test_a_layer_is_arranged_by_one_launch_a_projection(
 
     monkeypatch.setattr(InterpretedFunction, "run", counted)
     with launches:
-        assert triton_experts.arrange_experts(here, None)
+        assert triton_experts.arrange_in_place(here, None)
     assert launches.names.count("kernel") == 2
     assert torch.equal(memory, torch.cat(after))
     memory.copy_(torch.cat(before))
     launches.names.clear()
     with launches:
-        assert triton_experts.arrange_experts(here, [2, 0])
+        assert triton_experts.arrange_in_place(here, [2, 0])
     assert launches.names == ["kernel"] * 4
     assert torch.equal(memory, torch.cat([after[0], before[1], after[2]]))
 
@@ -143,7 +143,7 @@ def test_what_the_kernel_cannot_read_is_arranged_by_torch() -> None:
         for own in layer.planes
     )
     here = replace(layer, planes=planes)
-    assert not triton_experts.arrange_experts(here, None)
+    assert not triton_experts.arrange_in_place(here, None)
     kernels.arrange_for_cuda(here)
     assert all(map(torch.equal, stored(here), stored(layer.for_device(CUDA))))
 

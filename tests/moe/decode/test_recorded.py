@@ -167,7 +167,7 @@ def check_steps_ahead(model: MoE) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(host, "on_host", lambda _: False)
             if not ahead:
-                patch.setattr(model.backbone, "_decodes_ahead", lambda: False)
+                patch.setattr(model.backbone, "_runs_ahead", lambda: False)
             for owner, name in ((cuda_graph.Recording, "play"), (batch._Sent, "read")):
                 patch.setattr(owner, name, noted(order, name, getattr(owner, name)))
             engine = model.loop()

@@ -59,7 +59,7 @@ def like_a_device(model: MoE, *, ahead: bool = True, first_guess: int = 1024) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host, "on_host", lambda _: False)
         patch.setattr(batch, "_FIRST_GUESS", first_guess)
-        patch.setattr(model.backbone, "_decodes_ahead", lambda: ahead)
+        patch.setattr(model.backbone, "_runs_ahead", lambda: ahead)
         for owner, name in ((ModelRunner, "launch"), (ModelRunner, "launch_ahead")):
             patch.setattr(owner, name, noting(name.removeprefix("launch_"), getattr(owner, name)))
         patch.setattr(batch._Sent, "read", noting("read", batch._Sent.read))
