@@ -178,13 +178,13 @@ _PLANES = (
 import sys
 from kernels.scales import SCALES
 from kernels.triton.planes import planes_kernel
-from kernels.triton.tiles import PLANES
+from kernels.triton.tiles import PLANES, PREFILL_PLANES
 
 POINTERS["output"] = "*fp32"
 
 def innermost(built):
-    \"\"\"Instructions, matrix instructions and shared loads of the loop that multiplies; then
-    those on local memory there, and in all.\"\"\"
+    \"\"\"Instructions, matrix instructions and shared loads of the loop that multiplies; and
+    of all, those on local memory.\"\"\"
     text = usage(built, "-sass")
     found = re.findall(r"/\\*([0-9a-f]{4,5})\\*/\\s+(.*?);", text)
     lines = [(int(address, 16), line) for address, line in found]
@@ -196,33 +196,33 @@ def innermost(built):
             multiplied = sum("HMMA" in own for own in body)
             if multiplied:
                 loads = sum("LDS" in own.split(".")[0] for own in body)
-                loops.append((len(body), multiplied, loads, spilled(body)))
-    return *min(loops), spilled(line for _, line in lines)
+                loops.append((len(body), multiplied, loads))
+    return *min(loops), sum("LDL" in line or "STL" in line for _, line in lines)
 
-def spilled(lines):
-    return sum("LDL" in line or "STL" in line for line in lines)
-
+# Linear layers, and the first projections of experts.
+uses = [(tile, False) for tile in PLANES + PREFILL_PLANES] + [(tile, True) for tile in PLANES]
 for architecture in map(int, sys.argv[1].split()):
-    for tile in PLANES[:int(sys.argv[3])]:
+    for tile, gated in uses[:int(sys.argv[3])]:
         for name in sys.argv[2].split():
             bits, scales, group, planes = name.split("/")
-            gated = tile.two  # a first projection of experts, or a linear layer
+            two = gated or tile.two
             constants = tile.constants(4)
             constants["FETCH"] &= architecture >= 90
             built = build(architecture, planes_kernel, tile.options(4), **constants,
                           BITS=int(bits), KIND=SCALES.index(scales), PLANES=int(planes),
-                          COMPUTE=tl.bfloat16, GROUP=int(group), TWO=gated, GATED=gated,
+                          COMPUTE=tl.bfloat16, GROUP=int(group), TWO=two, GATED=gated,
                           CURVE=0 if gated else -1, HAS_BIAS=False, DENSE=not gated, EVEN=True,
                           TAIL=False, share=1, unit_stride=1)
             assert ".ftz" not in built.asm["ptx"]  # FP8 begins below the least exponent
-            count, multiplied, loads, *local = innermost(built)
+            count, multiplied, loads, spilled = innermost(built)
             # A product with ones for all blocks; groups of 16 are multiplied apart.
             pieces = 2 if planes == "4" or scales != "symmetric" and planes == "2" else 1
             ones = scales not in ("fp8", "mxfp4")
-            products = pieces * (1 + gated) + ones << (group == "16")
-            codes = multiplied / products / (tile.rows / 8) * 256 / 32 * (1 + gated)  # of a thread
-            print(architecture, tile.rows, 1 + gated, tile.unroll, int(tile.fetch), name,
-                  resources(built)[0], *local, round(count / codes, 2), round(loads / codes, 3))
+            products = pieces * (1 + two) + ones << (group == "16")
+            codes = multiplied / products / (tile.rows / 8) * 256 / 32 * (1 + two)  # of a thread
+            print(architecture, tile.rows, 1 + two, int(gated), tile.unroll, int(tile.fetch), name,
+                  resources(built)[0], spilled, round(count / codes, 2), round(loads / codes, 3),
+                  flush=True)
 """
 )
 
@@ -378,10 +378,11 @@ _AWQ, _Q4_K = "4/offset/128/1", "4/super-offset/32/1"
 _FP8, _MXFP4 = "8/fp8/128/1", "4/mxfp4/32/1"
 _FILES = [_AWQ, _Q4_K, "8/centred/32/2", "6/super/16/2", _FP8, _MXFP4]
 """Codes: their bits, scales (kernels/scales.py), columns of a scale, and planes that there are."""
-_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 8, _Q4_K: 9.5, "8/centred/32/2": 7.5, _FILES[3]: 13.5}
-"""Of a thread for each code; else 6."""
-_PLANES_SPILLED = {("80", _AWQ): 4, ("80", _Q4_K): 2}
-"""Instructions on local memory, by architecture and codes."""
+_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 6, _Q4_K: 7, "8/centred/32/2": 6, _FILES[3]: 15, _MXFP4: 5.5}
+"""Of a thread for each code; else 5."""
+_PLANES_SPILLED = {("80", _SYMMETRIC[3]): 2, ("80", _MXFP4): 4, ("89", _SYMMETRIC[0]): 4}
+"""Instructions on local memory, by architecture and codes: of one tile each, the former two by
+Triton 3.9, the last by 3.6. To allow for 128 registers leaves none, and takes 20 to 45 everywhere."""
 _STACK_OF_TWO_SUMS = 104
 """Bytes of a thread, of prompts of several segments of keys."""
 _MOST_REGISTERS = 168  # a thread: twelve warps fit a multiprocessor
@@ -412,7 +413,7 @@ def test_kernels_compile() -> None:
 def check_planes(architectures: str, codes: list[str], tiles: str) -> None:
     """Print the table of tiles, and hold them to the limits."""
     lines = lines_of(_PLANES, architectures, " ".join(codes), tiles)
-    heads = ["sm", "rows", "blocks", "unroll", "fetch", "codes", "registers", "spilled",
+    heads = ["sm", "rows", "blocks", "experts", "unroll", "fetch", "codes", "registers", "spilled",
              "instructions", "loads"]  # fmt: skip
     for words in (heads, *lines):
         print(*(f"{word:>12}" for word in words))
@@ -420,7 +421,7 @@ def check_planes(architectures: str, codes: list[str], tiles: str) -> None:
     for words in lines:
         own = dict(zip(heads, words, strict=True))
         assert int(own["spilled"]) <= _PLANES_SPILLED.get((own["sm"], own["codes"]), 0), own
-        assert float(own["instructions"]) <= _MOST_INSTRUCTIONS.get(own["codes"], 6), own
+        assert float(own["instructions"]) <= _MOST_INSTRUCTIONS.get(own["codes"], 5), own
         assert float(own["loads"]) == 0, own  # nothing passes through shared memory
 
 
@@ -462,7 +463,7 @@ def test_attention_and_small_kernels_compile_for_all() -> None:
 @pytest.mark.slow
 def test_every_tile_of_planes_takes_few_instructions() -> None:
     """`-s` prints the table; some minutes."""
-    check_planes("80 89 90", [*_SYMMETRIC, *_FILES], "9")
+    check_planes("80 89 90", [*_SYMMETRIC, *_FILES], "16")
 
 
 def test_states_of_recurrent_layers_stay_in_registers() -> None:
