@@ -382,7 +382,7 @@ _MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 6, _Q4_K: 7, "8/centred/32/2": 6, _FILES[3]
 """Of a thread for each code; else 5."""
 _PLANES_SPILLED = {("80", _SYMMETRIC[3]): 2, ("80", _MXFP4): 4, ("89", _SYMMETRIC[0]): 4}
 """Instructions on local memory, by architecture and codes: of one tile each, the former two by
-Triton 3.9, the last by 3.6. To allow for 128 registers leaves none, and takes 20 to 45 everywhere."""
+Triton 3.9, the last by 3.6 (docs/results/2026-11-24-plane-layout.md)."""
 _STACK_OF_TWO_SUMS = 104
 """Bytes of a thread, of prompts of several segments of keys."""
 _MOST_REGISTERS = 168  # a thread: twelve warps fit a multiprocessor
