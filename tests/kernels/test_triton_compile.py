@@ -199,10 +199,11 @@ def innermost(built):
                 loops.append((len(body), multiplied, loads))
     return *min(loops), sum("LDL" in line or "STL" in line for _, line in lines)
 
-# Linear layers, and the first projections of experts.
+# Linear layers of few and of many rows, and the first projections of experts.
 uses = [(tile, False) for tile in PLANES + PREFILL_PLANES] + [(tile, True) for tile in PLANES]
+begin, end = map(int, sys.argv[3].split(":"))
 for architecture in map(int, sys.argv[1].split()):
-    for tile, gated in uses[:int(sys.argv[3])]:
+    for tile, gated in uses[begin:end]:
         for name in sys.argv[2].split():
             bits, scales, group, planes = name.split("/")
             two = gated or tile.two
@@ -221,8 +222,7 @@ for architecture in map(int, sys.argv[1].split()):
             products = pieces * (1 + two) + ones << (group == "16")
             codes = multiplied / products / (tile.rows / 8) * 256 / 32 * (1 + two)  # of a thread
             print(architecture, tile.rows, 1 + two, int(gated), tile.unroll, int(tile.fetch), name,
-                  resources(built)[0], spilled, round(count / codes, 2), round(loads / codes, 3),
-                  flush=True)
+                  resources(built)[0], spilled, round(count / codes, 2), round(loads / codes, 3))
 """
 )
 
@@ -378,11 +378,16 @@ _AWQ, _Q4_K = "4/offset/128/1", "4/super-offset/32/1"
 _FP8, _MXFP4 = "8/fp8/128/1", "4/mxfp4/32/1"
 _FILES = [_AWQ, _Q4_K, "8/centred/32/2", "6/super/16/2", _FP8, _MXFP4]
 """Codes: their bits, scales (kernels/scales.py), columns of a scale, and planes that there are."""
-_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 6, _Q4_K: 7, "8/centred/32/2": 6, _FILES[3]: 15, _MXFP4: 5.5}
+_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 6, _Q4_K: 7.5, "8/centred/32/2": 6, _FILES[3]: 15, _MXFP4: 5.5}
 """Of a thread for each code; else 5."""
-_PLANES_SPILLED = {("80", _SYMMETRIC[3]): 2, ("80", _MXFP4): 4, ("89", _SYMMETRIC[0]): 4}
+_PLANES_SPILLED = {
+    ("80", _SYMMETRIC[3]): 2, ("80", _MXFP4): 4, ("89", _SYMMETRIC[0]): 4, ("89", _MXFP4): 2,
+}  # fmt: skip
 """Instructions on local memory, by architecture and codes: of one tile each, the former two by
-Triton 3.9, the last by 3.6 (docs/results/2026-11-24-plane-layout.md)."""
+Triton 3.9, the others by 3.6 (docs/results/2026-11-24-plane-layout.md)."""
+_MOST_OF_64_ROWS, _SPILLED_OF_64_ROWS = 15, 28
+"""Each code meets 64 rows there: as many matrix instructions as codes, and their sums in 128
+registers."""
 _STACK_OF_TWO_SUMS = 104
 """Bytes of a thread, of prompts of several segments of keys."""
 _MOST_REGISTERS = 168  # a thread: twelve warps fit a multiprocessor
@@ -420,13 +425,17 @@ def check_planes(architectures: str, codes: list[str], tiles: str) -> None:
     assert lines
     for words in lines:
         own = dict(zip(heads, words, strict=True))
-        assert int(own["spilled"]) <= _PLANES_SPILLED.get((own["sm"], own["codes"]), 0), own
-        assert float(own["instructions"]) <= _MOST_INSTRUCTIONS.get(own["codes"], 5), own
+        spilled = _PLANES_SPILLED.get((own["sm"], own["codes"]), 0)
+        most = _MOST_INSTRUCTIONS.get(own["codes"], 5)
+        if own["rows"] == "64":
+            spilled, most = _SPILLED_OF_64_ROWS, _MOST_OF_64_ROWS
+        assert int(own["spilled"]) <= spilled, own
+        assert float(own["instructions"]) <= most, own
         assert float(own["loads"]) == 0, own  # nothing passes through shared memory
 
 
 def test_codes_take_few_instructions() -> None:
-    check_planes("80 90", [_SYMMETRIC[2], _AWQ, _FP8], "1")
+    check_planes("80 90", [_SYMMETRIC[2], _AWQ, _FP8], "0:1")
 
 
 def check_attention(architectures: str) -> None:
@@ -463,7 +472,8 @@ def test_attention_and_small_kernels_compile_for_all() -> None:
 @pytest.mark.slow
 def test_every_tile_of_planes_takes_few_instructions() -> None:
     """`-s` prints the table; some minutes."""
-    check_planes("80 89 90", [*_SYMMETRIC, *_FILES], "16")
+    check_planes("80 89 90", [*_SYMMETRIC, *_FILES], "0:6")
+    check_planes("80 89 90", [_SYMMETRIC[2], _AWQ, _Q4_K, _MXFP4], "6:16")
 
 
 def test_states_of_recurrent_layers_stay_in_registers() -> None:
