@@ -142,10 +142,10 @@ class ReplayedDrafts(ElasticDrafts):
         finally:
             self._says.rates = None
 
-    def _pass(self, drafts: Sequence[PendingDraft]) -> None:
+    def _run(self, drafts: Sequence[PendingDraft]) -> list[Tensor]:
         self.replayed.rows = [self.places[id(d.work.cache)] + len(d.tokens) for d in drafts]
         self._says.drafted = [len(d.tokens) for d in drafts]
-        super()._pass(drafts)
+        return super()._run(drafts)
 
 
 class WithoutConfidence(Controller):

@@ -93,7 +93,7 @@ def test_slots_are_arranged_by_the_kernel_behind_their_copies(
 
     def arrange(experts: QuantizedExperts, slots: Sequence[int]) -> None:
         came.extend(slots)
-        assert triton_experts.arrange_experts(experts, slots)
+        assert triton_experts.arrange_in_place(experts, slots)
 
     arrangements = iter(("cuda", "cpu"))  # of the device, of main memory
     monkeypatch.setattr("offload.arena.arrangement_for", lambda _: next(arrangements))
@@ -120,7 +120,7 @@ def test_layers_in_memory_are_arranged_by_one_launch_a_projection(
     monkeypatch.setattr("moe.loading.store.READERS", 1)  # Triton's interpreter has one thread
     monkeypatch.setattr("kernels.arrangement_for", lambda _: "cuda")
     monkeypatch.setattr(
-        "kernels.arrange_for_cuda", lambda experts: triton_experts.arrange_experts(experts, None)
+        "kernels.arrange_for_cuda", lambda experts: triton_experts.arrange_in_place(experts, None)
     )
     settings = settings | {"engine": SMALL["engine"] | {"fused": "off"}}
     made = MoE.from_pretrained(store, settings)._loaded.experts.layers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
+from moe.speculate.draft import Stop
 from moe.speculate.elastic import ElasticDrafts
+from moe.speculate.passes import PendingDraft
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,12 +85,14 @@ def test_a_recorded_step_never_waits_for_the_device(tmp_path: Path) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_greedy_draft_stays_on_the_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing waits until its tokens are read, and none changes."""
+def test_a_draft_stays_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits until its tokens are read; greedy ones and those of a seed are as without."""
+    drawn = [replace(PARAMS, temperature=1.0, **how) for how in ({"seed": 1}, {"top_k": 4}, {})]
     plain = load(tmp_path, "mixtral", "float32")
-    expected = [completion.token_ids for completion in plain.generate(PROMPTS[:2], PARAMS)]
+    expected = [
+        [completion.token_ids for completion in plain.generate(PROMPTS[:2], params)]
+        for params in (PARAMS, drawn[0])
+    ]
     speculation = {"mode": "elastic", "experts": 1, "max_depth": 3}
     model = MoE.from_pretrained(
         tmp_path, device="cuda", model={"dtype": "float32"}, speculation=speculation
@@ -95,19 +101,29 @@ def test_a_greedy_draft_stays_on_the_device(
     assert speculator is not None
     elastic = speculator._passes["elastic"]
     assert isinstance(elastic, ElasticDrafts)
-    model.generate(PROMPTS[:2], PARAMS)  # records
-    ahead, passes = elastic._ahead, []
+    for params in (PARAMS, *drawn):
+        model.generate(PROMPTS[:2], params)  # records, and tries kernels
+    chain, read, tokens = elastic._chain, elastic._read, list[int]()
 
-    def watched(*given: Any) -> torch.Tensor:
+    def watched(drafts: Sequence[PendingDraft], stop: Stop) -> None:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            made = ahead(*given)
+            chain(drafts, stop)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        passes.append(made)
-        return made
+        tokens.extend(len(draft.tokens) for draft in drafts if draft.depth)
 
-    monkeypatch.setattr(elastic, "_ahead", watched)
-    assert [c.token_ids for c in model.generate(PROMPTS[:2], PARAMS)] == expected
-    assert passes
+    def waits(numbers: Sequence[torch.Tensor]) -> list[list[tuple[float, float]]]:
+        torch.cuda.set_sync_debug_mode("default")
+        return read(numbers)
+
+    monkeypatch.setattr(elastic, "_chain", watched)
+    monkeypatch.setattr(elastic, "_read", waits)
+    found = [
+        [completion.token_ids for completion in model.generate(PROMPTS[:2], params)]
+        for params in (PARAMS, *drawn)
+    ]
+    assert found[:2] == expected
+    assert tokens
+    assert all(tokens)  # an error ends a draft in silence
     assert elastic._recorded is not None
