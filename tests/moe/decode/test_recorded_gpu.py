@@ -87,7 +87,8 @@ def test_a_recorded_step_never_waits_for_the_device(tmp_path: Path) -> None:
 
 def test_a_draft_stays_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits until its tokens are read; greedy ones and those of a seed are as without."""
-    drawn = [replace(PARAMS, temperature=1.0, **how) for how in ({"seed": 1}, {"top_k": 4}, {})]
+    ways: list[dict[str, Any]] = [{"seed": 1}, {"top_k": 4}, {}]
+    drawn = [replace(PARAMS, temperature=1.0, **way) for way in ways]
     plain = load(tmp_path, "mixtral", "float32")
     expected = [
         [completion.token_ids for completion in plain.generate(PROMPTS[:2], params)]
