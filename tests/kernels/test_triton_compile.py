@@ -385,8 +385,8 @@ _PLANES_SPILLED: dict[str, dict[str, int]] = {
     "89": {_SYMMETRIC[0]: 4, _MXFP4: 2},
     "90": {},
 }
-"""Instructions on local memory, by architecture and codes: of one tile each, on sm_80 by Triton 3.9,
-on sm_89 by 3.6 (docs/results/2026-11-24-plane-layout.md)."""
+"""Instructions on local memory, by architecture and codes: of one tile each, on sm_80 by Triton
+3.9, on sm_89 by 3.6 (docs/results/2026-11-24-plane-layout.md)."""
 _MOST_OF_64_ROWS, _SPILLED_OF_64_ROWS = 15, 28
 """Each code meets 64 rows there: as many matrix instructions as codes, and their sums in 128
 registers."""
