@@ -277,7 +277,7 @@ def test_tokens_of_a_draft_stay_on_the_device(
         return of.draft(mode, own[: len(depths)], depths, until)
 
     read, ends = {}, AfterTwo((1.0,), 0.0)
-    for depths, until in (([3], NEVER), ([3, 3], ends), ([0, 2, 1, 2], NEVER)):
+    for depths, until in (([2], NEVER), ([3, 3], ends), ([0, 1, 1, 2], NEVER)):
         found = {}
         for name, of in {"chain": chain, "plain": plain}.items():
             before = of.bytes_read
@@ -296,7 +296,7 @@ def test_tokens_of_a_draft_stay_on_the_device(
     assert chain._recorded is not None
     with monkeypatch.context() as patch:
         patch.setattr(host, "on_host", lambda _: False)
-        for depths in ([2], [2, 2, 1, 2]):
+        for depths in ([2], [1, 2, 1, 2]):
             (only,) = readbacks(partial(drafts, chain, depths))
             assert only.startswith("numpy at moe/speculate/elastic.py:")
         # And one more for all that verification draws.
