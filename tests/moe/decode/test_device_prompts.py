@@ -150,7 +150,7 @@ def test_a_shared_expert_runs_once_and_when_a_lane_waits(data: st.DataObject) ->
         call.beside()
         return [routed(layer, call.hidden_states, call.routing)]
 
-    def noted(*given: Any) -> Tensor:
+    def noted(*given: Any) -> tuple[Tensor, Tensor | None]:
         happened.append("shared")
         return shared_of(*given)
 
