@@ -17,11 +17,11 @@ from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from moe.describe.probe import TOLERANCE, difference, stand_in
 from moe.errors import RequestError
@@ -30,9 +30,13 @@ from moe.loading.meta_model import join_towers
 from moe.model_lock import plain_torch
 from moe.network.attention import PACKED
 from moe.network.backbone import Backbone
-from moe.network.lanes import Lane, run_lanes
+from moe.network.block_cache import BlockCache, layer_windows
+from moe.network.block_diffusion import text_model, writes_blocks
+from moe.network.kv_cache import KVCache
+from moe.network.lanes import Lane, LaneRandom, run_lanes
+from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
-from moe.network.prompt_rows import PromptRows, caught, watch
+from moe.network.prompt_rows import NotRows, PromptRows, caught, watch
 from moe.network.stored_embedding import backbone_dtype
 from moe.text.chat import render
 from moe.text.tokenizer import ImagePrompt
@@ -113,18 +117,36 @@ class ImageReader:
         """The prompt with what the text model is given for it. Raises what the model raises."""
         ids = inputs["input_ids"]
         with _attention(self._model, PACKED):
-            found = caught(partial(self._model, **_one_more(inputs), use_cache=False))
+            found = caught(self._pass_over(_one_more(inputs)))
         rows = PromptRows(found, ids.shape[1])
         rows.whole |= self.whole
         return ImagePrompt(ids[0].tolist(), rows)
 
     @torch.inference_mode()
     def reference(self, inputs: Mapping[str, Any]) -> Tensor:
-        """``(T, V)`` float32 logits by transformers' own whole forward; experts stand in."""
-        lane = Lane(partial(self._model, **inputs, use_cache=False), "prefill")
-        run_lanes([lane], stand_in)
-        logits: Tensor = lane.result().logits
+        """``(T, V)`` float32 logits by transformers' own whole forward; experts stand in. Of a
+        model that writes blocks, all keys and values that its first canvas sees, in one row."""
+        lane = Lane(self._pass_over(inputs), "prefill")
+        with LaneRandom(0, self._model.device).active():
+            run_lanes([lane], stand_in)
+        found = lane.result()
+        if writes_blocks(self._model):
+            return _in_a_row(getattr(found, CACHE_ARGUMENT))
+        logits: Tensor = found.logits
         return logits[0].float()
+
+    def _pass_over(self, inputs: Mapping[str, Any]) -> Callable[[], Any]:
+        """transformers' own pass over a prompt. Only the generation code of a model that writes
+        blocks lets tokens of an image see each other; it goes on with one pass over a canvas."""
+        if writes_blocks(self._model):
+            return partial(
+                cast(Any, self._model).generate,
+                **inputs,
+                max_new_tokens=1,
+                max_length=None,
+                max_denoising_steps=1,
+            )
+        return partial(self._model, **inputs, use_cache=False)
 
 
 def _one_more(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,19 +186,18 @@ def enable_images(
         conversation: makes the text of a conversation with one image.
     """
     join_towers(towers, backbone.model)
-    watch(backbone.model.get_decoder())
+    watch(text_model(backbone.model))
     reader = ImageReader(processor, towers.eval(), most_pixels)
-    packed = backbone.packed
     try:
         inputs = reader.inputs(conversation(), [_probe_image()])
-        gap, cut = _gaps(backbone, reader, inputs)
+        in_blocks = writes_blocks(backbone.model)
+        gap, cut = (_gaps_in_blocks if in_blocks else _gaps)(backbone, reader, inputs)
     except Exception as error:  # as `enable_packing`: an architecture may do anything
         return f"its images cannot be read: {type(error).__name__}: {error!s:.300}"
-    finally:
-        backbone.set_packed(packed)
     most = TOLERANCE[backbone_dtype(backbone.model)]
     if not gap <= most:
-        return f"rows of images give other logits than transformers' own forward (by {gap:.1e})"
+        what = "keys and values" if in_blocks else "logits"
+        return f"rows of images give other {what} than transformers' own forward (by {gap:.1e})"
     return ImageReader(processor, towers, most_pixels, whole=not cut <= most)
 
 
@@ -188,13 +209,48 @@ def _gaps(
     packed = backbone.packed
     longer = _one_more(inputs)
     backbone.set_packed(False)
-    expected = reader.reference(longer)
-    backbone.set_packed(packed)
+    try:
+        expected = reader.reference(longer)
+    finally:
+        backbone.set_packed(packed)
     prompt = reader.rows(inputs)
     whole = difference(_logits(backbone, prompt, [len(prompt)]), expected)
     if not backbone.can_cut or prompt.rows.whole:
         return whole, float("nan")
     return whole, difference(_logits(backbone, prompt, [len(prompt) // 2, len(prompt)]), expected)
+
+
+def _gaps_in_blocks(
+    backbone: Backbone, reader: ImageReader, inputs: Mapping[str, Any]
+) -> tuple[float, float]:
+    """As `_gaps`, of what a canvas sees of the prompt: a model that writes blocks has no logits of
+    it."""
+    expected, prompt = reader.reference(inputs), reader.rows(inputs)
+    if prompt.rows.offset:
+        raise NotRows("positions behind the prompt are not the tokens' indices")
+    whole = difference(_seen(backbone, prompt, [len(prompt)]), expected)
+    if not backbone.can_cut or prompt.rows.whole:
+        return whole, float("nan")
+    return whole, difference(_seen(backbone, prompt, [len(prompt) // 2, len(prompt)]), expected)
+
+
+@torch.inference_mode()
+def _seen(backbone: Backbone, prompt: ImagePrompt, ends: Sequence[int]) -> Tensor:
+    """What a canvas sees of a prompt that is read up to these ends, as `_in_a_row`."""
+    cache, start = KVCache(len(prompt)), 0
+    for end in ends:
+        part = prompt.rows.part(start, end)
+        lanes = backbone.reading([Work(prompt[start:end], cache, rows=part)])
+        run_lanes(lanes, stand_in)
+        for lane in lanes:
+            lane.result()
+        start = end
+    return _in_a_row(BlockCache(layer_windows(backbone.model.config), len(prompt), cache))
+
+
+def _in_a_row(cache: Cache) -> Tensor:
+    """All of a cache's keys and values as float32 numbers."""
+    return torch.cat([x.flatten().float() for one in cache.layers for x in (one.keys, one.values)])
 
 
 @torch.inference_mode()

@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from moe.errors import UnsupportedModelError
 from moe.network.adopt import adopt_experts
 from moe.network.backbone import Backbone
-from moe.network.block_diffusion import share_tied_modules, writes_blocks
+from moe.network.block_diffusion import share_tied_modules, text_model, writes_blocks
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
 from moe.network.seam import attach, experts_modules
@@ -120,10 +120,11 @@ def join_towers(towers: PreTrainedModel, network: PreTrainedModel) -> None:
 
 
 def _text_parts(model: PreTrainedModel) -> list[str]:
-    """The names of the decoder of text and of the head, unless that is a part of the decoder."""
+    """The names of what reads text, of the decoder, and of the head, unless that is a part of the
+    decoder."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     names = {id(module): name for name, module in model.named_modules()}
-    parts = [names[id(decoder)]]
+    parts = list(dict.fromkeys(names[id(module)] for module in (decoder, text_model(model))))
     if head is not None and not names[id(head)].startswith(f"{parts[0]}."):
         parts.append(names[id(head)])
     return parts
@@ -172,8 +173,7 @@ def _keep_text(model: PreTrainedModel) -> list[str]:
             model.forward = module.forward
             break
     names = {id(module): name for name, module in model.named_modules()}
-    readers = [model.get_encoder().get_decoder()] if writes_blocks(model) else []
-    kept = [names[id(module)] for module in (*readers, decoder, head)]
+    kept = [names[id(module)] for module in (text_model(model), decoder, head)]
     removed: list[str] = []
     for name, module in list(model.named_modules()):
         below = any(name == one or name.startswith(f"{one}.") for one in kept)

@@ -261,8 +261,6 @@ def _towers(
     ranks: int,
 ) -> PlannedTowers | str:
     """What reads images, if the profile wants that; else why nothing does."""
-    if writes_blocks(network):
-        return "images are not read by models that write whole blocks"
     if not profile.model.images:
         return "it is loaded without what reads images (model.images=true loads it)"
     if ranks > 1:

@@ -40,6 +40,7 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from moe.errors import CheckpointError, UnsupportedModelError
+from moe.network.attention import MaskRule
 from moe.network.block_cache import BlockCache, layer_windows, seen_by_blocks
 from moe.network.block_lane import BlockLane, CanvasLane, PromptLane, begin_pass
 from moe.network.denoise import OWN, STEP, Acceptance, CanvasCall, Denoiser, Result
@@ -48,6 +49,7 @@ from moe.network.kv_cache import KVCache, KVFormat
 from moe.network.lanes import ExpertsRunner, Lane, LaneRandom, current_lane, run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
+from moe.network.prompt_rows import EMBEDDINGS, MASK, given
 from moe.sampling.batch import Token
 from offload.errors import OffloadError
 
@@ -65,6 +67,14 @@ def writes_blocks(model: PreTrainedModel | type[PreTrainedModel], config: Any = 
     config = model.config if isinstance(model, PreTrainedModel) else config
     own = not issubclass(of_class, GenerationMixin) and hasattr(of_class, "generate")
     return own and isinstance(getattr(config, "canvas_length", None), int)
+
+
+def text_model(model: PreTrainedModel) -> nn.Module:
+    """What turns embeddings of a prompt into keys and values: the decoder of text, or what reads
+    for a decoder of blocks."""
+    reader: Any = model.get_encoder() if writes_blocks(model) else model
+    found: nn.Module = reader.get_decoder()
+    return found
 
 
 def set_generation(model: PreTrainedModel, stored: dict[str, Any]) -> None:
@@ -403,10 +413,12 @@ class BlockWriter:
 
     def _read_prompt(self, work: Work) -> list[Tensor]:
         assert isinstance(work.cache, KVCache)
-        cache = BlockCache(self._windows, work.cache.length, work.cache)
-        with suppress(_PromptRead):
-            self._generate(list(work.token_ids), 1, {}, None, cache)
-        work.cache.advance({}, len(work.token_ids))
+        cache, tokens = BlockCache(self._windows, work.cache.length, work.cache), work.token_ids
+        # Rows take the place of what ids give, and the code warns of an image's.
+        ids = list(tokens) if work.rows is None else [0] * len(tokens)
+        with suppress(_PromptRead), given(_rows_of(work)):
+            self._generate(ids, 1, {}, None, cache)
+        work.cache.advance({}, len(tokens))
         return [torch.empty(1, 0)]
 
     def _generate(
@@ -478,6 +490,31 @@ def write(
         for lane, tokens in zip(lanes, written, strict=True):
             tokens += lane.take_final()
     return written
+
+
+def _rows_of(work: Work) -> dict[str, Any] | None:
+    """What the model's text part is given in place of what token ids give (`Work.rows`), with masks
+    as its own attention takes them.
+
+    Behind a beginning the code makes its masks itself: only prompts in which no token sees a later
+    one are read in parts.
+    """
+    if work.rows is None:
+        return None
+    rows, size = dict(work.rows), len(work.token_ids)
+    rules = rows.pop(MASK, None)
+    if rules is not None and work.cache.length == 0:
+        device = rows[EMBEDDINGS].device
+
+        def mask(rule: Any) -> Any:
+            if not isinstance(rule, MaskRule):
+                return rule
+            found = rule.mask(size, size, device)
+            return None if found is None else found.expand(1, 1, size, size)
+
+        by_name = isinstance(rules, dict)
+        rows[MASK] = {k: mask(rule) for k, rule in rules.items()} if by_name else mask(rules)
+    return rows
 
 
 def _error_of(lane: Lane[Any]) -> Exception | None:

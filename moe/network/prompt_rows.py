@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from moe.network.attention import MaskRule
 from moe.network.own_cache import CACHE_ARGUMENT, tensors_in
 
-POSITIONS = "position_ids"
-_IDS, _EMBEDDINGS, _MASK = "input_ids", "inputs_embeds", "attention_mask"
+POSITIONS, EMBEDDINGS, MASK = "position_ids", "inputs_embeds", "attention_mask"
+_IDS = "input_ids"
 _OURS = {CACHE_ARGUMENT, "past_key_values", "cache_position", "use_cache", "return_dict"}
 """What a pass says itself."""
 
@@ -77,17 +77,17 @@ class PromptRows:
     def __init__(self, arguments: Mapping[str, Any], tokens: int) -> None:
         self.tokens, self.offset, self.whole = tokens, 0, False
         found = {name: value for name, value in arguments.items() if name not in _OURS}
-        embeddings = found.get(_EMBEDDINGS)
+        embeddings = found.get(EMBEDDINGS)
         if not isinstance(embeddings, Tensor) or embeddings.shape[:2] != (1, tokens + 1):
             raise NotRows("the text model is not given embeddings of all tokens")
-        mask = found.pop(_MASK, None)
+        mask = found.pop(MASK, None)
         self._constant: dict[str, Any] = {}
         given = list(mask.values()) if isinstance(mask, dict) else [mask]
         rules = [rule for rule in given if isinstance(rule, MaskRule)]
         if any(isinstance(rule, Tensor) and rule.ndim != 2 for rule in given):
             raise NotRows("the text model is given a mask of its own")
         if rules:
-            self._constant[_MASK] = mask
+            self._constant[MASK] = mask
             self.whole = any(_looks_ahead(rule, tokens) for rule in rules)
         self._rows: dict[str, _Rows] = {}
         self.places = isinstance(found.get(POSITIONS), Tensor)

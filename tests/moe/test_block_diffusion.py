@@ -30,25 +30,39 @@ STEPS, BLOCKS = 4, 2
 PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [20, 21, 22, 23, 24, 25, 26, 27]]
 
 
-def make_model(path: Path, layers: int, experts: int, top_k: int, canvas: int, window: int) -> Path:
-    """A random model; transformers' own initialisation gives logits too flat to tell apart."""
-    vocabulary = 97
+def make_model(
+    path: Path,
+    layers: int,
+    experts: int,
+    top_k: int,
+    canvas: int,
+    window: int,
+    vocabulary: int = 97,
+    attention: str | None = None,
+    **more: Any,
+) -> Path:
+    """A random model; transformers' own initialisation gives logits too flat to tell apart.
+
+    Args:
+        attention: which tokens of the encoder see later ones.
+        more: of the whole configuration.
+    """
     text = {
         **{"vocab_size": vocabulary, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8},
         **{"num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2},
         **{"global_head_dim": 16, "num_global_key_value_heads": 1, "num_experts": experts},
         **{"top_k_experts": top_k, "moe_intermediate_size": 32, "sliding_window": window},
         "layer_types": ["sliding_attention"] * (layers - 1) + ["full_attention"],
-        **{"max_position_embeddings": 128, "pad_token_id": 0, "eos_token_id": 1},
+        **{"max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 1},
+        "use_bidirectional_attention": attention,
     }
     vision = {
         **{"model_type": "gemma4_vision", "hidden_size": 16, "intermediate_size": 16},
         **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2},
-        **{"head_dim": 8, "position_embedding_size": 16},
+        **{"head_dim": 8, "position_embedding_size": 64},
     }
-    config = DiffusionGemmaConfig(
-        text_config=text, vision_config=vision, canvas_length=canvas, image_token_id=vocabulary - 1
-    )
+    more = {"image_token_id": vocabulary - 1, "canvas_length": canvas} | more
+    config = DiffusionGemmaConfig(text_config=text, vision_config=vision, **more)
     model = DiffusionGemmaForBlockDiffusion(config)
     generator = torch.Generator().manual_seed(layers)
     with torch.no_grad():
@@ -65,13 +79,13 @@ def make_model(path: Path, layers: int, experts: int, top_k: int, canvas: int, w
 class Pair:
     """A model here and in transformers."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, profile: dict[str, Any] | None = None) -> None:
         self.path = path
         self.top_k: int = json.loads((path / "config.json").read_text())["text_config"][
             "top_k_experts"
         ]
         self.reference: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(path).eval()
-        self.model = MoE.from_pretrained(path)
+        self.model = MoE.from_pretrained(path, profile)
         self.num_new = BLOCKS * self.reference.config.canvas_length
 
     def expected(self, prompt: Sequence[int], seed: int, **settings: Any) -> list[int]:
