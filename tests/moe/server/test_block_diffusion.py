@@ -11,8 +11,11 @@ import pytest
 
 from moe import MoE, SamplingParams
 from moe.cli import main
+from tests.moe.image_models import picture
 from tests.moe.server.conftest import Running
 from tests.moe.test_block_diffusion import SIZES, make_model
+from tests.moe.test_block_images import make_seeing
+from tests.moe.test_images import SMALL, asking, data_url, png
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "seed": 3, "temperature": 1}
 URL = "/v1/completions"
@@ -76,12 +79,29 @@ def test_what_blocks_cannot_do_is_refused(
     assert f"{name} is not possible with this model" in answer.text
 
 
-def test_images_are_refused_with_the_reason(served: Running) -> None:
+def test_images_are_refused_where_nothing_reads_them(served: Running) -> None:
     part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     body = {"model": "tiny", "messages": [{"role": "user", "content": [part]}]}
     answer = served.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
-    assert "images are not read by models that write whole blocks" in answer.text
+    assert "model.images=true" in answer.text
+
+
+def test_images_are_read_if_asked_for(tmp_path: Path, serve: Any) -> None:
+    path = make_seeing(tmp_path / "model", "vision")
+    image = picture(3, 64, 64)
+    params = SamplingParams(max_new_tokens=8, seed=3, temperature=1)
+    with MoE.from_pretrained(path, SMALL) as model:
+        (expected,) = model.generate([asking(image)], params)
+    url = {"type": "image_url", "image_url": {"url": data_url(png(image))}}
+    said = [{"type": "text", "text": asking()[0]["content"][0]["text"]}, url]
+    said.append({"type": "text", "text": "w20 w21"})
+    body = {key: value for key, value in BODY.items() if key != "prompt"}
+    body |= {"messages": [{"role": "user", "content": said}]}
+    with serve(load=lambda: MoE.from_pretrained(path, SMALL)) as running:
+        answer = running.http.post("/v1/chat/completions", json=body).json()
+    assert answer["choices"][0]["message"]["content"] == expected.text
+    assert answer["usage"]["prompt_tokens"] > 64
 
 
 def test_the_command_line_writes_blocks(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
