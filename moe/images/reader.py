@@ -250,7 +250,8 @@ def _seen(backbone: Backbone, prompt: ImagePrompt, ends: Sequence[int]) -> Tenso
 
 def _in_a_row(cache: Cache) -> Tensor:
     """All of a cache's keys and values as float32 numbers."""
-    return torch.cat([x.flatten().float() for one in cache.layers for x in (one.keys, one.values)])
+    layers: Sequence[Any] = cache.layers
+    return torch.cat([x.flatten().float() for one in layers for x in (one.keys, one.values)])
 
 
 @torch.inference_mode()

@@ -493,8 +493,8 @@ def write(
 
 
 def _rows_of(work: Work) -> dict[str, Any] | None:
-    """What the model's text part is given in place of what token ids give (`Work.rows`), with masks
-    as its own attention takes them.
+    """What the model's text part is given in place of what token ids give (`Work.rows`), with bool
+    masks in place of rules.
 
     Behind a beginning the code makes its masks itself: only prompts in which no token sees a later
     one are read in parts.
@@ -507,9 +507,7 @@ def _rows_of(work: Work) -> dict[str, Any] | None:
         device = rows[EMBEDDINGS].device
 
         def mask(rule: Any) -> Any:
-            if not isinstance(rule, MaskRule):
-                return rule
-            found = rule.mask(size, size, device)
+            found = rule.mask(size, size, device) if isinstance(rule, MaskRule) else None
             return None if found is None else found.expand(1, 1, size, size)
 
         by_name = isinstance(rules, dict)

@@ -22,7 +22,7 @@ from moe.network.kv_cache import KVCache
 from moe.sampling.params import Structure
 from moe.settings import ModelSettings
 
-SIZES: list[dict[str, int]] = [
+SIZES: list[dict[str, Any]] = [
     {"layers": 1, "experts": 8, "top_k": 1, "canvas": 5, "window": 4},
     {"layers": 3, "experts": 16, "top_k": 4, "canvas": 8, "window": 16},
 ]

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from moe import MoE
 from moe.commands.convert.convert import convert
 from moe.loading.memory_plan import GIB
+from moe.memory.planning import planning
 from moe.network import block_diffusion
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
 from moe.settings import ModelSettings
+from moe.settings.profile import load_profile
 from moe.text.tokenizer import ImagePrompt
 from tests.moe.image_models import picture, write_texts
 from tests.moe.test_block_diffusion import (
@@ -187,6 +190,13 @@ def test_a_store_with_a_quarter_of_the_experts_in_memory_reads_images(
         assert run(model, seeing, ASKED)[0] == [
             expected(seeing, messages, seed) for seed, messages in enumerate(ASKED)
         ]
+
+
+def test_several_ranks_say_that_they_read_no_images(seeing: Pair) -> None:
+    profile = load_profile(SMALL, environ={}).profile
+    with planning(seeing.path, profile, torch.device("cpu"), lambda _: None, ranks=2) as planned:
+        assert isinstance(planned.towers, str)
+        assert "start without the launcher" in planned.towers
 
 
 def test_rows_that_are_read_otherwise_are_refused(
