@@ -117,6 +117,7 @@ def meddling(model: MoE, change: Callable[[Transfer, str], Transfer]) -> Iterato
     source: Any = parts.cache._manager._source
     reader, source._reader = source._reader, Meddling(source._reader, change)
     yield
+    parts.cache._manager.settle_unpinned()  # else a later request may wait for such a read
     source._reader = reader
 
 

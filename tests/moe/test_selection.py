@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,11 +26,11 @@ UNKNOWN = ["zaya", "gemma4_text"]
 
 
 def visits_of(model: MoE) -> list[ExpertCall]:
-    """What a prompt brings to each MoE layer."""
+    """What a prompt brings to each MoE layer: copies, as compiled layers use its memory again."""
     seen: list[ExpertCall] = []
 
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
-        seen.extend(calls)
+        seen.extend(map(deepcopy, calls))
         return model.experts.run(layer, calls)
 
     with torch.inference_mode():
