@@ -44,6 +44,7 @@ from moe.network.attention import MaskRule
 from moe.network.block_cache import BlockCache, layer_windows, seen_by_blocks
 from moe.network.block_lane import BlockLane, CanvasLane, PromptLane, begin_pass
 from moe.network.denoise import OWN, STEP, Acceptance, CanvasCall, Denoiser, Result
+from moe.network.kept_rows import KeptRows
 from moe.network.kv_blocks import Windows
 from moe.network.kv_cache import KVCache, KVFormat
 from moe.network.lanes import ExpertsRunner, Lane, LaneRandom, current_lane, run_lanes
@@ -230,7 +231,9 @@ class BlockWriter:
         prompt = list(token_ids)
         cache = BlockCache(self._windows, len(prompt) - 1, rows)
         random = LaneRandom(seed, self.model.device)
-        call = CanvasCall({}, acceptance, random, temperature == 0, scored)
+        refresh = acceptance.refresh
+        kept = None if refresh is None else KeptRows(refresh)
+        call = CanvasCall({}, acceptance, random, temperature == 0, scored, kept)
         changed, blocks = self._changed(temperature, acceptance), _ToLane()
         # The code hears of the last token only, as it wants to read something.
         count = math.ceil(num_new / self.canvas_length)
@@ -329,16 +332,15 @@ class BlockWriter:
         failed: list[CanvasCall] = []
         for group, one in zip(groups, passes, strict=True):
             try:
-                one.result()
+                rows = one.result()
             except Exception as error:
                 again = isinstance(error, OffloadError) and len(group) > 1
                 failed += group if again else []
                 for call in group:
                     call.result = error
                 continue
-            for at, call in enumerate(group):
-                canvas = range(at * self.canvas_length, (at + 1) * self.canvas_length)
-                call.result = one.lost_error(canvas) or call.result
+            for call, own in zip(group, rows, strict=True):
+                call.result = one.lost_error(own) or call.result
         return failed
 
     def prove(self, run_experts: ExpertsRunner) -> None:

@@ -4,14 +4,16 @@ A model's generation code has a function for it: a pass of the decoder over one 
 sampler that keeps some of the predictions, and a rule that says whether the canvas is final.
 `Denoiser` does the same for all canvases of an engine step: they are the rows of one pass, in which
 only attention sees each by itself (its keys are those of its own sequence), and the sampler's
-numbers are computed once. What it draws is what torch would draw for the lane alone.
+numbers are computed once. What it draws is what torch would draw for the lane alone. A pass may
+leave rows of a canvas out (`moe.network.kept_rows`).
 
 A pass also reads what the pass before said: the model turns those logits into soft embeddings. The
 model's own decoder does so at once, and only these stay until then: of a vocabulary of 262,144
 words, 268 MB of logits would be kept for each canvas of 256 tokens, and 3 MB are.
 
 Which predictions stay is a policy, `Acceptance`: it looks at one pass, and returns a mask.
-Legend: B canvases of C tokens, V vocabulary, H hidden size, N key/value heads, D head size.
+Legend: C tokens of a canvas, R rows of a pass, V vocabulary, H hidden size, N key/value heads, D
+head size.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels import draw_rows
 from moe.network.block_cache import BlockCache, layer_windows
+from moe.network.kept_rows import KeptRows, Refresh, Said
 from moe.network.lanes import LaneRandom
 from moe.sampling.batch import Token, score
 from moe.settings import DiffusionSettings
@@ -68,12 +71,14 @@ class Acceptance:
         max_steps: passes of a canvas at most; None: as many as the model's schedule has.
         stable: the canvas is final after this many passes with the same tokens, whatever their
             entropy; None: by the model's own rule.
+        refresh: which rows a pass computes; None: all.
     """
 
     kind: Kind = "own"
     bound: float | None = None
     max_steps: int | None = None
     stable: int | None = None
+    refresh: Refresh | None = None
 
     @classmethod
     def of(cls, settings: DiffusionSettings) -> Acceptance:
@@ -81,7 +86,7 @@ class Acceptance:
         kind, _, bound = settings.accept.partition(":")
         return cls(
             cast(Kind, kind), float(bound) if bound else None,
-            settings.max_steps, settings.stable_steps,
+            settings.max_steps, settings.stable_steps, None,
         )  # fmt: skip
 
     def kept(self, entropy_1C: Tensor, probabilities_1CV: Tensor, own_bound: float) -> Tensor:
@@ -89,6 +94,7 @@ class Acceptance:
 
         Args:
             entropy_1C: of each prediction, in nats.
+            probabilities_1CV: of all tokens, or of the likeliest alone.
             own_bound: on the entropy, of the model's sampler.
         """
         if self.kind == "confidence":
@@ -112,6 +118,7 @@ class CanvasCall:
         greedy: predict each position's likeliest token instead of drawing one.
         scored: most likely tokens of each position whose log probabilities are wanted beside the
             likeliest one's; None: none are.
+        kept: of the sequence's canvas, if passes leave rows out.
         result: what the function would have returned, or why there is none.
         scores: the likeliest tokens with their log probabilities, if they are wanted.
     """
@@ -121,6 +128,7 @@ class CanvasCall:
     random: LaneRandom
     greedy: bool
     scored: int | None = None
+    kept: KeptRows | None = None
     result: Result | Exception | None = None
     scores: list[Token] | None = None
 
@@ -137,7 +145,8 @@ class Denoiser:
         vocabulary: int = model.config.get_text_config(decoder=True).vocab_size
         self._most = canvases_of_a_pass(4 * vocabulary * model.config.canvas_length)
         self._no_keys = _NoKeys(len(layer_windows(model.config)), self._dtype, model.device)
-        getattr(model.get_decoder(), _CONDITIONING).register_forward_pre_hook(_condition)
+        self._decoder = model.get_decoder()
+        getattr(self._decoder, _CONDITIONING).register_forward_pre_hook(_condition)
         for module in model.modules():
             config = getattr(module, "config", None)
             if getattr(config, "_attn_implementation", None) == _OWN:
@@ -184,78 +193,105 @@ class Denoiser:
         for begin in range(0, len(calls), self._most):
             yield [*calls[begin : begin + self._most]]
 
-    def run(self, calls: Sequence[CanvasCall]) -> None:
-        """One pass of the canvases of `groups`, and its results. Called in a lane."""
-        raw_BCV = self._logits(calls)
-        for at, call in enumerate(calls):
+    def run(self, calls: Sequence[CanvasCall]) -> list[range]:
+        """One pass of the canvases of `groups`, and its results; the rows of each in the pass.
+        Called in a lane."""
+        parts, end = list[_Part](), 0
+        for call in calls:
+            parts.append(_Part(call, self._places(call), end))
+            end = parts[-1].rows.stop
+        raw = self._logits(parts)
+        for part in parts:
             try:
-                call.result = self._decide(call, raw_BCV[at : at + 1])
+                part.call.result = self._decide(part.call, raw[:, part.rows.start : part.rows.stop])
             except Exception as error:  # of this canvas only
-                call.result = error
-        del raw_BCV
-        self._soften([call for call in calls if not isinstance(call.result, Exception)])
+                part.call.result = error
+        del raw
+        self._soften([part for part in parts if not isinstance(part.call.result, Exception)])
+        return [part.rows for part in parts]
 
-    def _logits(self, calls: Sequence[CanvasCall]) -> Tensor:
-        """``(B, C, V)`` raw logits."""
-        before = [call.given["self_conditioning_logits"] for call in calls]
+    def _places(self, call: CanvasCall) -> Tensor | slice:
+        """The rows of a canvas that a pass computes."""
+        if call.kept is None:
+            return slice(None)
+        decoder, soft = self._decoder, call.given["self_conditioning_logits"]
+        inputs = embedded = decoder.embed_tokens(call.given["current_canvas"])
+        if soft is not None:
+            inputs = getattr(decoder, _CONDITIONING)(embedded, soft)
+        return call.kept.choose(inputs, first=soft is None)
+
+    def _logits(self, parts: Sequence[_Part]) -> Tensor:
+        """``(1, R, V)`` raw logits."""
+        before = [part.call.given["self_conditioning_logits"] for part in parts]
         some = next((rows for rows in before if rows is not None), None)
         soft = None
         if some is not None:  # a first pass reads zeros
-            soft = torch.cat([torch.zeros_like(some) if rows is None else rows for rows in before])
-        caches = [call.given["cache"] for call in calls]
-        with _within(_caches, caches), _within(_conditioning, soft):
-            logits: Tensor = self._forward(calls, None).logits
+            each = [torch.zeros_like(some) if rows is None else rows for rows in before]
+            soft = _packed(each, parts)
+        with _within(_parts, parts), _within(_conditioning, soft):
+            logits: Tensor = self._forward(parts, None).logits
         return logits
 
-    def _soften(self, calls: Sequence[CanvasCall]) -> None:
+    def _soften(self, parts: Sequence[_Part]) -> None:
         """Let soft embeddings be all that is kept of the logits of canvases that go on."""
-        results = {call: cast(Result, call.result) for call in calls}
-        going = [call for call in calls if call.given["cur_step"] > 1 and not results[call][3]]
-        soft = dict(
-            zip(going, self._embedded([results[call][2] for call in going], going), strict=True)
-        )
-        for call, (canvas, likeliest, _, final) in results.items():
-            call.result = canvas, likeliest, soft.get(call, likeliest[:, :0]), final
+        results = [cast(Result, part.call.result) for part in parts]
+        going = [
+            (part, result[2])
+            for part, result in zip(parts, results, strict=True)
+            if part.call.given["cur_step"] > 1 and not result[3]
+        ]
+        soft = dict(zip((part for part, _ in going), self._embedded(going), strict=True))
+        for part, (canvas, likeliest, _, final) in zip(parts, results, strict=True):
+            rows = soft.get(part, likeliest[:, :0])
+            before = part.call.given["self_conditioning_logits"]
+            if part in soft and rows.shape[1] < likeliest.shape[1]:
+                rows = before.index_copy(1, part.places, rows)
+            part.call.result = canvas, likeliest, rows, final
 
-    def _embedded(self, logits: Sequence[Tensor], calls: Sequence[CanvasCall]) -> Sequence[Tensor]:
-        """``(1, C, H)`` of each canvas: what the decoder makes of its ``(1, C, V)`` logits."""
-        if not calls:
+    def _embedded(self, going: Sequence[tuple[_Part, Tensor]]) -> Sequence[Tensor]:
+        """``(1, R, H)`` of each canvas: what the decoder makes of its ``(1, R, V)`` logits."""
+        if not going:
             return ()
+        parts, logits = [part for part, _ in going], [rows for _, rows in going]
         try:
             with _within(_conditioning, _TAKE):  # a copy of one is as large as it
-                self._forward(calls, torch.cat([*logits]) if len(logits) > 1 else logits[0])
+                self._forward(parts, torch.cat(logits, 1) if len(logits) > 1 else logits[0])
         except _Softened as ended:
-            return ended.rows_BCH.split(1)
+            return ended.rows_1RH.split([rows.shape[1] for rows in logits], 1)
         raise RuntimeError(f"a pass of the decoder goes past its {_CONDITIONING}")
 
-    def _forward(self, calls: Sequence[CanvasCall], logits_BCV: Tensor | None) -> Any:
-        given = [call.given for call in calls]
+    def _forward(self, parts: Sequence[_Part], logits_1RV: Tensor | None) -> Any:
+        given = [part.call.given for part in parts]
         return given[0]["decoder_forward"](
             cache=self._no_keys,
-            decoder_input_ids=torch.cat([each["current_canvas"] for each in given]),
-            self_conditioning_logits=logits_BCV,
+            decoder_input_ids=_packed([each["current_canvas"] for each in given], parts),
+            self_conditioning_logits=logits_1RV,
             decoder_attention_mask=given[0]["mask_mapping"],
-            decoder_position_ids=torch.cat([each["decoder_position_ids"] for each in given]),
+            decoder_position_ids=_packed([each["decoder_position_ids"] for each in given], parts),
         )
 
-    def _decide(self, call: CanvasCall, raw_1CV: Tensor) -> Result:
-        """What the model's own function makes of the logits of a canvas."""
+    def _decide(self, call: CanvasCall, raw_1RV: Tensor) -> Result:
+        """What the model's own function makes of the logits of a canvas; the result has logits of
+        the rows that were computed."""
         given, sampler = call.given, call.given["sampler"]
-        step = torch.tensor(given["cur_step"], device=raw_1CV.device, dtype=torch.int32)
-        logits = given["logits_processor"](given["input_ids"], raw_1CV, cur_step=step)
+        step = torch.tensor(given["cur_step"], device=raw_1RV.device, dtype=torch.int32)
+        logits = given["logits_processor"](given["input_ids"], raw_1RV, cur_step=step)
         likeliest, probabilities = logits.argmax(-1), logits.softmax(-1, dtype=torch.float32)
         entropy = entropies(logits, probabilities, likeliest)
         if not bool(entropy.isfinite().all()):  # torch's own draw refuses them, too
             raise RuntimeError("a canvas has logits that are not finite numbers")
         if call.scored is not None:
-            call.scores = score(likeliest[0].tolist(), raw_1CV[0], call.scored)
+            call.scores = score(likeliest[0].tolist(), raw_1RV[0], call.scored)
         with call.random.active():
             drawn = draw(probabilities[0])[None]
-            noise = sampler.initialize_canvas(1, raw_1CV.device)
-        kept = call.acceptance.kept(entropy, probabilities, sampler.entropy_bound)
-        canvas = torch.where(kept, likeliest if call.greedy else drawn, noise)
-        final = _is_final(given["diffusion_stopping_criteria"], likeliest, entropy)
-        return canvas, likeliest, logits.to(self._dtype), given["finished_denoising"] | final
+            noise = sampler.initialize_canvas(1, raw_1RV.device)
+        said = Said(likeliest, likeliest if call.greedy else drawn, entropy, probabilities)
+        if call.kept is not None:
+            said, call.scores = call.kept.merge(said, call.scores)
+        stays = call.acceptance.kept(said.entropy, said.probabilities, sampler.entropy_bound)
+        canvas = torch.where(stays, said.drawn, noise)
+        final = _is_final(given["diffusion_stopping_criteria"], said.likeliest, said.entropy)
+        return canvas, said.likeliest, logits.to(self._dtype), given["finished_denoising"] | final
 
 
 def canvases_of_a_pass(logit_bytes: int) -> int:
@@ -312,12 +348,38 @@ class _NoKeys:
         self.layers = [SimpleNamespace(keys=nothing, values=nothing)] * layers
 
 
+@dataclass(eq=False)
+class _Part:
+    """The rows of one canvas in a pass.
+
+    Attributes:
+        places: of them on the canvas.
+        begin: the first one in the pass.
+    """
+
+    call: CanvasCall
+    places: Tensor | slice
+    begin: int
+
+    @property
+    def rows(self) -> range:
+        """Of the pass."""
+        canvas = self.call.given["current_canvas"].shape[1]
+        size = canvas if isinstance(self.places, slice) else len(self.places)
+        return range(self.begin, self.begin + size)
+
+
+def _packed(canvases: Sequence[Tensor], parts: Sequence[_Part]) -> Tensor:
+    """``(1, R, ...)`` of ``(1, C, ...)`` of each part."""
+    return torch.cat([rows[:, part.places] for rows, part in zip(canvases, parts, strict=True)], 1)
+
+
 # Of the running lane; every greenlet has a context of its own.
-_caches: ContextVar[Sequence[BlockCache]] = ContextVar("_caches", default=())
-"""Of the canvases of its pass."""
+_parts: ContextVar[Sequence[_Part]] = ContextVar("_parts", default=())
+"""The canvases of its pass."""
 _TAKE = object()
 _conditioning: ContextVar[Any] = ContextVar("_conditioning", default=None)
-"""What the canvases of its pass read of the pass before, ``(B, C, H)``; `_TAKE`: end the pass where
+"""What the canvases of its pass read of the pass before, ``(1, R, H)``; `_TAKE`: end the pass where
 that is known; None: as the model's own code says."""
 _Value = TypeVar("_Value")
 
@@ -334,9 +396,9 @@ def _within(variable: ContextVar[_Value], value: _Value) -> Iterator[None]:
 class _Softened(Exception):
     """Ends a pass that only was to know what the next one reads."""
 
-    def __init__(self, rows_BCH: Tensor) -> None:
+    def __init__(self, rows_1RH: Tensor) -> None:
         super().__init__()
-        self.rows_BCH = rows_BCH
+        self.rows_1RH = rows_1RH
 
 
 def _condition(_: nn.Module, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
@@ -358,23 +420,25 @@ def _attention(
     """Attention interface of transformers: each canvas sees the keys of its own sequence.
 
     Args:
-        query: ``(B, heads, C, D)``.
-        key, value: ``(B, N, C, D)`` of the canvases of a shared pass; else as for `_OWN`.
+        query: ``(1, heads, R, D)``.
+        key, value: ``(1, N, R, D)`` of the canvases of a shared pass; else as for `_OWN`.
     """
     own: Callable[..., tuple[Tensor, Tensor | None]] = ALL_ATTENTION_FUNCTIONS[_OWN]
-    caches = _caches.get()
-    if not caches:
+    parts = _parts.get()
+    if not parts:
         return own(module, query, key, value, attention_mask, **kwargs)
-    rows = []
-    for at, cache in enumerate(caches):
+    layer, rows = cast(int, module.layer_idx), []
+    for part in parts:
+        at = slice(part.rows.start, part.rows.stop)
+        fresh = key[:, :, at], value[:, :, at]
+        if part.call.kept is not None:
+            fresh = part.call.kept.join(layer, *fresh)
+        cache: BlockCache = part.call.given["cache"]
         keys, values = (
-            torch.cat([before, own_rows[at : at + 1]], -2)
-            for before, own_rows in zip(
-                cache.layers[cast(int, module.layer_idx)].seen(), (key, value), strict=True
-            )
+            torch.cat(both, -2) for both in zip(cache.layers[layer].seen(), fresh, strict=True)
         )
-        rows.append(own(module, query[at : at + 1], keys, values, None, **kwargs)[0])
-    return torch.cat(rows), None
+        rows.append(own(module, query[:, :, at], keys, values, None, **kwargs)[0])
+    return torch.cat(rows, 1), None
 
 
 AttentionInterface.register(_CANVASES, _attention)
