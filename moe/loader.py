@@ -320,11 +320,17 @@ def _block_writer(backbone: Backbone, profile: Profile) -> BlockWriter:
     writer = BlockWriter(backbone.model)
     with torch.inference_mode():
         writer.prove(stand_in)
-    if writer.no_policies and Acceptance.of(profile.diffusion).kind == "confidence":
-        raise ProfileError(
-            f"diffusion.accept is {profile.diffusion.accept}, and {writer.no_policies}; set "
-            "diffusion.accept: own"
-        )
+    if writer.no_policies:
+        acceptance = Acceptance.of(profile.diffusion)
+        for key, instead, asked in (
+            ("accept", "own", acceptance.kind == "confidence"),
+            ("refresh", "all", acceptance.refresh is not None),
+        ):
+            if asked:
+                raise ProfileError(
+                    f"diffusion.{key} is {getattr(profile.diffusion, key)}, and "
+                    f"{writer.no_policies}; set diffusion.{key}: {instead}"
+                )
     backbone.read_prompts_by(writer.reading)
     return writer
 

@@ -195,6 +195,11 @@ def _footprint(
         # Rank 0 does not know what sequences of another rank give up, and with contrast they are
         # not in blocks.
         whole = replace(whole, windows={})
+    if whole.canvas_bytes and profile.diffusion.refresh != "all":
+        # Rows that a pass leaves out keep their keys, values and inputs.
+        length, hidden = network.config.canvas_length, network.config.get_text_config().hidden_size
+        row = whole.kv_plain_bytes + hidden * network.dtype.itemsize
+        whole = replace(whole, canvas_bytes=whole.canvas_bytes + length * row)
     head = take_head(copy.deepcopy(network))
     if head is None:
         return whole

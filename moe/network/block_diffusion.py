@@ -224,7 +224,7 @@ class BlockWriter:
             UnsupportedModelError: the model's sampler cannot be replaced for that.
         """
         special = {GREEDY: temperature == 0, "confidence": acceptance.kind == "confidence"}
-        special["logprobs"] = scored is not None
+        special |= {"logprobs": scored is not None, "refresh": acceptance.refresh is not None}
         if self.denoiser is None and any(special.values()):
             wanted = next(name for name, asked in special.items() if asked)
             raise UnsupportedModelError(f"{wanted} is not possible here: {self.no_policies}")

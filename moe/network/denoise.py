@@ -86,7 +86,7 @@ class Acceptance:
         kind, _, bound = settings.accept.partition(":")
         return cls(
             cast(Kind, kind), float(bound) if bound else None,
-            settings.max_steps, settings.stable_steps, None,
+            settings.max_steps, settings.stable_steps, Refresh.of(settings.refresh),
         )  # fmt: skip
 
     def kept(self, entropy_1C: Tensor, probabilities_1CV: Tensor, own_bound: float) -> Tensor:

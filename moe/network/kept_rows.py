@@ -29,6 +29,13 @@ class Refresh(NamedTuple):
     similarity: float
     passes: int
 
+    @classmethod
+    def of(cls, text: str) -> Refresh | None:
+        """Of `DiffusionSettings.refresh`; None: all rows in each pass."""
+        kind, _, bounds = text.partition(":")
+        similarity, _, passes = bounds.partition(":")
+        return None if kind == "all" else cls(float(similarity), int(passes))
+
 
 class Said(NamedTuple):
     """What a pass says of ``(1, C)`` or ``(1, R)`` rows: the likeliest token, the drawn one, the
@@ -49,7 +56,11 @@ class KeptRows:
 
     def __init__(self, refresh: Refresh) -> None:
         self._refresh = refresh
+        self._rows = self._inputs_CH = self._next_CH = torch.empty(0)
         self._keys: dict[int, tuple[Tensor, Tensor]] = {}
+        self._said: Said | None = None
+        self._scores: list[Token] | None = None
+        self._whole = True
         self._since = 0  # passes since the last full one
 
     def choose(self, inputs_1CH: Tensor, *, first: bool) -> Tensor:
@@ -58,14 +69,15 @@ class KeptRows:
         Args:
             first: the canvas is a new one.
         """
-        self._next = inputs_CH = inputs_1CH[0]
+        self._next_CH = inputs_CH = inputs_1CH[0]
         self._whole = first or self._since + 1 >= self._refresh.passes
-        moved = torch.ones(len(inputs_CH), dtype=torch.bool, device=inputs_CH.device)
+        moved_C = torch.ones(len(inputs_CH), dtype=torch.bool, device=inputs_CH.device)
         if not self._whole:
-            similarity = torch.cosine_similarity(inputs_CH, self._inputs, dim=-1)
-            moved = (similarity < self._refresh.similarity) | (similarity == similarity.amin())
-        self.rows = moved.nonzero()[:, 0]
-        return self.rows
+            similarity_C = torch.cosine_similarity(inputs_CH, self._inputs_CH, dim=-1)
+            moved_C = similarity_C < self._refresh.similarity
+            moved_C[similarity_C.argmin()] = True  # a pass has rows
+        self._rows = moved_C.nonzero()[:, 0]
+        return self._rows
 
     def join(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """``(1, N, C, D)`` of all rows.
@@ -75,23 +87,25 @@ class KeptRows:
         """
         if self._whole:
             self._keys[layer] = keys.clone(), values.clone()
-        for kept, new in zip(self._keys[layer], (keys, values), strict=True):
-            kept.index_copy_(2, self.rows, new)
+        else:
+            for kept, new in zip(self._keys[layer], (keys, values), strict=True):
+                kept.index_copy_(2, self._rows, new)
         return self._keys[layer]
 
     def merge(self, said: Said, scores: list[Token] | None) -> tuple[Said, list[Token] | None]:
         """What is said of all rows, by this pass or the last one that computed them."""
+        rows = self._rows
         said = said._replace(probabilities=said.probabilities.amax(-1, keepdim=True))
         if self._whole:
-            self._said, self._scores, self._inputs, self._since = said, scores, self._next, 0
+            self._said, self._scores, self._since = said, scores, 0
+            self._inputs_CH = self._next_CH
             return said, scores
+        assert self._said is not None, "a canvas begins with a whole pass"
+        both = zip(self._said, said, strict=True)
+        self._said = Said(*(kept.index_copy(1, rows, new) for kept, new in both))
+        self._inputs_CH = self._inputs_CH.index_copy(0, rows, self._next_CH[rows])
         self._since += 1
-        self._said = Said(*(
-            kept.index_copy(1, self.rows, new) for kept, new in zip(self._said, said, strict=True)
-        ))
-        self._inputs = self._inputs.index_copy(0, self.rows, self._next[self.rows])
         if scores is not None and self._scores is not None:
-            self._scores = list(self._scores)
-            for place, token in zip(self.rows.tolist(), scores, strict=True):
-                self._scores[place] = token
+            at = dict(zip(rows.tolist(), scores, strict=True))
+            self._scores = [at.get(place, kept) for place, kept in enumerate(self._scores)]
         return self._said, self._scores

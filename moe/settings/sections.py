@@ -391,6 +391,15 @@ def _check_accept(text: str) -> str:
     return text
 
 
+def _check_refresh(text: str) -> str:
+    if text != "all" and not re.fullmatch(r"elastic:(0?\.\d+|[01](\.0*)?):[1-9]\d{0,3}", text):
+        raise PydanticCustomError(
+            "refresh",
+            "must be all, or elastic:S:N with a similarity S in [0, 1] and N of 1 to 9999 passes",
+        )
+    return text
+
+
 class DiffusionSettings(Settings):
     """How models that write whole blocks refine them; other models ignore it. What differs from
     the defaults changes the model's output, so ``lossless: true`` refuses it."""
@@ -406,6 +415,11 @@ class DiffusionSettings(Settings):
     stable_steps: int | None = Field(default=None, ge=1, le=4096)
     """A block is final once its likeliest tokens have not changed for this many passes. null: by
     the model's own rule."""
+
+    refresh: Annotated[str, AfterValidator(_check_refresh)] = "all"
+    """Which rows of a canvas a pass computes. all: every one. elastic:S:N: those whose input has a
+    cosine similarity below S to the one they were last computed with; the others keep keys, values
+    and predictions. Each N-th pass computes all."""
 
 
 class ParallelSettings(Settings):

@@ -105,6 +105,7 @@ def test_the_keys_are_these() -> None:
         "diffusion.accept",
         "diffusion.max_steps",
         "diffusion.stable_steps",
+        "diffusion.refresh",
         "parallel.enabled",
         "parallel.timeout_s",
         "parallel.start_timeout_s",
