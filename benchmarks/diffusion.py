@@ -14,10 +14,12 @@ experts shared. "experts a step": distinct experts of a layer in a pass of all s
 there. "bytes a token": of those experts, as a machine without a cache reads them; "read a token":
 what was really read from disk.
 
-policies: together, with rules that refine a block in fewer passes. "steps a token": passes over a
-canvas, and tokens of final blocks. "nats" a token: what the shipped next-token model says of the
-text that came out (of the true continuation in the first row), so a tokenizer like its own is
-needed; little for text that repeats itself, which "distinct", of tokens written, shows.
+policies: together, with rules that refine a block in fewer passes, or fewer rows of a pass. "steps
+a token": passes over a canvas, and tokens of final blocks. "rows": share of a canvas that a pass
+computes. "same tokens": as the own schedule's at their place; what other seeds have is chance.
+"nats" a token: what the shipped next-token model says of the text that came out (of the true
+continuation in the first row), so a tokenizer like its own is needed; little for text that repeats
+itself, which "distinct", of tokens written, shows.
 
 sharing: what sharing experts over a canvas costs in predicting held-out text (`moe eval`), and how
 many distinct experts of a layer a canvas needs then.
@@ -35,6 +37,7 @@ import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -58,8 +61,11 @@ SHARES = (1.0, 0.5, 0.25)
 PARTS = ("speed", "memory", "policies", "sharing", "chances")
 BEFORE = 48  # tokens of a prompt
 APART = 331  # tokens between two prompts of a domain
+OTHER = "own schedule, other seeds"
+REFRESHES = ("elastic:0.99:4", "elastic:0.4:4", "elastic:0.3:4", "elastic:0.2:4")
 POLICIES: dict[str, dict[str, Any]] = {
     "own schedule": {},
+    OTHER: {},
     "max_steps 24": {"diffusion.max_steps": 24},
     "max_steps 12": {"diffusion.max_steps": 12},
     "entropy:0.5": {"diffusion.accept": "entropy:0.5"},
@@ -69,6 +75,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "stable for 2 passes": {"diffusion.stable_steps": 2},
     "stable for 4 passes": {"diffusion.stable_steps": 4},
     "entropy:2, stable for 2": {"diffusion.accept": "entropy:2", "diffusion.stable_steps": 2},
+    **{f"refresh {rule}": {"diffusion.refresh": rule} for rule in REFRESHES},
 }
 Row = dict[str, Any]
 
@@ -123,16 +130,20 @@ class Bench:
 
 def write(model: MoE, prompts: list[list[int]], num_new: int, *, together: bool) -> list[list[int]]:
     """Continue prompts, each with its number as the seed."""
-    params = [
-        SamplingParams(max_new_tokens=num_new, ignore_eos=True, seed=seed)
-        for seed in range(len(prompts))
-    ]
-    pairs = list(zip(prompts, params, strict=True))
+    pairs = list(zip(prompts, sampling(num_new, len(prompts)), strict=True))
     written: list[list[int]] = []
     for batch in [pairs] if together else [[pair] for pair in pairs]:
         done = model.generate([prompt for prompt, _ in batch], [one for _, one in batch])
         written += [completion.token_ids for completion in done]
     return written
+
+
+def sampling(num_new: int, count: int, first: int = 0) -> list[SamplingParams]:
+    """Of so many prompts, each with its number as the seed."""
+    return [
+        SamplingParams(max_new_tokens=num_new, ignore_eos=True, seed=first + seed)
+        for seed in range(count)
+    ]
 
 
 class Transformers:
@@ -203,19 +214,24 @@ def speed(bench: Bench) -> list[Row]:
     ]
 
 
+def shared(tokens: int) -> dict[str, Any]:
+    return {"routing.policies": [f"des_vote:0.5:{tokens}"]}
+
+
 def memory(bench: Bench) -> list[Row]:
     """Bytes and experts with fewer experts in memory."""
     prompts, everything = bench.prompts(bench.sequences), bench.sequences * bench.canvas
-    ways: dict[str, tuple[bool, list[str]]] = {
-        "one by one": (False, []),
-        "together": (True, []),
-        "together, half for each canvas": (True, [f"des_vote:0.5:{bench.canvas}"]),
-        "together, half for all canvases": (True, [f"des_vote:0.5:{everything}"]),
+    ways: dict[str, tuple[bool, dict[str, Any]]] = {
+        "one by one": (False, {}),
+        "together": (True, {}),
+        "together, half for each canvas": (True, shared(bench.canvas)),
+        "together, half for all canvases": (True, shared(everything)),
+        **{f"together, {rule}": (True, {"diffusion.refresh": rule}) for rule in REFRESHES[1:3]},
     }
     rows = []
     for share in SHARES:
-        for way, (together, policies) in ways.items():
-            with bench.load(share, {"routing.policies": policies}) as model:
+        for way, (together, changes) in ways.items():
+            with bench.load(share, changes) as model:
                 start = perf_counter()
                 write(model, prompts, bench.canvas, together=together)
                 spent, stats = perf_counter() - start, model.stats()
@@ -240,16 +256,44 @@ def policies(bench: Bench) -> list[Row]:
     judge: Any = AutoModelForCausalLM.from_pretrained(JUDGE, dtype=torch.float32).eval()
     rows = [{"way": "the text itself"} | said_of(judge, prompts, bench.true(count, num_new))]
     chosen = dict(list(POLICIES.items())[:2]) if bench.quick else POLICIES
+    own: list[list[int]] = []
     for way, changes in chosen.items():
         with bench.load(1.0, changes) as model:
             start = perf_counter()
-            written = write(model, prompts, num_new, together=True)
+            written, passes = write_counted(model, prompts, num_new, other=way == OTHER)
             spent, layers = perf_counter() - start, model.stats()["layers"]
+        own = own or written
         canvas = sum(layer["tokens_by"]["denoise"] for layer in layers) / len(layers)
         total = num_new * count
-        row = {"way": way, "rate": total / spent, "steps": canvas / bench.canvas / total}
+        row = {"way": way, "rate": total / spent, "steps": passes / total}
+        row |= {"computed": canvas / bench.canvas / passes, "equal": alike(written, own)}
         rows.append(row | said_of(judge, prompts, written))
     return rows
+
+
+def write_counted(
+    model: MoE, prompts: list[list[int]], num_new: int, *, other: bool
+) -> tuple[list[list[int]], int]:
+    """Continue prompts together; also how many passes over canvases there were.
+
+    Args:
+        other: with other seeds than `write`.
+    """
+    engine, params = model.loop(), sampling(num_new, len(prompts), 1000 * other)
+    groups = [model.request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+    for group in groups:
+        engine.submit(group)
+    while not engine.idle:
+        engine.step()
+    written = [group.sequences[0].token_ids for group in groups]
+    return written, engine.status()["blocks"]["passes"]["denoise"]
+
+
+def alike(texts: list[list[int]], others: list[list[int]]) -> float:
+    """The share of tokens that are the same at their place."""
+    pairs = zip(chain.from_iterable(texts), chain.from_iterable(others), strict=True)
+    same = [token == other for token, other in pairs]
+    return sum(same) / len(same)
 
 
 @torch.inference_mode()
@@ -314,6 +358,7 @@ HEADERS = {
     **{"steps": "steps a token", "experts": "experts a step", "bytes": "bytes a token"},
     **{"read": "read a token", "nats": "nats", "distinct": "distinct", "worse": "worse %"},
     **{"agree": "agree", "fewer": "x fewer experts", "same": "same"},
+    **{"computed": "rows", "equal": "same tokens"},
 }
 
 

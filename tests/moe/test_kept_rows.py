@@ -23,7 +23,7 @@ from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.sampling.batch import Token
 from moe.sequence import RunningSequence
-from moe.settings import ModelSettings
+from moe.settings import ModelSettings, Profile
 from offload.errors import OffloadError
 from tests.moe.test_block_diffusion import PROMPTS, SIZES, STEPS, Pair, make_model
 
@@ -162,11 +162,15 @@ def test_tokens_are_the_same_alone_together_from_disk_and_with_scores(
     store = convert(
         pair.path, tmp_path / "s", ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)
     )
-    with MoE.from_pretrained(store, ELASTIC | {"memory.reserve_gib": 0.0}) as model:
-        expert_bytes = model.stats()["expert_bytes"]
-        limit = model.memory_plan.needed_bytes - 0.75 * expert_bytes + 65536
-        own = ELASTIC | {"memory.reserve_gib": 0.0, "memory.device_gib": limit / GIB}
-    with MoE.from_pretrained(store, own) as model:
+    limited = {"memory.kv_tokens": 200, "memory.reserve_gib": 0.0, "prefill.wave_tokens": 256}
+    with MoE.from_pretrained(store, ELASTIC | limited) as model:
+        plan, experts = model.memory_plan, model.stats()["expert_bytes"]
+    (line,) = [one for one in plan.lines if one.name == "canvases"]
+    # Soft embeddings and inputs, and keys and values of three layers.
+    row = 2 * 32 + 2 * (2 * 8 + 2 * 8 + 1 * 16)
+    assert line.bytes == Profile().engine.max_batch_size * CANVAS * row * 4
+    limited["memory.device_gib"] = (plan.needed_bytes - 3 * experts // 4 + 4096) / GIB
+    with MoE.from_pretrained(store, ELASTIC | limited) as model:
         assert written(model) == together
         assert model.stats()["offload"]["bytes_read"] > 0
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.parallel.remote import RemoteCache
@@ -24,6 +26,10 @@ SETTINGS: dict[str, Any] = {
     "memory.prefix_tokens": 50,
     **CHUNKS,
 }
+
+
+def refreshing(rule: str) -> dict[str, Any]:
+    return SETTINGS | {"lossless": False, "diffusion.refresh": rule}
 
 
 def written(model: MoE, num_new: int) -> list[list[int]]:
@@ -52,6 +58,20 @@ def written(model: MoE, num_new: int) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
+def test_two_ranks_leave_out_the_rows_that_one_does(launch: Any, tmp_path: Path) -> None:
+    whole = ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)
+    store = convert(make_model(tmp_path / "model", **SIZES[1]), tmp_path / "store", whole)
+    out = tmp_path / "out.json"
+    with launch(2, [__file__, store, out, "elastic:0.6:3"]) as launched:
+        with MoE.from_pretrained(store, refreshing("elastic:0.6:3")) as model:
+            expected = written(model, 2 * (model.canvas_length or 0))
+        assert launched.codes() == [0, 0], launched.everything()
+    found = json.loads(out.read_text())
+    assert found["written"] == expected
+    assert found["preempted"] > 0
+
+
 def test_two_ranks_write_what_transformers_writes(launch: Any, tmp_path: Path) -> None:
     whole = ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)
     path = make_model(tmp_path / "model", **SIZES[1])
@@ -70,8 +90,9 @@ def test_two_ranks_write_what_transformers_writes(launch: Any, tmp_path: Path) -
 
 
 def main() -> None:
-    store, out = sys.argv[1:]
-    model = MoE.from_pretrained(store, "expert-parallel", **SETTINGS)
+    store, out, *refresh = sys.argv[1:]
+    own = refreshing(*refresh) if refresh else SETTINGS
+    model = MoE.from_pretrained(store, "expert-parallel", **own)
     if model.rank:
         model.serve_rank()
     else:
