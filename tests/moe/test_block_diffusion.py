@@ -168,6 +168,24 @@ def test_a_quarter_of_the_experts_in_memory_changes_nothing(pair: Pair, tmp_path
     assert layer["expert_loads_by"]["denoise"] > 0
 
 
+def test_experts_of_few_bits_write_the_same_together_and_from_disk(
+    small: Pair, tmp_path: Path
+) -> None:
+    store = convert(small.path, tmp_path / "store")
+    limited: dict[str, Any] = {"model.expert_bits": 4, "memory.kv_tokens": 200}
+    limited |= {"memory.reserve_gib": 0.0, "prefill.wave_tokens": 256}
+    params = [small.params(seed) for seed in range(len(PROMPTS))]
+    with MoE.from_pretrained(store, limited) as model:
+        plan, experts = model.memory_plan, model.stats()["expert_bytes"]
+        together = written(model, PROMPTS, params)
+        assert together != written(small.model, PROMPTS, params)
+        assert written(model, PROMPTS[1], params[1]) == together[1:2]
+    limited["memory.device_gib"] = (plan.needed_bytes - experts // 2 + 4096) / GIB
+    with MoE.from_pretrained(store, limited) as model:
+        assert written(model, PROMPTS, params) == together
+        assert model.stats()["offload"]["bytes_read"] > 0
+
+
 def test_stops_samples_and_cuts(small: Pair) -> None:
     whole = small.expected(PROMPTS[0], 0)
     stop = whole[3]
