@@ -97,7 +97,7 @@ class Bench:
         if quick:
             self.profile["diffusion.max_steps"] = 4
         with MoE.from_pretrained(self.store, self.profile) as model:
-            self.plan, self.experts = model.memory_plan, model.stats()["expert_bytes"]
+            self.experts = model.stats()["expert_bytes"]
             assert model.canvas_length is not None
             self.canvas = model.canvas_length
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
@@ -123,7 +123,9 @@ class Bench:
         """The store with a share of its experts in memory."""
         own = self.profile | (changes or {})
         if share < 1:
-            limit = self.plan.needed_bytes - (1 - share) * self.experts + 65536
+            with MoE.from_pretrained(self.store, own) as model:
+                needed = model.memory_plan.needed_bytes
+            limit = needed - (1 - share) * self.experts + 65536
             own |= {"memory.device_gib": limit / GIB}
         return MoE.from_pretrained(self.store, own)
 
