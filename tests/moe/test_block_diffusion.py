@@ -171,9 +171,9 @@ def test_a_quarter_of_the_experts_in_memory_changes_nothing(pair: Pair, tmp_path
 def test_experts_of_few_bits_write_the_same_together_and_from_disk(
     small: Pair, tmp_path: Path
 ) -> None:
-    store = convert(small.path, tmp_path / "store")
-    limited: dict[str, Any] = {"model.expert_bits": 4, "memory.kv_tokens": 200}
-    limited |= {"memory.reserve_gib": 0.0, "prefill.wave_tokens": 256}
+    store = convert(small.path, tmp_path / "store", ModelSettings())
+    limited: dict[str, Any] = {"memory.kv_tokens": 200, "memory.reserve_gib": 0.0}
+    limited |= {"lossless": False, "model.expert_bits": 3, "prefill.wave_tokens": 256}
     params = [small.params(seed) for seed in range(len(PROMPTS))]
     with MoE.from_pretrained(store, limited) as model:
         plan, experts = model.memory_plan, model.stats()["expert_bytes"]
