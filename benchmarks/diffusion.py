@@ -258,7 +258,9 @@ def policies(bench: Bench) -> list[Row]:
     count, num_new = (4, bench.canvas) if bench.quick else (12, 2 * bench.canvas)
     prompts = bench.prompts(count)
     judge: Any = AutoModelForCausalLM.from_pretrained(JUDGE, dtype=torch.float32).eval()
-    rows = [{"way": "the text itself"} | said_of(judge, prompts, bench.true(count, num_new))]
+    rows: list[Row] = [
+        {"way": "the text itself"} | said_of(judge, prompts, bench.true(count, num_new))
+    ]
     chosen = dict(list(POLICIES.items())[:2]) if bench.quick else POLICIES
     own: list[list[int]] = []
     for way, changes in chosen.items():

@@ -214,10 +214,10 @@ class Denoiser:
         """The rows of a canvas that a pass computes."""
         if call.kept is None:
             return slice(None)
-        decoder, soft = self._decoder, call.given["self_conditioning_logits"]
-        inputs = embedded = decoder.embed_tokens(call.given["current_canvas"])
-        if soft is not None:
-            inputs = getattr(decoder, _CONDITIONING)(embedded, soft)
+        embedded = self._decoder.embed_tokens(call.given["current_canvas"])
+        soft = call.given["self_conditioning_logits"]
+        read = torch.zeros_like(embedded) if soft is None else soft
+        inputs = getattr(self._decoder, _CONDITIONING)(embedded, read)
         return call.kept.choose(inputs, first=soft is None)
 
     def _logits(self, parts: Sequence[_Part]) -> Tensor:
