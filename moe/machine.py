@@ -31,6 +31,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # names of mallopt(3), from m
 # What our CPU kernels and torch's can use, by the names in /proc/cpuinfo.
 INSTRUCTION_SETS = {
     "avx2": "AVX2",
+    "avx_vnni": "AVX-VNNI",
     "avx512f": "AVX-512F",
     "avx512_vnni": "AVX-512 VNNI",
     "avx512_bf16": "AVX-512 BF16",

@@ -69,6 +69,7 @@ VARIANTS = {
         ),
         KernelBuild("avx512_bf16", (*_VNNI, "-mavx512bf16"), _BF16),
         KernelBuild("avx512_vnni", _VNNI, _V4),
+        KernelBuild("avx_vnni", ("-march=x86-64-v3", "-mavxvnni"), _V3 | {"avx_vnni"}),
         KernelBuild("avx2", ("-march=x86-64-v3",), _V3),
         KernelBuild("portable", ("-march=x86-64",)),
     ),

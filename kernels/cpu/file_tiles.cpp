@@ -11,7 +11,7 @@ constexpr int UNITS = 2 * SUPER_CHUNKS;  // groups of a superblock, at most
 
 // sum + the products of codes below 128 with activations. No pair of products saturates maddubs.
 static inline vi dot_small(vi sum, vu codes, int32_t x) {
-#if defined(__AVX512VNNI__)
+#if defined(VNNI)
   return dot(sum, codes, x);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(x));

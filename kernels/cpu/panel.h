@@ -4,13 +4,15 @@
 #include "amx_planes.h"
 #include "file_tiles.h"
 
-// Whether unpacking to memory first pays for so many rows.
-static inline bool unpacks(long rows) { return rows > (amx::ready ? TILE_ROWS : 3 * TILE_ROWS); }
+// Whether unpacking to memory first pays for so many rows: with vectors of 8 lanes from two tiles on.
+static inline bool unpacks(long rows) {
+  return rows > (amx::ready || LANES == 8 ? TILE_ROWS : 3 * TILE_ROWS);
+}
 
-// Whether the products of unpacked codes prefetch the thread's next panel. With AMX they leave no time
-// for that, and unpacking prefetches it; as it does with a file's own codes.
+// Whether the products of unpacked codes prefetch the thread's next panel, which takes four tiles. With
+// AMX they leave no time for that, and unpacking prefetches it; as it does with a file's own codes.
 static inline bool fetches_late(const PlaneMatrix& w, long rows) {
-  return unpacks(rows) && !amx::ready && w.format.symmetric();
+  return rows > 3 * TILE_ROWS && !amx::ready && w.format.symmetric();
 }
 
 // A tile: some of the rows that a panel is multiplied by.
@@ -85,9 +87,10 @@ class Panel {
     return (rows_ + most - 1) / most;
   }
 
-  // The first four tiles of a panel prefetch all of the next one; `unpacks` ensures that there are four.
+  // The first four tiles of a panel prefetch all of the next one; see `fetches_late`.
   Ahead ahead(long tile) const {
     Ahead ahead{{codes_, codes_}, {0, 0}, next_.scales};  // nothing new
+    if (!fetches_late(w_, rows_ * digits_)) return ahead;
     long index = -2 * tile;
     for (int p = 0; p < next_.planes; ++p)
       for (int v = 0; v < PLANE_BITS[p]; ++v, ++index)

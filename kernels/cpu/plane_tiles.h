@@ -2,11 +2,20 @@
 #pragma once
 #include "planes.h"
 
-// Activation rows of a tile: as many sums as the registers hold besides the codes.
-#if defined(__AVX512F__) || defined(__aarch64__)
+// Activation rows of a tile: as many sums as the registers hold besides the codes. With fewer registers
+// or wider steps, sums lie in memory between chunks.
+#if defined(__AVX512F__)
 constexpr int TILE_ROWS = 8;
+constexpr bool SUMS_IN_MEMORY = false;
+#elif defined(__aarch64__)
+constexpr int TILE_ROWS = 8;
+constexpr bool SUMS_IN_MEMORY = true;
+#elif defined(VNNI)
+constexpr int TILE_ROWS = 6;
+constexpr bool SUMS_IN_MEMORY = false;
 #else
 constexpr int TILE_ROWS = 4;
+constexpr bool SUMS_IN_MEMORY = true;
 #endif
 
 // Quantised activation rows, each aligned to a cache line: the codes of all groups, then their scales
@@ -49,7 +58,7 @@ static inline void plane_tile(const QuantizedRows& x, const Source& source, long
   constexpr int PARTS = HALVES ? HALVES : 1;
   // Slices at a time: an activation serves them all, if a chunk's sums fit the registers.
   constexpr int SOME = LANES < 16 && PARTS == 2 ? 1 : WIDE;
-  constexpr bool KEPT = LANES < 16 && ROWS > 1;
+  constexpr bool KEPT = SUMS_IN_MEMORY && ROWS > 1;
   const long row = x.stride, chunks = x.group_size / CHUNK;
   const int8_t* p = x.memory;
   vf totals[ROWS][WIDE] = {};

@@ -14,9 +14,15 @@ constexpr int SLICES = BLOCK_ROWS / LANES;
 
 typedef int16_t vs __attribute__((vector_size(LANES * 4)));
 
+// Whether one instruction multiplies four unsigned codes by four signed ones: with AVX-512, or without
+// it on Intel's desktops since Alder Lake.
+#if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__))
+#define VNNI 1
+#endif
+
 // Codes are multiplied as they are, or less 128 where bytes must be signed.
 constexpr int ZERO_CODE = 136;
-#if defined(__AVX512VNNI__)
+#if defined(VNNI)
 constexpr int BELOW = 0;
 #else
 constexpr int BELOW = 128;
@@ -26,6 +32,8 @@ constexpr int BELOW = 128;
 static inline vi dot(vi sum, vu codes, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(x));
+#elif defined(VNNI)
+  return (vi)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(x));
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   // |w| <= 128 and |x| <= 127, so no pair of products reaches the limit where maddubs saturates.
   const __m256i w = (__m256i)(codes ^ 0x80808080u);
@@ -46,7 +54,7 @@ static inline vi dot(vi sum, vu codes, int32_t x) {
 
 // Half bytes are multiplied in pairs where there is no instruction for four codes: the sums of a chunk's
 // products, at most 16 * 15 * 127, fit 16 bits and are widened once. Codes of 8 bits are two half bytes.
-#if !defined(__AVX512VNNI__) && (defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)))
+#if !defined(VNNI) && (defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__)))
 constexpr bool PAIRS = true;
 
 static inline vs add_pairs(vs sum, vu codes, int32_t x) {

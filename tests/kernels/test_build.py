@@ -198,6 +198,7 @@ def test_a_file_in_place_of_the_cache_is_reported(
 
 # Flags of /proc/cpuinfo, each line beside those above it.
 _HASWELL = "avx avx2 bmi1 bmi2 f16c fma abm movbe"
+_ALDER_LAKE = f"{_HASWELL} avx_vnni"
 _SKYLAKE_X = f"{_HASWELL} avx512f avx512bw avx512cd avx512dq avx512vl"
 _ICE_LAKE = f"{_SKYLAKE_X} avx512_vnni"
 _ZEN_4 = f"{_ICE_LAKE} avx512_bf16"
@@ -210,6 +211,7 @@ _SAPPHIRE_RAPIDS = f"{_ZEN_4} amx_tile amx_int8 amx_bf16"
         ("sse2", "portable"),
         (_HASWELL.replace("fma", ""), "portable"),
         (_HASWELL, "avx2"),
+        (_ALDER_LAKE, "avx_vnni"),
         (_SKYLAKE_X, "avx2"),
         (_ICE_LAKE, "avx512_vnni"),
         (_ZEN_4, "avx512_bf16"),
