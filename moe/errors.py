@@ -31,6 +31,10 @@ class RequestError(MoEError):
     """A prompt or a sampling parameter is not valid for the loaded model."""
 
 
+class BusyError(RequestError):
+    """The machine was too busy to check a request, which may be valid: it can be sent again."""
+
+
 class StructureError(RequestError):
     """A structured output became too complex to constrain while the text was generated."""
 

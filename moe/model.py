@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -447,6 +447,12 @@ class MoE:
         program. A closed model cannot run.
         """
         self._close()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a loaded model cannot be pickled or copied: it has open files, threads and compiled "
+            "code; call MoE.from_pretrained where it is needed, or share it among threads"
+        )
 
     def __enter__(self) -> MoE:
         return self

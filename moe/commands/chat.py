@@ -43,8 +43,7 @@ def chat(
     history = [*leading]
     stats: RunStats | None = None
     if sys.stdin.isatty():
-        with suppress(ImportError):  # not every Python is built with it
-            import readline  # noqa: F401 - arrow keys and history for `input`
+        edit_lines()
         print(
             "Ctrl-D or /exit ends, /reset forgets the conversation, /stats shows figures, "
             "/image FILE shows an image with the next message."
@@ -142,8 +141,22 @@ def _answer(
     return stats
 
 
+def edit_lines() -> None:
+    """Give `input` arrow keys and history, and make pasted lines one message."""
+    with suppress(ImportError):  # not every Python is built with it
+        import readline
+
+        readline.parse_and_bind("set enable-bracketed-paste on")
+
+
 def _ask() -> str | None:
+    """The next message; None at the end of input. Ctrl-C on a terminal discards the line."""
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
         return None
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        print("\n(Ctrl-D or /exit ends)")
+        return ""

@@ -202,7 +202,9 @@ def plan(options: argparse.Namespace) -> int:
     with importing():
         from moe.commands.plan.command import run
 
-    return run(options.model, profile, as_json=options.json)
+    said = [] if options.profile is None else ["--profile", options.profile]
+    said += [word for setting in options.settings for word in ("--set", setting)]
+    return run(options.model, profile, said, as_json=options.json)
 
 
 def bench(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from moe.errors import RequestError, StructureError
+from moe.errors import BusyError, RequestError, StructureError
 from moe.fair_pool import FairPool
 from moe.sampling.params import SamplingParams, Structure
 
@@ -211,6 +211,9 @@ class Structures:
         """Raise `RequestError`, with the reason, if a structure cannot be followed.
 
         Takes a tenth of a second for a new structure.
+
+        Raises:
+            BusyError: the machine is too busy to find out.
         """
         self._tokenizer()
         from moe.sampling.grammar import fault
@@ -220,11 +223,16 @@ class Structures:
         source = structure.source
         if structure.kind == "grammar":  # `constraint` checks which special tokens exist
             source = _SPECIAL.sub("<[0]>", source)
-        if why := fault(structure.kind, source):
-            for name, part in structure.parts:
-                if its_own := fault(part.kind, part.source):
-                    raise _refusal(name, its_own, part.source)
-            raise _refused(structure, why)
+        try:
+            if why := fault(structure.kind, source):
+                for name, part in structure.parts:
+                    if its_own := fault(part.kind, part.source):
+                        raise _refusal(name, its_own, part.source)
+                raise _refused(structure, why)
+        except TimeoutError as error:
+            raise BusyError(
+                f"this machine is too busy to check {structure.name} ({error}); try again later"
+            ) from error
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """A new sequence's constraint; None without a structure. `check` must have passed.

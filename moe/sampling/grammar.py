@@ -50,7 +50,11 @@ def grammar_of(kind: str, source: str) -> str:
 
 @lru_cache(maxsize=256)
 def fault(kind: str, source: str) -> str:
-    """Why a structure cannot be compiled, or "" if it can; tried in another process."""
+    """Why a structure cannot be compiled, or "" if it can; tried in another process.
+
+    Raises:
+        TimeoutError: the process got too little of the processor to say; nothing is remembered.
+    """
     try:
         done = subprocess.run(
             [sys.executable, __file__],
@@ -60,8 +64,8 @@ def fault(kind: str, source: str) -> str:
             timeout=WALL_SECONDS,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
         )
-    except subprocess.TimeoutExpired:
-        return _TOO_COMPLEX
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"not compiled within {WALL_SECONDS} s") from error
     if done.returncode < 0:
         return _TOO_COMPLEX
     assert done.returncode == 0, done.stderr

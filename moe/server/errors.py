@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from moe.errors import ContextError, RequestError, StructureError
+from moe.errors import BusyError, ContextError, RequestError, StructureError
 from offload.errors import OffloadError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -131,6 +131,8 @@ def api_error(error: Exception) -> APIError:
     """The error that a client sees, over HTTP as in a batch. Hides unexpected ones."""
     if isinstance(error, APIError):
         return error
+    if isinstance(error, BusyError):
+        return APIError(503, str(error), code="busy", retry_after_s=5)
     if isinstance(error, RequestError):
         # OpenAI's clients look for this code to shorten a conversation.
         codes = {ContextError: "context_length_exceeded", StructureError: "structure_too_complex"}

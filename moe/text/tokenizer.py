@@ -239,6 +239,13 @@ class TextCodec:
             self.decode(token_ids[-len(format.open) - _BEHIND :])
         )
 
+    def closes_reasoning(self, token_ids: Sequence[int]) -> bool:
+        """Whether a prompt ends behind reasoning, as templates write it to turn reasoning off."""
+        format = self.reasoning.format
+        return format is not None and format.closed_by(
+            self.decode(token_ids[-len(format.close) - _BEHIND :])
+        )
+
     def decoder(
         self, shown: Collection[int] = (), behind: Sequence[int] = ()
     ) -> IncrementalDecoder | None:

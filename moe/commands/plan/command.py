@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -99,9 +100,15 @@ class SpeedPlan:
         }
 
 
-def run(name: str | Path, profile: LoadedProfile, *, as_json: bool) -> int:
-    """Print the plan of a model; 0 if it fits, 1 if not."""
-    made = plan_speed(name, profile)
+def run(
+    name: str | Path, profile: LoadedProfile, said: Sequence[str] = (), *, as_json: bool
+) -> int:
+    """Print the plan of a model; 0 if it fits, 1 if not.
+
+    Args:
+        said: the options of the command line that made the profile.
+    """
+    made = plan_speed(name, profile, said)
     if as_json:
         print(json.dumps(made.as_dict()))
     else:
@@ -109,8 +116,11 @@ def run(name: str | Path, profile: LoadedProfile, *, as_json: bool) -> int:
     return 1 if made.misfit else 0
 
 
-def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
+def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = ()) -> SpeedPlan:
     """Plan a model, and measure this machine for it.
+
+    Args:
+        said: as for `run`.
 
     Raises:
         CheckpointError, UnsupportedModelError, ProfileError: as when loading.
@@ -148,18 +158,22 @@ def plan_speed(name: str | Path, profile: LoadedProfile) -> SpeedPlan:
         policy_prices(planned),
         settings.offload.late == "prefix",
         0 if files.remote is None else files.remote.nbytes,
-        next_commands(str(name), bool(misfit), planned.why_resident),
+        next_commands(str(name), bool(misfit), planned.why_resident, said),
     )
 
 
-def next_commands(name: str, misfit: bool, why_resident: str) -> list[str]:
-    """What to run after a plan; empty for what fits in no way."""
+def next_commands(name: str, misfit: bool, why_resident: str, said: Sequence[str]) -> list[str]:
+    """What to run after a plan, with what it was made for; empty for what fits in no way."""
     if not misfit:
-        return [f"moe serve {name}"]
+        return [shlex.join(["moe", "serve", name, *said])]
     if not why_resident:
         return []
     store = f"{public_name(name).rpartition('/')[2].replace(':', '-')}-store"
-    return [f"moe convert {name} {store}", f"moe serve {store} --profile offload"]
+    settings = said[2:] if said[:1] == ["--profile"] else said
+    return [
+        shlex.join(["moe", "convert", name, store]),
+        shlex.join(["moe", "serve", store, "--profile", "offload", *settings]),
+    ]
 
 
 def model_sizes(planned: PlannedModel, max_steps: int | None = None) -> DecodeSizes:

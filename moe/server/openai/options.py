@@ -20,7 +20,14 @@ from moe.server.errors import APIError
 from moe.server.fields import Json, at_most
 from moe.text.tokenizer import TextCodec
 from moe.text.tool_calls.channels import ChannelParser
-from moe.text.tool_calls.grammar import ANY, CAN_FOLLOW, CallGrammar, Schema, after_reasoning
+from moe.text.tool_calls.grammar import (
+    ANY,
+    CAN_FOLLOW,
+    FREE,
+    CallGrammar,
+    Schema,
+    after_reasoning,
+)
 from moe.text.tool_calls.parser import CallParser
 from moe.text.tool_calls.reasoning import ReasoningParser, ReasoningSupport
 from moe.text.tool_calls.response_template import PREFIX_TOKENS, ResponseTemplate
@@ -216,29 +223,38 @@ class ToolBody(RequestBody):
             for tool in self.tools
         ]
 
-    def call_structure(self, codec: TextCodec) -> Structure | None:
+    def call_structure(self, codec: TextCodec, answer: Structure | None) -> Structure | None:
         """The grammar of answers that must call, or whose calls of strict tools must be valid.
+
+        Args:
+            answer: the form of answers that do not call; None: any text.
 
         Raises `RequestError` if it cannot be enforced.
         """
         if self.offered_tools is None:
             return None
         if codec.tools.format is None:  # calls are read by the tokenizer's response_template
-            if self.tool_choice != "auto" or any(tool.function.strict for tool in self.tools):
+            strict = any(tool.function.strict for tool in self.tools)
+            if answer is not None or self.tool_choice != "auto" or strict:
                 raise RequestError(
                     "this model's calls can be read, not enforced: its chat template does not show "
-                    "their form; leave out tool_choice and strict"
+                    "their form; leave out tool_choice and strict, or send either tools or a "
+                    "structure"
                 )
             return None
         functions = [tool.function for tool in self.tools]
         grammar = CallGrammar(codec.tools.format, codec.call_tokens)
         several = self.parallel_tool_calls
         if self.tool_choice == "auto":
+            schemas = {f.name: (f.parameters or ANY) if f.strict else FREE for f in functions}
+            if answer is not None:
+                lead = "" if codec.reasoning.format is None else codec.reasoning.format.lead
+                text = grammar.answer_or_calls(answer, lead, schemas, several=several)
+                return Structure.grammar(text, [(answer.name, answer), *_parts(schemas)])
             if not any(function.strict for function in functions):
                 return None
-            strict = {f.name: (f.strict and f.parameters) or ANY for f in functions}
-            text = grammar.text_or_calls(strict, several=several)
-            return Structure.grammar(text, _parts(strict))
+            text = grammar.text_or_calls(schemas, several=several)
+            return Structure.grammar(text, _parts(schemas))
         if isinstance(self.tool_choice, NamedToolChoice):
             functions = [f for f in functions if f.name == self.tool_choice.function.name]
             several = False
@@ -309,9 +325,11 @@ class ReasoningBody(ToolBody, StructuredBody):
 
         Raises `RequestError` if it cannot be enforced.
         """
-        structure = self.call_structure(codec) or self.structure
+        structure = self.call_structure(codec, self.structure) or self.structure
         format = codec.reasoning.format
         if structure is None or format is None or not self._thinks:
+            return structure
+        if codec.closes_reasoning(prompt):  # reasoning is off, or a continued message has done it
             return structure
         inside = codec.opens_reasoning(prompt)
         calls = codec.tools.format

@@ -30,6 +30,7 @@ from moe.server.fields import (
 from moe.server.openai.options import MAX_CALLS, CallId, ReasoningBody, StructuredBody, ToolCall
 from moe.text.chat import REASONING_KEY
 from moe.text.tokenizer import Prompt
+from moe.text.tool_calls.grammar import CAN_FOLLOW
 
 
 class ChatMessage(ResentBody):
@@ -194,10 +195,11 @@ class ChatRequest(ReasoningBody, ChatEnding, GenerationRequest):
             raise ValueError("max_tokens and max_completion_tokens are the same: give one")
         if self.continue_final_message and self.messages[-1].tool_calls:
             raise ValueError("messages: the last one calls tools, and cannot be continued")
-        if self.offered_tools and self.structure is not None:
+        structure = self.structure if self.offered_tools else None
+        if structure is not None and structure.kind not in CAN_FOLLOW:
             raise ValueError(
-                "an answer cannot both call tools and have a structure: send tool_choice: none, or "
-                "leave out what asks for the structure"
+                f"{structure.name} is of the whole answer, which then cannot call tools: send a "
+                "JSON schema or choices in its place, or tool_choice: none"
             )
         return self
 

@@ -19,6 +19,8 @@ from moe.text.tool_calls.reasoning import ReasoningFormat
 
 Schema = Mapping[str, Any]
 ANY: Schema = {"type": "object"}
+FREE: Schema = {"type": "object", "additionalProperties": True}
+"""Of tools whose calls are not checked: any arguments, where `ANY` without properties has none."""
 _OPTIONS = {"x-guidance": {"lenient": False, "whitespace_pattern": WHITESPACE}}
 ANY_TEXT = "/(?s:.*)/"
 _ABOUT = {"description", "title", "default", "examples", "$schema", "$id", "$comment"}
@@ -86,6 +88,25 @@ class CallGrammar:
         ]
         return self._grammar(rules, tools)
 
+    def answer_or_calls(
+        self, answer: Structure, lead: str, tools: Mapping[str, Schema], *, several: bool
+    ) -> str:
+        """An answer of a form of its own, or calls in its place.
+
+        Args:
+            answer: one of the kinds in `CAN_FOLLOW`.
+            lead: what `ReasoningFormat.lead` says; on channels it begins the answer's message.
+
+        Raises:
+            RequestError: no grammar can express a tool's arguments.
+        """
+        format = self._format
+        calls = [self._text(format.section_open), *self._calls(several)]
+        calls.append(self._text(format.section_close))
+        begin = "" if format.channels is None else self._text(lead)
+        final = [_rule("final", [begin, "form"]), f"form: {_term(answer)}"]
+        return self._grammar([_rule("start", ["final |", *calls]), *final], tools)
+
     def _calls(self, several: bool) -> list[str]:
         more = several and self._format.several
         return ["call", f"({' '.join(self._more())})*"] if more else ["call"]
@@ -119,6 +140,8 @@ class CallGrammar:
         return rule, self._tagged(rule, begin, body, schema)
 
     def _tagged(self, rule: str, begin: list[str], body: TaggedBody, schema: Schema) -> list[str]:
+        if schema == FREE:
+            return self._free_arguments(rule, begin, body)
         properties, required = schema.get("properties", {}), schema.get("required", [])
         if not isinstance(properties, Mapping) or schema.keys() - _definitions(schema) - _OF_TAGS:
             raise _unsaid("more than properties")
@@ -154,6 +177,18 @@ class CallGrammar:
         end = close.rstrip()
         return [
             _rule(rule, [*begin, f"{rule}_text", self._text(close[len(end) :])]),
+            f"{rule}_text[suffix={quoted(end)}]: {ANY_TEXT}",
+        ]
+
+    def _free_arguments(self, rule: str, begin: list[str], body: TaggedBody) -> list[str]:
+        """Arguments of any names, with any texts as values."""
+        end = body.close.rstrip()
+        argument = [self._text(body.open), f"{rule}_key", self._text(body.key_close)]
+        argument += [f"{rule}_text", self._text(body.close[len(end) :])]
+        return [
+            _rule(rule, [*begin, f"{rule}_any*"]),
+            _rule(f"{rule}_any", argument),
+            rf'{rule}_key: /[^<>"=\[\]\s]{{1,64}}/',
             f"{rule}_text[suffix={quoted(end)}]: {ANY_TEXT}",
         ]
 
@@ -268,9 +303,15 @@ def after_reasoning(
 
 
 def _answer(structure: Structure) -> str:
-    if structure.kind == "json_schema":
-        return f"answer: {json_of(json.loads(structure.source))}"
-    if structure.kind == "choice":
-        return f"answer: {' | '.join(map(quoted, json.loads(structure.source)))}"
+    if structure.kind in CAN_FOLLOW:
+        return f"answer: {_term(structure)}"
     assert structure.source.startswith("start:")
     return structure.source.replace("start:", "answer:", 1)
+
+
+def _term(structure: Structure) -> str:
+    """A requested structure as the right side of a rule."""
+    if structure.kind == "json_schema":
+        return json_of(json.loads(structure.source))
+    assert structure.kind == "choice"
+    return " | ".join(map(quoted, json.loads(structure.source)))

@@ -54,6 +54,10 @@ class ReasoningFormat:
         """Whether the answer to a prompt begins inside reasoning."""
         return prompt.rstrip().endswith(self.open)
 
+    def closed_by(self, prompt: str) -> bool:
+        """Whether a prompt has ended the reasoning already: its answer is not to reason."""
+        return prompt.rstrip().endswith(self.close)
+
     def as_dict(self) -> dict[str, str | None]:
         return {"opens": self.open, "closes": self.close, "key": self.key}
 

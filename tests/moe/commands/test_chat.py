@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -86,3 +90,35 @@ def test_a_model_that_cannot_chat_is_refused_before_anything_is_asked(
     monkeypatch.setattr(chat, "_ask", lambda: pytest.fail("asked"))
     with pytest.raises(RequestError, match=r"need a (chat template|tokenizer)"):
         chat.chat("some", Any)  # type: ignore[arg-type]
+
+
+def test_pasted_lines_are_one_message_and_ctrl_c_discards_a_line() -> None:
+    script = "from moe.commands.chat import _ask, edit_lines\nedit_lines()\n"
+    script += "while (line := _ask()) is not None: print('GOT', ascii(line))\n"
+    ours, theirs = os.openpty()
+    environment = os.environ | {"TERM": "xterm", "INPUTRC": os.devnull}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs,
+        env=environment, start_new_session=True, preexec_fn=lambda: _own_terminal(theirs),
+    ) as process:  # fmt: skip
+        os.close(theirs)
+        shown = _until(ours, b"> ")
+        assert b"GOT" not in shown
+        os.write(ours, b"\x1b[200~def f():\n    pass\x1b[201~\r")
+        assert b"GOT 'def f():\\n    pass'" in _until(ours, b"pass'\r\n")
+        os.write(ours, b"half\x03")
+        assert b"/exit ends" in _until(ours, b"ends)")
+        os.write(ours, b"\x04")
+        assert process.wait(60) == 0
+        os.close(ours)
+
+
+def _own_terminal(descriptor: int) -> None:
+    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
+
+
+def _until(descriptor: int, sign: bytes) -> bytes:
+    seen = b""
+    while sign not in seen:
+        seen += os.read(descriptor, 4096)
+    return seen

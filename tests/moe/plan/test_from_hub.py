@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from examples.models.tiny import tiny_config, tiny_model
 from experts.safetensors_io import Entry, encode_header
 from moe.cli import main
 from moe.commands.convert.convert import convert
+from moe.commands.plan.command import next_commands
 from moe.loading.meta_model import build_meta_model
 from tests.fake_hub import FakeHub
 from tests.moe.convert.stores import SETTINGS
@@ -133,7 +135,7 @@ def test_sixty_gigabytes_of_safetensors_are_planned_from_their_headers(
     assert "memory.device_gib of at least" in found["misfit"]
     assert found["commands"] == [
         "moe convert org/big big-store",
-        "moe serve big-store --profile offload",
+        "moe serve big-store --profile offload --set memory.device_gib=8",
     ]
     experts = next(one for one in found["memory"]["lines"] if one["name"] == "experts")
     assert experts["bytes"] == 4 * 416 * 3 * 4096 * 1536 * 2
@@ -166,7 +168,7 @@ def test_a_plan_of_a_hub_is_that_of_a_directory(
         local = planned(capsys, str(hub.root / path), *options)
         for key in ("memory", "sizes", "misfit"):
             assert _stable(there[key]) == _stable(local[key]), (name, key)
-        assert there["commands"] == [f"moe serve {name}"]
+        assert there["commands"] == [shlex.join(["moe", "serve", name, *options])]
         assert local["download_bytes"] == 0 < there["download_bytes"]
 
 
@@ -181,3 +183,11 @@ def test_ranks_are_planned_from_a_hub_too(hub: FakeHub, capsys: pytest.CaptureFi
     tiny_model("qwen3_moe").save_pretrained(hub.repository("org/tiny"))
     assert main(["plan", "org/tiny", "--ranks", "2", "--link", "1,10", "--revision", "v1"]) == 0
     assert "2 ranks" in capsys.readouterr().out
+
+
+def test_what_to_run_next_can_be_pasted_into_a_shell() -> None:
+    (serve,) = next_commands("my model", False, "", ["--set", "routing.policies=[top_k:2]"])
+    assert serve == "moe serve 'my model' --set 'routing.policies=[top_k:2]'"
+    made, served = next_commands("my model", True, "too large", ["--profile", "a", "--set", "x=1"])
+    assert made == "moe convert 'my model' 'my model-store'"
+    assert served == "moe serve 'my model-store' --profile offload --set x=1"

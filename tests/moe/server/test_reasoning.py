@@ -170,6 +170,9 @@ def test_structures_come_behind_reasoning(serve: Any, opened: bool) -> None:
             (choice,) = ask(client, max_tokens=80, temperature=0, **asked).choices
             assert (choice.message.content, choice.finish_reason) == ("", "length")
             assert choice.message.reasoning_content
+        off: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+        (choice,) = ask(client, response_format=format, **off).choices  # it begins at once
+        assert json.loads(choice.message.content)["a"] in (1, 2)
         if not opened:  # a bias against thinking at all
             never = {str(model.codec.encode(text)[0]): -100 for text in ("<think>", "\n<think>")}
             (choice,) = ask(client, logit_bias=never, response_format=format).choices

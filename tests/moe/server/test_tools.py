@@ -318,6 +318,30 @@ def test_strict_tools_are_called_as_they_say_or_not_at_all(
         ask(client, tools=[strict])
 
 
+def test_an_answer_that_may_call_has_the_form_that_was_asked_for(
+    demo: tuple[openai.OpenAI, MoE],
+) -> None:
+    """As agents with an output type ask. Schemas of tools that are not strict do not matter."""
+    client, model = demo
+    use(model, HERMES)
+    assert model.codec.tokenizer is not None
+    schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    form = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    form |= {"additionalProperties": False}
+    format: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": form}}
+    asked: Any = {"tools": [tool, FORECAST], "response_format": format, "max_tokens": 300}
+    first = str(model.codec.encode("<tool_call>")[0])
+    said = ask(client, **asked, logit_bias={first: -100}).choices[0].message
+    assert json.loads(said.content)["a"] in (1, 2)
+    assert said.tool_calls is None
+    called = ask(client, **asked, logit_bias={first: 30}, parallel_tool_calls=False).choices[0]
+    assert called.message.content == "<tool_call>\n" or called.message.tool_calls
+    format["json_schema"]["schema"] = schema
+    with pytest.raises(openai.BadRequestError, match="the JSON schema cannot be followed"):
+        ask(client, tools=[tool], response_format=format)
+
+
 def test_schemas_that_cannot_be_enforced_are_refused(demo: tuple[openai.OpenAI, MoE]) -> None:
     client, model = demo
     use(model, HERMES)
@@ -325,11 +349,11 @@ def test_schemas_that_cannot_be_enforced_are_refused(demo: tuple[openai.OpenAI, 
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     with pytest.raises(openai.BadRequestError, match="tools: the schema of 'f' cannot be followed"):
         ask(client, tools=[FORECAST, tool], tool_choice="required")
-    structured: Any = {"tools": [tool], "response_format": {"type": "json_object"}}
-    with pytest.raises(openai.BadRequestError, match="cannot both call tools and have a structure"):
+    structured: Any = {"tools": [tool], "extra_body": {"structured_outputs": {"regex": "[ab]{3}"}}}
+    with pytest.raises(openai.BadRequestError, match="the regular expression is of the whole answ"):
         ask(client, **structured)
     chosen = ask(client, **structured, tool_choice="none", max_tokens=300)
-    assert chosen.choices[0].message.content.startswith("{")
+    assert len(chosen.choices[0].message.content) == 3
     for choice, rule in (
         ({"type": "function", "function": {"name": "g"}}, "there is no tool 'g'"),
         ("required", "only with tools"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -65,6 +66,13 @@ def test_c24_other_content_types(kind: str, http: httpx.Client) -> None:
     answer = http.post(COMPLETIONS, content=body, headers={"content-type": kind})
     assert answer.status_code == 415
     error_of(answer)
+
+
+def test_compressed_bodies_are_refused_as_such(http: httpx.Client) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = http.post(COMPLETIONS, content=gzip.compress(b"{}"), headers=headers)
+    assert answer.status_code == 415
+    assert "must not be compressed (Content-Encoding is 'gzip')" in error_of(answer)["message"]
 
 
 def test_c2_bodies_that_are_too_large_declared_and_counted(serve: Any) -> None:

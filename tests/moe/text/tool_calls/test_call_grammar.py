@@ -16,7 +16,7 @@ from moe.errors import RequestError
 from moe.sampling.constraint import Structures
 from moe.sampling.params import SamplingParams, Structure
 from moe.text.tokenizer import TextCodec
-from moe.text.tool_calls.grammar import CallGrammar
+from moe.text.tool_calls.grammar import FREE, CallGrammar
 from moe.text.tool_calls.parser import CallParser, ParsedCall
 from tests.moe.text.tool_calls.templates import JSON_SHAPED, KNOWN, TAGGED
 from tests.moe.text.tool_calls.test_calls import format_of, read, written
@@ -96,6 +96,31 @@ def test_text_is_free_until_a_call_begins(name: str) -> None:
         calls = written(name, None, [ULM, GO]).strip()
         assert takes(grammar, f"Hi {calls}")
         assert not takes(grammar, f"Hi {calls[:-30]}")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_an_answer_is_of_a_form_or_calls(name: str) -> None:
+    """As agents ask for it: tools in each turn, and the form of the last answer."""
+    grammar, form = CallGrammar(format_of(name), {}), Structure.json_schema(CITY)
+    made = grammar.answer_or_calls(form, "", TOOLS, several=True)
+    call = written(name, None, [ULM]).strip()
+    answer = '{"city": "Ulm"}'
+    assert takes(made, call)
+    assert takes(made, answer)
+    for wrong in ("Ulm", f"{answer} {call}", "Well, " + call, call.replace("weather", "rain")):
+        assert not takes(made, wrong)
+    choice = grammar.answer_or_calls(Structure.choice(["yes", "no"]), "", TOOLS, several=True)
+    assert takes(choice, "no")
+    assert not takes(choice, "maybe")
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_calls_of_tools_that_are_not_strict_may_have_any_arguments(name: str) -> None:
+    """Beside a strict one they are in the same grammar."""
+    made = CallGrammar(format_of(name), {}).calls({"weather": CITY, "f": FREE}, several=True)
+    assert takes(made, written(name, None, [GO]).strip().replace("travel", "f"))
+    assert takes(made, written(name, None, [("f", {"a": 1, "b": "x y"})]).strip())
+    assert not takes(made, written(name, None, [("weather", {"city": "Ulm", "b": "x"})]).strip())
 
 
 def test_calls_without_delimiters_cannot_be_told_from_text() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.errors import RequestError
+from moe.sampling.params import Structure
 from moe.server.answers import AnswerParser, EmittedCall
 from moe.text.tool_calls.channels import ChannelParser
 from moe.text.tool_calls.format import CallFormat, Channels, NamedBody
@@ -118,3 +119,6 @@ def test_grammars() -> None:
     assert 'tool0: "now" " json" <[8]> %json' in text
     with pytest.raises(RequestError, match="messages on channels"):
         grammar.text_or_calls({"now": {}}, several=True)
+    lead = "<|channel|>final<|message|>"
+    text = grammar.answer_or_calls(Structure.choice(["yes"]), lead, {"now": {}}, several=True)
+    assert text.startswith('start: final | call\nfinal: <[7]> "final" <[8]> form\nform: "yes"\n')
