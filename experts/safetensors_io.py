@@ -67,6 +67,11 @@ class HeaderError(Exception):
     """Why a file is refused; the caller adds which file it is."""
 
 
+LFS_POINTER = b"version https://git-lfs"
+"""The beginning of what a clone without Git LFS has in place of a large file."""
+LFS_REFUSAL = "is a pointer of Git LFS, not the file; run git lfs pull where it was cloned"
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """Where one tensor is: bytes ``[start, end)`` of `file`, row-major, little-endian."""
@@ -99,7 +104,9 @@ def read_header(fd: int, size: int, file: Path) -> dict[str, TensorInfo]:
         raise HeaderError("is empty (0 bytes)")
     if size < 8:
         raise HeaderError(f"is {size} bytes long, too short for a safetensors header")
-    length = int.from_bytes(_read(fd, 8, 0), "little")
+    if (first := _read(fd, 8, 0)) == LFS_POINTER[:8]:
+        raise HeaderError(LFS_REFUSAL)
+    length = int.from_bytes(first, "little")
     if length > MAX_HEADER_BYTES:
         raise HeaderError(
             f"declares a header of {length} bytes, more than the {MAX_HEADER_BYTES} allowed "

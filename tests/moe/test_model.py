@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import pickle
 import re
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -291,6 +293,14 @@ def test_a_fork_says_that_it_cannot_run(model: MoE, monkeypatch: pytest.MonkeyPa
     for use in (lambda: model.generate([5]), lambda: model.logits([5]), model.loop):
         with pytest.raises(RequestError, match=r"process 1 is a fork .* load it there"):
             use()
+
+
+@pytest.mark.parametrize("copy", [pickle.dumps, deepcopy])
+def test_a_model_that_is_to_be_pickled_says_what_to_do(
+    model: MoE, copy: Callable[[MoE], object]
+) -> None:
+    with pytest.raises(TypeError, match=r"cannot be pickled or copied: .* MoE\.from_pretrained"):
+        copy(model)
 
 
 @pytest.mark.parametrize(

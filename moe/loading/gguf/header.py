@@ -18,7 +18,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.safetensors_io import MAX_DIMENSION, HeaderError, open_regular
+from experts.safetensors_io import (
+    LFS_POINTER,
+    LFS_REFUSAL,
+    MAX_DIMENSION,
+    HeaderError,
+    open_regular,
+)
 from moe.errors import UnsupportedModelError
 from moe.extras import install_line
 
@@ -126,7 +132,9 @@ def read_gguf(
     Raises `HeaderError`, or ValueError for text that is none.
     """
     header = _Header(stream, size)
-    if header.take(4) != MAGIC:
+    if (first := header.take(4)) == LFS_POINTER[:4]:
+        raise HeaderError(LFS_REFUSAL)
+    if first != MAGIC:
         raise HeaderError("does not begin with GGUF, so it is not a GGUF file")
     version = header.number("I")
     if version not in VERSIONS:

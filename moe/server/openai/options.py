@@ -223,7 +223,7 @@ class ToolBody(RequestBody):
             for tool in self.tools
         ]
 
-    def call_structure(self, codec: TextCodec, answer: Structure | None) -> Structure | None:
+    def call_structure(self, codec: TextCodec, answer: Structure | None = None) -> Structure | None:
         """The grammar of answers that must call, or whose calls of strict tools must be valid.
 
         Args:

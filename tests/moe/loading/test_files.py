@@ -70,6 +70,10 @@ HEADERS = {
     "empty file": (b"", "model.safetensors: is empty"),
     "seven bytes": (b"1234567", "is 7 bytes long, too short"),
     "huge header": (struct.pack("<Q", 1 << 40), "declares a header of 1099511627776 bytes"),
+    "Git LFS": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:1f\nsize 9\n",
+        "model.safetensors: is a pointer of Git LFS, not the file; run git lfs pull",
+    ),
     "header past end": (struct.pack("<Q", 99) + b"{}", "is truncated: header of 99 bytes"),
 }
 

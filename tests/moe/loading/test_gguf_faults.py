@@ -125,6 +125,7 @@ def test_weights_that_are_not_numbers_are_named(good: Path, tmp_path: Path) -> N
         (b"llama.rope.dimension_count", b"llama.rope.dimension_kount", "rope.dimension_kount = 16"),
         (b"GGUF\3", b"GGUF\1", "is GGUF version 1, only 2 and 3"),
         (b"GGUF\3", b"GGML\3", "is not a GGUF file"),
+        (b"GGUF\3", b"versi", "is a pointer of Git LFS"),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(

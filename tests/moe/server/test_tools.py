@@ -327,7 +327,7 @@ def test_an_answer_that_may_call_has_the_form_that_was_asked_for(
     assert model.codec.tokenizer is not None
     schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
-    form = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    form: Any = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
     form |= {"additionalProperties": False}
     format: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": form}}
     asked: Any = {"tools": [tool, FORECAST], "response_format": format, "max_tokens": 300}
