@@ -36,7 +36,8 @@ def json_body(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media_type != "application/json":
             raise APIError(415, "the Content-Type must be application/json")
-        if (coding := request.headers.get("content-encoding", "identity")) != "identity":
+        coding = request.headers.get("content-encoding", "").strip().lower()
+        if coding not in ("", "identity"):
             message = f"bodies must not be compressed (Content-Encoding is {coding!r:.40})"
             raise APIError(415, message)
         settings: ServerSettings = request.app.state.settings

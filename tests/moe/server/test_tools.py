@@ -335,8 +335,8 @@ def test_an_answer_that_may_call_has_the_form_that_was_asked_for(
     said = ask(client, **asked, logit_bias={first: -100}).choices[0].message
     assert json.loads(said.content)["a"] in (1, 2)
     assert said.tool_calls is None
-    called = ask(client, **asked, logit_bias={first: 30}, parallel_tool_calls=False).choices[0]
-    assert called.message.content == "<tool_call>\n" or called.message.tool_calls
+    called = ask(client, **asked | {"max_tokens": 30}, logit_bias={first: 30}).choices[0].message
+    assert called.content.startswith("<tool_call>\n")  # a call that the limit has cut off
     format["json_schema"]["schema"] = schema
     with pytest.raises(openai.BadRequestError, match="the JSON schema cannot be followed"):
         ask(client, tools=[tool], response_format=format)
