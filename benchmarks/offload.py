@@ -99,9 +99,9 @@ def main() -> None:
     print_header(facts)
     results = {}
     for target in targets(options.model):
-        disk, how = disk_speed(target.largest_file, target.expert_bytes)
-        bench = Bench(target, options, disk)
-        result = measure(bench, options.parts, options.residency) | {"reader": how}
+        disk = disk_speed(target.largest_file, target.expert_bytes)
+        bench = Bench(target, options, disk.bytes_per_s)
+        result = measure(bench, options.parts, options.residency) | {"reader": disk.reader}
         show(target.store.name, result)
         results[target.store.name] = result
     first = next(iter(results.values()), {})

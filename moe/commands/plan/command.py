@@ -33,6 +33,7 @@ from moe.commands.plan.decode_speed import (
     estimate_decode,
 )
 from moe.commands.plan.speeds import (
+    DiskSpeed,
     cache_speed,
     disk_speed,
     product_speed,
@@ -139,9 +140,9 @@ def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = (
             misfit = str(error)
     locality = known_routing(files.path, planned, sizes, settings.offload.policy)
     offloads = bool(planned.memory.tiers)
+    disk = disk_of(files, sizes, settings.offload.reader) if offloads else None
     speeds = replace(
-        step_speeds(device, expert_bits(planned.network, sizes)),
-        disk=disk_of(files, sizes, settings.offload.reader) if offloads else None,
+        step_speeds(device, expert_bits(planned.network, sizes), disk),
         to_device=to_device_speed(device) if device.type == "cuda" and offloads else None,
         products=product_speed(device) if sizes.canvas > 1 else None,
     )
@@ -234,12 +235,12 @@ def _looked_up(network: PreTrainedModel, weights: Mapping[str, int]) -> int:
     return 0 if table is head else weights.get(f"{names[id(table)]}.weight", 0)
 
 
-def disk_of(files: ModelFiles, sizes: DecodeSizes, reader: str) -> float:
-    """Bytes per second of reading experts of a model from its disk, or from where it would be."""
+def disk_of(files: ModelFiles, sizes: DecodeSizes, reader: str) -> DiskSpeed:
+    """How fast experts of a model come from its disk, or from the one where it would be."""
     if files.remote is not None:
         return cache_speed(Path(constants.HF_HUB_CACHE), sizes.expert_bytes, reader)
     largest = max(files.path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
-    return disk_speed(largest, sizes.expert_bytes, reader)[0]
+    return disk_speed(largest, sizes.expert_bytes, reader)
 
 
 def show(made: SpeedPlan, console: Console) -> None:

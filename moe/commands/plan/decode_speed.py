@@ -4,7 +4,9 @@ A step of B tokens reads the trunk (all weights but experts) once and, in every 
 distinct experts that its tokens choose; experts that are not in device memory come from host memory
 or disk first. The bytes of each path over its measured bandwidth are the least time of a step. On a
 CPU the bandwidth is that of products with bit planes, and what a layer takes beside its weights is
-added. Reads that wait for each other, and attention to long contexts, are not counted.
+added. There, too, a layer's reads begin together, and its experts run in order as they arrive
+(`layer_with_reads`); on a GPU paths are taken one after the other. Prefetches, and attention to
+long contexts, are not counted.
 
 Of a model that writes blocks, a step refines the canvas of each sequence: B times as many tokens,
 whose products take longer than reading weights does. A block is final after several.
@@ -13,6 +15,7 @@ Legend: E experts of a layer, K of them per token, B tokens of a step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -26,10 +29,11 @@ class Bandwidths:
 
     Attributes:
         memory: at which a step reads weights from the device's own memory.
-        disk: of random reads of whole experts; None if the disk is not needed.
+        disk: of random reads of whole experts, many at a time; None if the disk is not needed.
         to_device: from pinned host memory to a CUDA device; None on a CPU.
         layer_s: seconds of a layer beside its weights.
         row_s: seconds that each token adds to these.
+        read_s: seconds of a layer's reads beside their bytes.
         products: FLOP/s of products of matrices; None if steps have too few tokens to be bound by
             them.
     """
@@ -39,6 +43,7 @@ class Bandwidths:
     to_device: float | None = None
     layer_s: float = 0.0
     row_s: float = 0.0
+    read_s: float = 0.0
     products: float | None = None
 
     def beside(self, layers: int, batch: int) -> float:
@@ -127,6 +132,7 @@ class DecodeEstimate:
         host_hit_ratio: share that is in device or host memory; `hit_ratio` on a CPU.
         disk_bytes_per_token: read from disk.
         seconds: of a step, by path: ``memory`` (computation included), ``disk``, ``to_device``.
+        step_s: seconds of a step.
     """
 
     batch: int
@@ -135,11 +141,11 @@ class DecodeEstimate:
     host_hit_ratio: float
     disk_bytes_per_token: float
     seconds: Mapping[str, float]
+    step_s: float
 
     @property
     def tokens_per_second(self) -> float:
-        """If the paths run one after the other."""
-        return self.tokens / sum(self.seconds.values())
+        return self.tokens / self.step_s
 
     @property
     def best_tokens_per_second(self) -> float:
@@ -171,15 +177,52 @@ def estimate_decode(
 
     hits = share_of(sizes.slots)
     near = max(hits, share_of(sizes.host_slots)) if sizes.host_slots else hits
-    wanted = sizes.layers * locality.distinct(rows) * sizes.expert_bytes
-    moved = (sizes.trunk_bytes + wanted) / speeds.memory
+    distinct = locality.distinct(rows)
+    wanted = sizes.layers * distinct * sizes.expert_bytes
+    trunk = sizes.trunk_bytes / speeds.memory
+    moved = trunk + wanted / speeds.memory
     if speeds.products is not None:
         moved = max(moved, rows * sizes.flops / speeds.products)
-    seconds = {"memory": moved + speeds.beside(sizes.layers, rows)}
+    beside = speeds.beside(sizes.layers, rows)
+    seconds = {"memory": moved + beside}
     from_disk = (1 - near) * wanted
     if from_disk:
         assert speeds.disk is not None
         seconds["disk"] = from_disk / speeds.disk
     if speeds.to_device is not None and hits < 1:
         seconds["to_device"] = (1 - hits) * wanted / speeds.to_device
-    return DecodeEstimate(batch, tokens, hits, near, from_disk / tokens, seconds)
+    step_s = sum(seconds.values())
+    if speeds.disk is not None and speeds.to_device is None:
+        expert_s, read_s = (moved - trunk) / wanted, 1 / speeds.disk
+        expert_s, read_s = expert_s * sizes.expert_bytes, read_s * sizes.expert_bytes
+        layer_s = layer_with_reads(distinct, hits, expert_s, read_s, speeds.read_s)
+        step_s = trunk + beside + sizes.layers * layer_s
+    return DecodeEstimate(batch, tokens, hits, near, from_disk / tokens, seconds, step_s)
+
+
+def layer_with_reads(
+    distinct: float, hits: float, expert_s: float, read_s: float, begin_s: float
+) -> float:
+    """Expected seconds in which a layer's experts run while those that are missing are read.
+
+    Experts run in the order of their ids, each when it and all before it are in memory. So what is
+    left to run when the last of m missing ones arrives is that one and all behind it: (n + 1) /
+    (m + 1) of n, as any n - m of them may be in memory. How many are missing is a draw for each
+    expert.
+
+    Args:
+        distinct: n, the experts that the layer needs.
+        hits: share of them that is in memory.
+        expert_s: to run one.
+        read_s: to read one.
+        begin_s: from the call to the first byte, if one is missing.
+    """
+    count = max(round(distinct), 1)
+    missing = min((1 - hits) * distinct / count, 1.0)
+    expected = 0.0
+    for m in range(count + 1):
+        chance = math.comb(count, m) * missing**m * (1 - missing) ** (count - m)
+        left = (count + 1) / (m + 1) * expert_s
+        read = begin_s + m * read_s + left if m else 0.0
+        expected += chance * max(count * expert_s, read)
+    return expected

@@ -148,7 +148,9 @@ def plan_many(
         )
         available, why_resident = planned.memory.available_bytes, planned.why_resident
     locality = known_routing(files.path, planned, needs.sizes, settings.offload.policy)
-    disk = None if why_resident else disk_of(files, needs.sizes, settings.offload.reader)
+    disk = None
+    if not why_resident:
+        disk = disk_of(files, needs.sizes, settings.offload.reader).bytes_per_s
     link = link or (measure_link() if ranks > 1 else NETWORK)
     machine = Machine(Bandwidths(memory_speed(device), disk), available, link, network)
     kind = settings.parallel.placement

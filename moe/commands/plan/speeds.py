@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,14 +38,29 @@ CACHE_SAMPLE_BYTES = 64 << 20
 LAYER_S, ROW_S = 15e-6, 20e-6
 """Seconds of a decode step's layer beside its weights, and of each token in it, by two cores of a
 Zen 5: docs/results/2026-11-25-decode.md."""
+STOP_S = 100e-6
+"""Seconds from the stop of a step, at a layer that lacks experts, to their first read."""
 HIDDEN, WIDTH, CHOSEN = 1024, 512, 8
 """Of the experts that weights are read from, and how many a layer reads."""
-PAGE = 4096
+PAGE, HUGE_PAGE = 4096, 2 << 20
 IN_FLIGHT = 8
 MEASURE_S = 0.3
 ROUNDS = 20
 LARGE_BYTES = 4 << 20
 TIMEOUT_S = 20.0
+
+
+class DiskSpeed(NamedTuple):
+    """How fast a reader reads: ``n`` reads of b bytes that begin together take ``latency_s + n b /
+    bytes_per_s``.
+
+    Attributes:
+        reader: its name.
+    """
+
+    bytes_per_s: float
+    latency_s: float
+    reader: str
 
 
 def memory_speed(device: torch.device) -> float:
@@ -56,17 +73,21 @@ def memory_speed(device: torch.device) -> float:
     return SAMPLE_BYTES / _best_of(5, lambda: array.sum().item())
 
 
-def step_speeds(device: torch.device, bits: float) -> Bandwidths:
-    """How fast decode steps go through weights in the device's memory, which have so many bits.
+def step_speeds(device: torch.device, bits: float, disk: DiskSpeed | None = None) -> Bandwidths:
+    """How fast decode steps go through weights in the device's memory, which have so many bits, and
+    on the disk.
 
     On a CPU with compiled kernels, bit planes are read as a step does: a token's experts of a
     layer, then those of the next. Whole weights are read as fast as memory goes.
     """
+    found = Bandwidths(0.0)
+    if disk is not None:
+        found = replace(found, disk=disk.bytes_per_s, read_s=STOP_S + disk.latency_s)
     native = choose_kernel()[0] if device.type == "cpu" else None
     if native is None:
-        return Bandwidths(memory_speed(device))
+        return replace(found, memory=memory_speed(device))
     rate = memory_speed(device) if bits >= 16 else _experts_speed(native, bits)
-    return Bandwidths(rate, layer_s=LAYER_S, row_s=ROW_S)
+    return replace(found, memory=rate, layer_s=LAYER_S, row_s=ROW_S)
 
 
 def _experts_speed(native: NativeKernels, bits: float) -> float:
@@ -118,7 +139,7 @@ def to_device_speed(device: torch.device) -> float:
     return SAMPLE_BYTES / _best_of(3, copy)
 
 
-def cache_speed(folder: Path, block_bytes: int, reader: str = "auto") -> float:
+def cache_speed(folder: Path, block_bytes: int, reader: str = "auto") -> DiskSpeed:
     """`disk_speed` of a directory's disk, by a file that is written there and removed again."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix="moe-plan-") as file:
@@ -127,11 +148,14 @@ def cache_speed(folder: Path, block_bytes: int, reader: str = "auto") -> float:
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
-        return disk_speed(Path(file.name), block_bytes, reader)[0]
+        return disk_speed(Path(file.name), block_bytes, reader)
 
 
-def disk_speed(file: Path, block_bytes: int, reader: str = "auto") -> tuple[float, str]:
-    """Bytes per second of random reads past the page cache, and the reader's name.
+def disk_speed(file: Path, block_bytes: int, reader: str = "auto") -> DiskSpeed:
+    """Measure random reads past the page cache, one and `IN_FLIGHT` at a time.
+
+    They go to huge pages, as those of the expert cache do: into small ones the disk of a virtual
+    machine reads at .6 to .9 of the speed, in each process another.
 
     Args:
         file: a large file on the disk to measure.
@@ -144,24 +168,32 @@ def disk_speed(file: Path, block_bytes: int, reader: str = "auto") -> tuple[floa
     block = max(block_bytes // PAGE, 1) * PAGE
     count = max(file.stat().st_size // block, 1)
     block = min(block, file.stat().st_size)
-    places = [torch.empty(block + PAGE, dtype=torch.uint8) for _ in range(IN_FLIGHT)]
-    places = [place[-place.data_ptr() % PAGE :][:block] for place in places]
+    memory = fresh_bytes(IN_FLIGHT * block + 2 * HUGE_PAGE).zero_()
+    first = -memory.data_ptr() % HUGE_PAGE
+    places = memory[first : first + IN_FLIGHT * block].view(IN_FLIGHT, block)
     chosen = choose_reader(file, reader)
     fd = os.open(file, os.O_RDONLY)
+
+    def seconds(reads: int) -> float:
+        start = time.perf_counter()
+        transfers = [
+            chosen.submit([Read(fd, file, random.randrange(count) * block, place)], urgent=True)
+            for place in places[:reads]
+        ]
+        for transfer in transfers:
+            transfer.wait()
+        return time.perf_counter() - start
+
     try:
-        start, done = time.perf_counter(), 0
-        while done == 0 or time.perf_counter() - start < MEASURE_S:
-            transfers = []
-            for place in places:
-                read = Read(fd, file, random.randrange(count) * block, place)
-                transfers.append(chosen.submit([read], urgent=True))
-            for transfer in transfers:
-                transfer.wait()
-            done += len(places) * block
-        return done / (time.perf_counter() - start), chosen.name
+        start, times = time.perf_counter(), list[tuple[float, float]]()
+        while not times or time.perf_counter() - start < MEASURE_S:
+            times.append((seconds(1), seconds(IN_FLIGHT)))
     finally:
         chosen.close()
         os.close(fd)
+    one, many = (median(each) for each in zip(*times, strict=True))
+    rest = max((many - one) / (IN_FLIGHT - 1), many / IN_FLIGHT / 2)  # noise must not be speed
+    return DiskSpeed(block / rest, max(one - rest, 0.0), chosen.name)
 
 
 def _best_of(rounds: int, run: Callable[[], object]) -> float:

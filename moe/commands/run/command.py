@@ -131,9 +131,9 @@ def plan_run(name: str, overrides: Mapping[str, Any]) -> RunPlan:
         with reach_model(source, whole=False) as files:
             facts = look_at(source, files, settings, device)
     choice = choose_run(facts.model, facts.machine)
+    disk = cache_speed(facts.stores, _one(facts, choice)) if choice.offload else None
     speeds = replace(
-        step_speeds(device, _expert_bits(facts, choice)),
-        disk=cache_speed(facts.stores, _one(facts, choice)) if choice.offload else None,
+        step_speeds(device, _expert_bits(facts, choice), disk),
         to_device=to_device_speed(device) if choice.offload and device.type == "cuda" else None,
         products=product_speed(device) if facts.sizes.canvas > 1 else None,
     )
