@@ -80,6 +80,17 @@ def memory_nodes(root: Path = ROOT) -> list[frozenset[int]]:
     return [cpus for cpus in found if cpus] or [usable]
 
 
+def physical_cores(root: Path = ROOT) -> list[frozenset[int]]:
+    """The usable CPUs of each physical core (several with hyper-threads), those of a memory node
+    together; empty where the system does not say which CPUs are usable."""
+    cores: dict[frozenset[int], None] = {}
+    for node in memory_nodes(root):
+        for cpu in sorted(node):
+            file = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
+            cores[frozenset(_cpus(_read(file) or str(cpu))) & node | {cpu}] = None
+    return list(cores)
+
+
 def _cpus(text: str) -> Iterator[int]:
     """The CPUs of a list like ``0-3,8``."""
     for part in filter(None, text.strip().split(",")):

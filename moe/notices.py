@@ -6,6 +6,7 @@ from __future__ import annotations
 from moe.decode.enable import FUSED_OFF, Fused
 from moe.describe.probe import Packing
 from moe.engine.borrowing import borrowing_notice
+from moe.engine.pinning import pinned_cpus
 from moe.loaded import LoadedModel
 from moe.loading.load import LoadReport
 from moe.settings import Profile
@@ -26,6 +27,7 @@ def notices_of(loaded: LoadedModel, profile: Profile, ranks: int) -> list[str]:
         *_prefix_notices(loaded, profile, ranks),
         *_eviction_notices(loaded, profile),
         *_low_bit_notices(loaded, profile),
+        *_pinning_notices(loaded, profile),
     ]
 
 
@@ -91,6 +93,11 @@ def _prefix_notices(loaded: LoadedModel, profile: Profile, ranks: int) -> list[s
     if profile.memory.prefix_dir is None or not why:
         return []
     return [f"memory.prefix_dir changes nothing: {why}"]
+
+
+def _pinning_notices(loaded: LoadedModel, profile: Profile) -> list[str]:
+    _, why = pinned_cpus(profile, loaded.backbone.device)
+    return [f"engine.pin_threads changes nothing: {why}"] if why else []
 
 
 def _image_notices(loaded: LoadedModel, profile: Profile) -> list[str]:

@@ -26,6 +26,7 @@ from moe.engine.borrowing import KVBorrowing
 from moe.engine.expert_aware_order import ExpertAwareOrder
 from moe.engine.in_flight import Outcome, StepInFlight
 from moe.engine.kv_account import KVAccount
+from moe.engine.pinning import pinned_cpus
 from moe.engine.prefill_batch import PrefillBatch, ScheduledStep, SequenceGroup
 from moe.engine.prefill_mode import LayerWork, PrefillPlanner
 from moe.engine.prefix_cache import PrefixCache
@@ -104,7 +105,9 @@ class Engine:
         runner: StepRunner | None = None,
         prefixes: PrefixCache | None = None,
     ) -> None:
-        self.runner: StepRunner = runner or ModelRunner(backbone, experts, speculator)
+        self.runner: StepRunner = runner or ModelRunner(
+            backbone, experts, speculator, pinned_cpus(profile, backbone.device)[0]
+        )
         self._borrowing = borrowing
         self._ahead: StepInFlight | None = None  # launched, and not read
         drafts = profile.speculation

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from moe.engine.in_flight import DrawingStep, End, Lost, Outcome, StepInFlight, num_unread
 from moe.engine.overlap import run_overlapped
+from moe.engine.pinning import PinnedThreads
 from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep
 from moe.network.backbone import SHORT, Backbone
 from moe.network.kv_cache import SequenceCache
@@ -51,13 +52,19 @@ class ModelRunner:
         backbone: the model.
         experts: its MoE layers.
         speculator: drafts tokens before a step, which the step then verifies; None for no drafts.
+        cpus: where the threads of a step stay, one each; none: where the system puts them.
     """
 
     def __init__(
-        self, backbone: Backbone, experts: MoELayers, speculator: Speculator | None = None
+        self,
+        backbone: Backbone,
+        experts: MoELayers,
+        speculator: Speculator | None = None,
+        cpus: Sequence[int] = (),
     ) -> None:
         self.backbone = backbone
         self.experts = experts
+        self._pinned = PinnedThreads(cpus)
         self._speculator = speculator
         self._prefill_pass: PrefillPass | None = None
 
@@ -153,6 +160,12 @@ class ModelRunner:
     ) -> list[tuple[Tensor | Exception, Lost | None]]:
         """Logits of each sequence's tokens, with `_End.lost`; the prefill pass runs to its end or
         its next pause."""
+        with self._pinned:
+            return self._compute(tokens, prefill, overlap)
+
+    def _compute(
+        self, tokens: Sequence[Work], prefill: PrefillPass | None, overlap: bool
+    ) -> list[tuple[Tensor | Exception, Lost | None]]:
         cut = len(tokens) // 2 if overlap and prefill is None else len(tokens)
         parts = [tokens[:cut], tokens[cut:]]
         lanes = [self.backbone.lanes(part, "decode") for part in parts]

@@ -16,11 +16,12 @@ import torch
 from experts.dispatch import RowKind
 from moe.engine.blocks import BlockRunner
 from moe.engine.borrowing import kv_borrowing
+from moe.engine.pinning import pinned_cpus
 from moe.engine.runner import ModelRunner
 from moe.loaded import LoadedModel
 from moe.loading.hub import experts_per_token, resolve_model
 from moe.loading.memory_plan import GIB
-from moe.machine import memory_available, memory_nodes, stay_on
+from moe.machine import memory_available, memory_nodes, physical_cores, stay_on
 from moe.network.stored_embedding import backbone_dtype
 from moe.parallel.coordinator import Coordinator, WorkerLinks
 from moe.parallel.expected_load import expected_load_of
@@ -121,13 +122,17 @@ class Ranks:
 
     def share(self, profile: Profile) -> Profile:
         """The profile of one rank: its part of the machine's cores and memory. On a machine with
-        several memory nodes, this process then stays on its own, so its weights are near."""
+        several memory nodes, this process then stays on its own, so its weights are near; with
+        ``engine.pin_threads`` it stays on its share of the physical cores."""
         threads = self.membership.threads(self.launch.rank)
-        sharers, nodes = self.membership.sharers(self.launch.rank), memory_nodes()
+        sharers = self.membership.sharers(self.launch.rank)
+        nodes = physical_cores() if profile.engine.pin_threads else memory_nodes()
         if not _on_cuda(profile) and len(sharers) > 1 and len(nodes) > 1:
             parts = parts_of(nodes, len(sharers))
             stay_on(cpus := parts[sharers.index(self.launch.rank)])
             threads = max(1, len(cpus) // parts.count(cpus))
+            if profile.engine.pin_threads:
+                threads = sum(core <= cpus for core in nodes)
         threads = min(threads, profile.threads or torch.get_num_threads())
         own = profile.offload.model_copy(update={"hot_set": False})  # its share says what is hot
         changed: dict[str, object] = {"threads": threads, "offload": own}
@@ -160,7 +165,8 @@ class Ranks:
 
         def new_mirror() -> EngineMirror:
             borrowing = kv_borrowing(offloaded, loaded.memory_plan, profile.offload)
-            runner = ModelRunner(loaded.backbone, loaded.experts, speculator)
+            cpus, _ = pinned_cpus(profile, loaded.backbone.device)
+            runner = ModelRunner(loaded.backbone, loaded.experts, speculator, cpus)
             if loaded.blocks is not None:
                 how = loaded.blocks, profile.diffusion
                 runner = BlockRunner(loaded.backbone, loaded.experts, *how)
