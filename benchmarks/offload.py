@@ -1,18 +1,20 @@
 """How fast is a model that does not fit, against the disk's limit, fully resident, and llama.cpp?
 
     python -m benchmarks.offload [--quick] [--model 30b|2b|demo|STORE] [--residency 0.75 0.5 0.25]
-                                 [--parts random replayed prompts]
+                                 [--parts random replayed prompts plan]
 
 Every run is a process under a real memory limit (a control group), which covers the resident share
 of the experts, the other weights and what the process takes beside them; its highest use is read
-from outside. Three questions:
+from outside. Four questions:
 
 - random: decoding with the model's own random routing, where no cache can do better than its size,
   against fully resident, against what the disk could give (bytes read over the bandwidth that is
   measured here), and against llama.cpp's memory-mapped file of the same weights under the limit;
 - replayed: routing with the locality that was published for Qwen3-30B-A3B
   (`benchmarks.offload_routing`), this engine's default policy with prefetch against plain LRU;
-- prompts: layered against chunked prefill, where each chunk reads the experts from disk again.
+- prompts: layered against chunked prefill, where each chunk reads the experts from disk again;
+- plan (where asked for): what `moe plan` says of decode steps, beside what an engine then does, on
+  disks of known speed and on this one, without a memory limit (`benchmarks.offload_plan`).
 
 ``bytes_per_token`` and ``stall_fraction`` are what the cache counted, ``disk_fraction`` is those
 bytes over the disk's bandwidth and the time. Of prompts also the seconds that the disk takes for
@@ -28,9 +30,10 @@ from typing import Any
 from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.offload_bench import Bench, measure
 from benchmarks.offload_models import targets
+from benchmarks.offload_plan import planned_cases, summary
 from moe.commands.plan.speeds import disk_speed
 
-PARTS = ("random", "replayed", "prompts")
+PARTS = ("random", "replayed", "prompts", "plan")
 
 
 def show(name: str, result: dict[str, Any]) -> None:
@@ -57,6 +60,18 @@ def show(name: str, result: dict[str, Any]) -> None:
     if rows:
         heads = ("", "resident", "first token s", "GB", "disk s", "processor s", "stalled")
         print_table(f"{name}: prompts", heads, rows)
+    if planned := result.get("plan"):
+        rows = [
+            (
+                *(f"{one['share']:g} {one['disk']}", one["batch"], one["planned"]),
+                *(one["measured"], one["ratio"], one.get("bytes_ratio", "-")),
+                one["uniform_ratio"],
+            )
+            for one in planned["rows"]
+        ]
+        heads = ("", "sequences", "planned", "measured", "ratio", "of the bytes", "uniform")
+        print_table(f"{name}: tokens/s by moe plan and by an engine", heads, rows)
+        print(", ".join(f"{what} {ratio:.2f}" for what, ratio in planned["summary"].items()))
 
 
 def _peer(found: dict[str, Any]) -> str:
@@ -83,12 +98,12 @@ def parse() -> argparse.Namespace:
     add("--quick", action="store_true", help="the demo model, one residency, its own routing")
     add("--model", nargs="+", help="30b, 2b, demo or a store (default: 30b and 2b)")
     add("--residency", **several(float), default=[0.75, 0.5, 0.25])
-    add("--parts", nargs="+", choices=PARTS, help=f"(default: {' '.join(PARTS)})")
+    add("--parts", nargs="+", choices=PARTS, help=f"(default: {' '.join(PARTS[:3])})")
     add("--lengths", **several(int), default=[2048, 8192], help="tokens of prompts")
     options = parser.parse_args()
     if options.quick:
         options.model, options.residency = options.model or ["demo"], [0.5]
-    options.parts = options.parts or (["random"] if options.quick else list(PARTS))
+    options.parts = options.parts or (["random"] if options.quick else list(PARTS[:3]))
     options.model = options.model or ["30b", "2b"]
     return options
 
@@ -102,6 +117,9 @@ def main() -> None:
         disk = disk_speed(target.largest_file, target.expert_bytes)
         bench = Bench(target, options, disk.bytes_per_s)
         result = measure(bench, options.parts, options.residency) | {"reader": disk.reader}
+        if "plan" in options.parts:
+            rows = list(planned_cases(target.store, options.residency))
+            result["plan"] = {"rows": rows, "summary": summary(rows)}
         show(target.store.name, result)
         results[target.store.name] = result
     first = next(iter(results.values()), {})

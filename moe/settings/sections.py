@@ -164,8 +164,8 @@ class EngineSettings(Settings):
     load time shows that it equals transformers' layers. off: always transformers' layers."""
 
     pin_threads: bool = False
-    """Keep each thread that computes a step on a physical core of its own (CPUs, Linux). For
-    machines where nothing else runs: beside a busy process steps take up to twice as long."""
+    """Keep each thread that computes a step on a physical core of its own (CPUs, Linux). Not for
+    several engines on the same cores: all would take the first ones."""
 
 
 class PrefillSettings(Settings):

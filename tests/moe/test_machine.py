@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,60 @@ def test_memory_nodes_are_those_of_usable_cpus(
     root = tree(tmp_path, {f"{folder}/node{at}/cpulist": text for at, text in lists.items()})
     assert machine.memory_nodes(root) == [{0, 1, 9}, {5}, {12}]
     assert machine.memory_nodes(tmp_path / "nothing") == [{0, 1, 5, 9, 12}]
+
+
+def cores_of(root: Path, siblings: dict[str, str]) -> list[frozenset[int]]:
+    """Of a made-up machine: CPUs -> what each of them says of its siblings; node -> its CPUs."""
+    cpus, nodes = "sys/devices/system/cpu", "sys/devices/system/node"
+    files = {}
+    for own, text in siblings.items():
+        if own.startswith("node"):
+            files[f"{nodes}/{own}/cpulist"] = text
+        else:
+            files[f"{cpus}/cpu{own}/topology/thread_siblings_list"] = text
+    return machine.physical_cores(tree(root, files))
+
+
+SMT = {
+    "0": "0,4",
+    "1": "1,5",
+    "2": "2,6",
+    "3": "3,7",
+    "4": "0,4",
+    "5": "1,5",
+    "6": "2,6",
+    "7": "3,7",
+}
+TWO_NODES = {"node0": "0,2,4,6\n", "node1": "1,3,5,7\n"}
+
+
+@pytest.mark.parametrize(
+    ("usable", "siblings", "expected"),
+    [
+        (range(8), SMT, [{0, 4}, {1, 5}, {2, 6}, {3, 7}]),
+        (range(8), SMT | TWO_NODES, [{0, 4}, {2, 6}, {1, 5}, {3, 7}]),
+        ([1, 2, 3, 5, 6, 7], SMT, [{1, 5}, {2, 6}, {3, 7}]),  # a cpuset without core 0
+        ([4, 5], SMT, [{4}, {5}]),  # one of two siblings each
+        ([0, 1, 2, 4], SMT | {"1": "1", "2": "2"}, [{0, 4}, {1}, {2}]),  # 5 and 6 are offline
+        ([0, 3], {}, [{0}, {3}]),  # no topology
+    ],
+)
+def test_physical_cores_are_those_of_usable_cpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    usable: Iterable[int],
+    siblings: dict[str, str],
+    expected: list[set[int]],
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(usable))
+    assert cores_of(tmp_path, siblings) == expected
+
+
+def test_without_a_say_where_threads_run_there_are_no_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("os.sched_getaffinity")
+    assert cores_of(tmp_path, SMT) == []
 
 
 def test_all_threads_stay_on_the_given_cpus() -> None:

@@ -216,3 +216,29 @@ def test_ranks_of_a_machine_stay_on_memory_nodes_of_their_own(
     ]
     assert seen == cpus
     assert [share.threads for share in shares] == [*threads, 8, 2]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "cpus"),
+    [
+        (2, [2, 2], [{0, 1, 4, 5}, {2, 3, 6, 7}]),
+        (3, [1, 1, 2], [{0, 4}, {1, 5}, {2, 3, 6, 7}]),
+    ],
+)
+def test_ranks_that_pin_threads_have_physical_cores_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, threads: list[int], cpus: list[set[int]]
+) -> None:
+    members = [Member({}, "here", rank, "", tuple(range(8))) for rank in range(ranks)]
+    seen: list[frozenset[int]] = []
+    cores = [frozenset({core, core + 4}) for core in range(4)]
+    monkeypatch.setattr("moe.parallel.ranks.physical_cores", lambda: cores)
+    monkeypatch.setattr("moe.parallel.ranks.stay_on", seen.append)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 4)
+    overrides = {"device": "cpu", "engine": {"pin_threads": True}}
+    profile, anything = load_profile(overrides, environ={}).profile, cast(Any, None)
+    shares = [
+        Ranks(launch(rank, ranks, 1), Membership(anything, members, {}), anything).share(profile)
+        for rank in range(ranks)
+    ]
+    assert seen == cpus
+    assert [share.threads for share in shares] == threads

@@ -205,10 +205,10 @@ def layer_with_reads(
 ) -> float:
     """Expected seconds in which a layer's experts run while those that are missing are read.
 
-    Experts run in the order of their ids, each when it and all before it are in memory. So what is
-    left to run when the last of m missing ones arrives is that one and all behind it: (n + 1) /
-    (m + 1) of n, as any n - m of them may be in memory. How many are missing is a draw for each
-    expert.
+    Experts run in the order of their ids, each when it and all before it are in memory. Any n - m
+    of them may be there, so (n - m) / (m + 1) come before the first that is missing, and as many
+    behind the last. A layer takes no less than its experts, than what waits for the first read,
+    and than all reads and what waits for the last. How many are missing is a draw for each expert.
 
     Args:
         distinct: n, the experts that the layer needs.
@@ -222,7 +222,11 @@ def layer_with_reads(
     expected = 0.0
     for m in range(count + 1):
         chance = math.comb(count, m) * missing**m * (1 - missing) ** (count - m)
-        left = (count + 1) / (m + 1) * expert_s
-        read = begin_s + m * read_s + left if m else 0.0
-        expected += chance * max(count * expert_s, read)
+        apart = (count - m) / (m + 1)
+        least = count * expert_s
+        if m:
+            first = begin_s + read_s + (count - apart) * expert_s
+            last = begin_s + m * read_s + (1 + apart) * expert_s
+            least = max(least, first, last)
+        expected += chance * least
     return expected

@@ -38,8 +38,10 @@ CACHE_SAMPLE_BYTES = 64 << 20
 LAYER_S, ROW_S = 15e-6, 20e-6
 """Seconds of a decode step's layer beside its weights, and of each token in it, by two cores of a
 Zen 5: docs/results/2026-11-25-decode.md."""
-STOP_S = 100e-6
-"""Seconds from the stop of a step, at a layer that lacks experts, to their first read."""
+STOP_S = 400e-6
+"""Seconds in which the disk rests at a layer that lacks experts: Python chooses slots and begins
+the reads, and behind them sleeping threads wake. .2 to .9 ms by two cores of a Zen 5:
+docs/results/2026-11-26-plan.md."""
 HIDDEN, WIDTH, CHOSEN = 1024, 512, 8
 """Of the experts that weights are read from, and how many a layer reads."""
 PAGE, HUGE_PAGE = 4096, 2 << 20

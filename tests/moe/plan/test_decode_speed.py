@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,19 @@ from kernels.cpu import choose_kernel
 from moe.calibration.trace import Trace
 from moe.cli import main
 from moe.commands.plan import speeds
-from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, UniformRouting, estimate_decode
+from moe.commands.plan.decode_speed import (
+    Bandwidths,
+    DecodeSizes,
+    UniformRouting,
+    estimate_decode,
+    layer_with_reads,
+)
 from moe.commands.plan.traced_routing import TracedRouting
 from moe.loading.memory_plan import GIB
 from offload.policies import LRU
 from offload.replay import calls_of
 from offload.replay import hit_ratio as replay_hits
+from offload.transfer import Read
 
 SIZES = DecodeSizes(
     layers=48, experts=128, top_k=8, expert_bytes=2_500_000, trunk_bytes=600_000_000, slots=1536
@@ -45,8 +53,67 @@ def test_a_quarter_of_the_experts_hits_a_quarter_and_the_rest_comes_from_disk() 
     assert one.bound == "disk"
     memory = (600_000_000 + 48 * 8 * 2_500_000) / 20e9
     disk = 48 * 8 * 0.75 * 2_500_000 / 1.25e9
-    assert one.tokens_per_second == pytest.approx(1 / (memory + disk))
+    assert 1 / (memory + disk) < one.tokens_per_second < one.best_tokens_per_second
     assert one.best_tokens_per_second == pytest.approx(1 / disk)
+
+
+@pytest.mark.parametrize("read_s", [0.2, 1.0, 5.0])
+@pytest.mark.parametrize("hits", [0.0, 0.4, 0.9, 1.0])
+def test_a_layers_experts_run_in_order_while_others_are_read(read_s: float, hits: float) -> None:
+    draw, distinct, begin_s = random.Random(0), 8, 0.7
+
+    def layer() -> float:
+        there, now, read = 0.0, 0.0, 0
+        missing = [draw.random() >= hits for _ in range(distinct)]
+        for own in missing:
+            if own:
+                read += 1
+                there = begin_s + read * read_s
+            now = max(now, there if own else 0.0) + 1.0
+        return now
+
+    played = sum(layer() for _ in range(4000)) / 4000
+    expected = layer_with_reads(distinct, hits, 1.0, read_s, begin_s)
+    assert expected == pytest.approx(played, rel=0.08)
+    assert layer_with_reads(distinct, 1.0, 1.0, read_s, begin_s) == distinct
+
+
+def test_a_layer_may_need_a_broken_number_of_experts() -> None:
+    """Between 8 and 9; all are read one after the other."""
+    assert layer_with_reads(8.4, 0.0, 0.0, 2.0, 0.0) == pytest.approx(16, abs=1)
+    assert layer_with_reads(8.4, 0.5, 0.0, 2.0, 0.0) == pytest.approx(8.4)
+
+
+def test_a_gpu_takes_its_paths_one_after_the_other() -> None:
+    one = estimate_decode(SIZES, replace(SPEEDS, to_device=25e9), UniformRouting(SIZES), 1)
+    assert one.step_s == pytest.approx(sum(one.seconds.values()))
+
+
+def test_disk_speed_is_that_of_reads_one_and_many_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a reader that takes 2 ms, and 1 ms for each read."""
+
+    class Slow:
+        name, end = "slow", 0.0
+
+        def submit(self, reads: list[Read], *, urgent: bool) -> Slow:
+            now = clock[0]
+            self.end = max(self.end, now + 2e-3) + 1e-3
+            return self
+
+        def wait(self) -> None:
+            clock[0] = max(clock[0], self.end)
+
+        def close(self) -> None: ...
+
+    clock = [0.0]
+    monkeypatch.setattr(speeds, "choose_reader", lambda *_: Slow())
+    monkeypatch.setattr(speeds.time, "perf_counter", lambda: clock[0])
+    file = tmp_path / "file"
+    file.write_bytes(bytes(1 << 20))
+    found = speeds.disk_speed(file, 64 << 10)
+    assert found == (pytest.approx((64 << 10) / 1e-3), pytest.approx(2e-3), "slow")
 
 
 def test_a_resident_model_is_bound_by_memory_and_needs_no_disk() -> None:
