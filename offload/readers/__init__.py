@@ -7,7 +7,7 @@
 `BufferedReads` or `DeepSpeedReads`.
 """
 
-from offload.readers.choice import choose_reader
+from offload.readers.choice import choose_reader, sample_places
 from offload.readers.threads import ThreadedReader
 
-__all__ = ["ThreadedReader", "choose_reader"]
+__all__ = ["ThreadedReader", "choose_reader", "sample_places"]

@@ -29,7 +29,7 @@ from kernels.cpu.limits import read_speed
 from kernels.planes import PREFIX_BITS, PlaneLayout, QuantizedExperts, num_planes
 from moe.commands.plan.decode_speed import Bandwidths
 from moe.errors import ProfileError
-from offload.readers import choose_reader
+from offload.readers import choose_reader, sample_places
 from offload.transfer import Read
 
 SAMPLE_BYTES = 256 << 20
@@ -44,7 +44,7 @@ the reads, and behind them sleeping threads wake. .2 to .9 ms by two cores of a 
 docs/results/2026-11-26-plan.md."""
 HIDDEN, WIDTH, CHOSEN = 1024, 512, 8
 """Of the experts that weights are read from, and how many a layer reads."""
-PAGE, HUGE_PAGE = 4096, 2 << 20
+PAGE = 4096
 IN_FLIGHT = 8
 MEASURE_S = 0.3
 ROUNDS = 20
@@ -156,9 +156,6 @@ def cache_speed(folder: Path, block_bytes: int, reader: str = "auto") -> DiskSpe
 def disk_speed(file: Path, block_bytes: int, reader: str = "auto") -> DiskSpeed:
     """Measure random reads past the page cache, one and `IN_FLIGHT` at a time.
 
-    They go to huge pages, as those of the expert cache do: into small ones the disk of a virtual
-    machine reads at .6 to .9 of the speed, in each process another.
-
     Args:
         file: a large file on the disk to measure.
         block_bytes: of one read; rounded to pages.
@@ -170,9 +167,7 @@ def disk_speed(file: Path, block_bytes: int, reader: str = "auto") -> DiskSpeed:
     block = max(block_bytes // PAGE, 1) * PAGE
     count = max(file.stat().st_size // block, 1)
     block = min(block, file.stat().st_size)
-    memory = fresh_bytes(IN_FLIGHT * block + 2 * HUGE_PAGE).zero_()
-    first = -memory.data_ptr() % HUGE_PAGE
-    places = memory[first : first + IN_FLIGHT * block].view(IN_FLIGHT, block)
+    places = sample_places(IN_FLIGHT, block)
     chosen = choose_reader(file, reader)
     fd = os.open(file, os.O_RDONLY)
 
