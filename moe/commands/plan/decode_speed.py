@@ -221,12 +221,19 @@ def layer_with_reads(
     missing = min((1 - hits) * distinct / count, 1.0)
     expected = 0.0
     for m in range(count + 1):
-        chance = math.comb(count, m) * missing**m * (1 - missing) ** (count - m)
         apart = (count - m) / (m + 1)
         least = count * expert_s
         if m:
             first = begin_s + read_s + (count - apart) * expert_s
             last = begin_s + m * read_s + (1 + apart) * expert_s
             least = max(least, first, last)
-        expected += chance * least
+        expected += _chance(m, count, missing) * least
     return expected
+
+
+def _chance(hits: int, draws: int, share: float) -> float:
+    """Of so many hits in some draws; by logarithms, as there may be thousands."""
+    if share in (0.0, 1.0):
+        return float(hits == draws * share)
+    ways = math.lgamma(draws + 1) - math.lgamma(hits + 1) - math.lgamma(draws - hits + 1)
+    return math.exp(ways + hits * math.log(share) + (draws - hits) * math.log1p(-share))

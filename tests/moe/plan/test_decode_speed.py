@@ -84,6 +84,11 @@ def test_a_layer_may_need_a_broken_number_of_experts() -> None:
     assert layer_with_reads(8.4, 0.5, 0.0, 2.0, 0.0) == pytest.approx(8.4)
 
 
+@pytest.mark.parametrize("hits", [0.0, 0.5, 1.0])
+def test_a_layer_may_need_thousands_of_experts(hits: float) -> None:
+    assert layer_with_reads(4096, hits, 0.0, 2.0, 0.0) == pytest.approx(8192 * (1 - hits))
+
+
 def test_a_gpu_takes_its_paths_one_after_the_other() -> None:
     one = estimate_decode(SIZES, replace(SPEEDS, to_device=25e9), UniformRouting(SIZES), 1)
     assert one.step_s == pytest.approx(sum(one.seconds.values()))
