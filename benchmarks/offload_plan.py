@@ -149,7 +149,7 @@ def worst(ratios: list[float]) -> float:
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Median and worst of planned by measured, from disk and resident."""
-    found = {}
+    found: dict[str, float] = {}
     for name, resident in (("resident", True), ("from disk", False)):
         ratios = [row["ratio"] for row in rows if (row["share"] == 1) == resident]
         found |= {f"{name}, median": median(ratios), f"{name}, worst": worst(ratios)}

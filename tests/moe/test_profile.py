@@ -66,6 +66,7 @@ def test_the_keys_are_these() -> None:
         "engine.priority_steps",
         "engine.overlap_patience",
         "engine.fused",
+        "engine.pin_threads",
         "prefill.mode",
         "prefill.wave_tokens",
         "prefill.chunk_tokens",

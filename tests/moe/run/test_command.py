@@ -31,7 +31,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
         return 0
 
     monkeypatch.setattr(command, "serve", serve)
-    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10))
+    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10, 1e9))
     monkeypatch.setattr(choice, "SMALL", {"checkpoint": 0, "GGUF file": 0})
     monkeypatch.setattr(choice, "LIKE_A_STORE", 0)
     monkeypatch.setattr(facts, "cache_root", lambda: tmp_path / "cache")
@@ -41,7 +41,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
 def test_the_shipped_model_is_served_as_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10))
+    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10, 1e9))
     demo = str(Path(__file__).parents[3] / "examples" / "demo-model")
     assert main(["run", demo, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
