@@ -218,6 +218,7 @@ def layer_with_reads(
         begin_s: from the call to the first byte, if one is missing.
     """
     count = max(round(distinct), 1)
+    expert_s *= distinct / count  # so many whole experts take as long, and as many are missing
     missing = min((1 - hits) * distinct / count, 1.0)
     expected = 0.0
     for m in range(count + 1):

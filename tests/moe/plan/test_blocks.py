@@ -31,7 +31,7 @@ def test_a_step_reads_all_canvases_and_a_block_takes_several() -> None:
     assert one.disk_bytes_per_token == pytest.approx(0.5 * wanted / one.tokens)
     slow = estimate_decode(sizes, Bandwidths(1e6, 1e6, products=1e7), routing, 3)
     assert slow.seconds["memory"] == pytest.approx(24 * 1e6 / 1e7)
-    assert slow.tokens_per_second < slow.best_tokens_per_second
+    assert slow.tokens_per_second <= slow.best_tokens_per_second * (1 + 1e-9)
     assert slow.tokens_per_second > slow.tokens / sum(slow.seconds.values())
 
 

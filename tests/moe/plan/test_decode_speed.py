@@ -82,6 +82,7 @@ def test_a_layer_may_need_a_broken_number_of_experts() -> None:
     """Between 8 and 9; all are read one after the other."""
     assert layer_with_reads(8.4, 0.0, 0.0, 2.0, 0.0) == pytest.approx(16, abs=1)
     assert layer_with_reads(8.4, 0.5, 0.0, 2.0, 0.0) == pytest.approx(8.4)
+    assert layer_with_reads(8.4, 1.0, 1.0, 2.0, 0.0) == pytest.approx(8.4)
 
 
 @pytest.mark.parametrize("hits", [0.0, 0.5, 1.0])
