@@ -168,6 +168,7 @@ class NativeLinear:
             and x.dtype in (torch.float32, torch.bfloat16)
             and weight.dtype in DTYPES
             and weight.is_contiguous()
+            and weight.numel() > 0
             and not (torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad))
         )
 

@@ -254,6 +254,14 @@ def test_row_linear_is_linear_and_row_wise(
         assert torch.equal(row_linear(x[at : at + 1], w, b)[0], got[at])
 
 
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0)])
+def test_a_layer_without_rows_or_columns_is_torchs(shape: tuple[int, int]) -> None:
+    """Shared experts of a configuration with none of them: the kernel would divide by zero."""
+    x, weight, bias = torch.randn(3, shape[1]), torch.empty(shape), torch.randn(shape[0])
+    with torch.inference_mode():
+        assert torch.equal(row_linear(x, weight, bias), linear(x, weight, bias))
+
+
 def test_choices_of_routers_take_the_lower_of_equal_ids_and_others_are_torchs() -> None:
     rows = torch.rand(5, 7, 64).round(decimals=1)  # many are equal
     with RowWise(products=True):
