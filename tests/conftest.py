@@ -14,14 +14,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+
+if not find_spec("hypothesis"):  # a machine with few packages, for tests of GPU kernels
+    sys.path.append(str(Path(__file__).parent / "without_hypothesis"))
 from hypothesis import HealthCheck, register_random, settings
-from hypothesis.internal.conjecture import providers
 
 from moe.settings.profile import ENVIRONMENT_PREFIX, OTHER_VARIABLES
 from tests.amounts import IN_CI, amount
@@ -57,7 +60,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("moe")
-if IN_CI:
+if IN_CI and find_spec("hypothesis.internal"):
+    from hypothesis.internal.conjecture import providers
+
     # Constants of whatever has been imported so far are examples, too: they would depend on the
     # tests that ran before in the same process.
     providers._get_local_constants = lambda: providers._local_constants

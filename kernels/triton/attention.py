@@ -221,6 +221,28 @@ def _halves(size: int) -> tuple[int, int]:
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
+IN_PYTHON = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def program_anew():
+    """``tl.program_id(1)``, asked for again: what is made of it needs no registers before."""
+    if IN_PYTHON:
+        return tl.program_id(1)
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.u32 $0, %ctaid.y;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def queries_of(program, count, query_at, kv_heads, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Of a program's rows: the query within its span, its head and its token, and whether there is
+    one."""
+    parts = tl.num_programs(1) // kv_heads
+    flat = program % parts * ROWS + tl.arange(0, ROWS)
+    row, head = flat // GROUP, program // parts * GROUP + flat % GROUP
+    return row, head, (query_at + row).to(tl.int64), flat < count * GROUP
 
 
 @triton.jit
@@ -321,11 +343,7 @@ def attend_kernel(
     count = tl.maximum(count, 1)  # a span of padding has a query that sees no key: zeros
     if flat_from >= count * GROUP:
         return
-    flat = flat_from + tl.arange(0, ROWS)
-    used = flat < count * GROUP
-    row = flat // GROUP
-    head = kv_head * GROUP + flat % GROUP
-    token = (query_at + row).to(tl.int64)
+    row, head, token, used = queries_of(tl.program_id(1), count, query_at, kv_heads, GROUP, ROWS)
     first = tl.load(firsts + token, mask=used, other=2147483647)
     last_row = tl.minimum(count - 1, (flat_from + ROWS - 1) // GROUP)
     # All rows see the keys between these.
@@ -339,8 +357,11 @@ def attend_kernel(
     else:
         begin = tl.maximum(seen // KEYS * KEYS, split * SEGMENT)
         stop = tl.minimum((split + 1) * SEGMENT, end)
+    # A program that goes on from segment to segment has a second sum: registers are for both, and
+    # what it knows of its queries it finds out again.
+    JOINS: tl.constexpr = SEGMENT > 0 and SPLITS == 1
     segment, segments = 0, 1
-    if SEGMENT > 0 and SPLITS == 1:
+    if JOINS:
         segment, segments = seen // SEGMENT, (end + SEGMENT - 1) // SEGMENT
     if SPLITS > 1:  # noqa: SIM102 - one may not join a constant and a value
         if begin >= stop:
@@ -363,7 +384,7 @@ def attend_kernel(
     all_total = tl.zeros((ROWS,), tl.float32)
     all_result = tl.zeros((ROWS, WIDTH_V), tl.float32)
     for at_segment in range(segment, segments):
-        if SEGMENT > 0 and SPLITS == 1:
+        if JOINS:
             begin = tl.maximum(seen // KEYS * KEYS, at_segment * SEGMENT)
             stop = tl.minimum((at_segment + 1) * SEGMENT, end)
         peak = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -390,6 +411,11 @@ def attend_kernel(
                 scores = 1.0 - 2.0 / (tl.exp2(scores * bend) + 1.0)
             if (start < seen_from) | (start + KEYS > seen_to):
                 at = start + tl.arange(0, KEYS)
+                if JOINS:
+                    row, _, token, used = queries_of(
+                        program_anew(), count, query_at, kv_heads, GROUP, ROWS
+                    )
+                    first = tl.load(firsts + token, mask=used, other=2147483647)
                 below = at[None, :] <= (position + row)[:, None]
                 scores = tl.where(below & (at[None, :] >= first[:, None]), scores, float("-inf"))
             higher = tl.maximum(peak, tl.max(scores, 1) * unit)
@@ -400,13 +426,15 @@ def attend_kernel(
             result = result * less[:, None]
             result = tl.dot(shares.to(COMPUTE), values_here, result, input_precision="ieee")
             peak = higher
-        if SEGMENT > 0 and SPLITS == 1:
+        if JOINS:
             all_peak, all_total, all_result = joined(
                 all_peak, all_total, all_result, peak, total, result, COLUMN=True
             )
         else:
             all_peak, all_total, all_result = peak, total, result
     peak, total, result = all_peak, all_total, all_result
+    if JOINS:
+        _, head, token, used = queries_of(program_anew(), count, query_at, kv_heads, GROUP, ROWS)
     to = token * (kv_heads * GROUP) + head
     v_mask = used[:, None] & (v < V)[None, :]
     if SPLITS > 1:

@@ -460,6 +460,11 @@ def float_numbers(words, T: tl.constexpr, BITS: tl.constexpr, COMPUTE: tl.conste
         )  # fmt: skip
 
 
+@triton.constexpr_function
+def has_offsets(kind):
+    return kind == OFFSET or SUPER_OFFSET <= kind < FP8
+
+
 @triton.jit
 def half_float(words, late):
     """Float32 numbers of the lower or the upper float16 of words."""
@@ -522,6 +527,6 @@ def group_scale(
                 inner = inner & 15
             scale *= inner.to(tl.float32)
             least = -outer_least * minimum.to(tl.float32)
-    if KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8):
+    if has_offsets(KIND):
         least += scale * (2.0 ** (BITS - 1))
     return scale, least

@@ -30,12 +30,11 @@ from kernels.scales import block_bytes as scale_bytes
 from kernels.triton.codes import (
     FP8,
     INTERPRETED,
-    OFFSET,
-    SUPER_OFFSET,
     WIDTH,
     file_numbers,
     float_numbers,
     group_scale,
+    has_offsets,
     less_middle,
     load_rows,
     load_words,
@@ -250,6 +249,31 @@ def group_sums(
 
 
 @triton.jit
+def first_sums(
+    ones, BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """What a group's products are added to: with no offset, what their middle has too much."""
+    dot = tl.zeros_like(ones)
+    if not has_offsets(KIND):
+        dot = less_middle(dot, ones, BITS, KIND, PLANES, COMPUTE)
+    return dot
+
+
+@triton.jit
+def add_group(
+    sums, dot, ones, scale, least,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """`sums` and a group's. An offset and the middle are one number of a weight row and group, so
+    that they cost one instruction a sum, not two."""
+    sums += dot * scale[:, :, None]
+    if has_offsets(KIND):
+        least = less_middle(least, scale, BITS, KIND, PLANES, COMPUTE)
+        sums += ones * least[:, :, None]
+    return sums
+
+
+@triton.jit
 def add_unit(
     sums, own, x, ones,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
@@ -263,26 +287,23 @@ def add_unit(
         x: four times (S, 32, ROWS), from `load_all_rows`.
         ones: from `group_sums`.
     """
-    ADDS: tl.constexpr = KIND == OFFSET or (KIND >= SUPER_OFFSET and KIND < FP8)
-    dot = less_middle(tl.zeros_like(sums), ones[0], BITS, KIND, PLANES, COMPUTE)
     for T in tl.static_range(1 if TAIL else 2):
-        if GROUP < 64 and T == 1:
-            dot = less_middle(tl.zeros_like(sums), ones[2], BITS, KIND, PLANES, COMPUTE)
+        if T == 0 or GROUP < 64:
+            dot = first_sums(ones[2 * T], BITS, KIND, PLANES, COMPUTE)
         dot = add_products(dot, own, x[2 * T], T, BITS, KIND, PLANES, COMPUTE)
         if GROUP < 64:
-            sums += dot * own[4 + 4 * T][:, :, None]
-            if ADDS:
-                sums += ones[2 * T] * own[5 + 4 * T][:, :, None]
+            sums = add_group(
+                sums, dot, ones[2 * T], own[4 + 4 * T], own[5 + 4 * T], BITS, KIND, PLANES, COMPUTE
+            )
         if GROUP == 16:
-            dot = less_middle(tl.zeros_like(sums), ones[2 * T + 1], BITS, KIND, PLANES, COMPUTE)
+            dot = first_sums(ones[2 * T + 1], BITS, KIND, PLANES, COMPUTE)
             dot = add_products(dot, own, x[2 * T + 1], T, BITS, KIND, PLANES, COMPUTE)
-            sums += dot * own[6 + 4 * T][:, :, None]
-            if ADDS:
-                sums += ones[2 * T + 1] * own[7 + 4 * T][:, :, None]
+            sums = add_group(
+                sums, dot, ones[2 * T + 1], own[6 + 4 * T], own[7 + 4 * T],
+                BITS, KIND, PLANES, COMPUTE,
+            )  # fmt: skip
     if GROUP >= 64:
-        sums += dot * own[4][:, :, None]
-        if ADDS:
-            sums += ones[0] * own[5][:, :, None]
+        sums = add_group(sums, dot, ones[0], own[4], own[5], BITS, KIND, PLANES, COMPUTE)
     return sums
 
 

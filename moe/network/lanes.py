@@ -8,7 +8,8 @@ catch up with those ahead, and all lanes waiting at one layer share one run of i
 A lane may stay asleep across calls of `run_lanes` (layered prefill), rest between two passes of its
 forward until the next call (`Lane.rest`), be cancelled (its stack is unwound and everything on it
 freed), or fail (its exception reaches `Lane.result`, the other lanes run on). Lanes belong to the
-thread that made them.
+thread that made them. Only a lane that may sleep needs the package greenlet: one that runs alone
+stays on its caller's stack.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import chain
-from typing import ClassVar, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar, cast
 
 import torch
-from greenlet import GreenletExit, getcurrent, greenlet
 from torch import Tensor
 
 from experts.dispatch import Failure, FailureCodes
 from experts.dispatch.rows import failure
-from moe.errors import RankError
+from moe.errors import MoEError, RankError
 from offload.errors import OffloadError
 from routing import Phase, Routing
+
+if TYPE_CHECKING:
+    from greenlet import greenlet
 
 
 @dataclass(eq=False)
@@ -163,7 +166,8 @@ class Lane(Generic[Result]):
         self.mode = GradMode.current()
         self._lost: dict[int, Failure] = {}
         self._codes: list[FailureCodes] = []
-        self._greenlet = _LaneGreenlet(self, forward)
+        self._forward: Callable[[], Result] | None = forward
+        self._stack: greenlet | None = None  # while it may sleep
         self._result: Result | None = None
         self._error: Exception | None = None
 
@@ -172,9 +176,21 @@ class Lane(Generic[Result]):
         return self.state not in _ASLEEP
 
     def start(self) -> None:
-        """Run up to the first MoE layer, or to the end."""
+        """Run up to the first MoE layer, or to the end.
+
+        Raises:
+            MoEError: greenlet is not installed.
+        """
         assert self.state is LaneState.READY, self.state
-        self._enter(lambda: self._greenlet.switch())
+        try:
+            from greenlet import greenlet
+        except ModuleNotFoundError as error:
+            raise MoEError(
+                "several forward passes at once need greenlet, which is not installed: "
+                "pip install 'greenlet>=3'"
+            ) from error
+        self._stack = greenlet(self._run_asleep)
+        self._enter(self._stack.switch)
 
     def run_alone(self, run_experts: ExpertsRunner) -> None:
         """Run to the end on the caller's stack, if no other lane will wait at an MoE layer."""
@@ -182,7 +198,7 @@ class Lane(Generic[Result]):
         token = _alone.set((self, run_experts))
         try:
             with self.mode.active():
-                self._greenlet.run()
+                self._run()
         finally:
             _alone.reset(token)
 
@@ -192,7 +208,7 @@ class Lane(Generic[Result]):
         assert self.call is not None
         self.note_lost(self.call)
         self.call = None
-        self._enter(lambda: self._greenlet.switch(rows))
+        self._enter(lambda: self._own_stack.switch(rows))
 
     def note_lost(self, call: ExpertCall) -> None:
         """Remember what a call says about its rows."""
@@ -245,23 +261,19 @@ class Lane(Generic[Result]):
 
     def rest(self) -> None:
         """Called by the lane's own forward: sleep until the next `run_lanes`."""
-        stack = getcurrent()
-        assert isinstance(stack, _LaneGreenlet)
-        assert stack.lane is self
-        assert stack.parent is not None
-        self.state, self.mode = LaneState.RESTING, GradMode.current()
-        stack.parent.switch()
+        assert current_lane() is self
+        self._sleep(LaneState.RESTING)
 
     def wake(self) -> None:
         """Go on after a rest, up to the first MoE layer, the next rest or the end."""
         assert self.state is LaneState.RESTING, self.state
-        self._enter(lambda: self._greenlet.switch())
+        self._enter(self._own_stack.switch)
 
     def fail(self, error: Exception) -> None:
         """Raise ``error`` inside the lane at the layer it waits for."""
         assert self.state is LaneState.WAITING, self.state
         self.call = None
-        self._enter(lambda: self._greenlet.throw(error))
+        self._enter(lambda: self._own_stack.throw(error))
 
     def cancel(self) -> None:
         """Unwind the sleeping forward and free all it holds; no effect once finished."""
@@ -269,10 +281,11 @@ class Lane(Generic[Result]):
             return
         self.call = None
         if self.state is not LaneState.READY:
-            self._enter(lambda: self._greenlet.throw(GreenletExit))
+            from greenlet import GreenletExit
+
+            self._enter(lambda: self._own_stack.throw(GreenletExit))
         else:
-            self._greenlet.drop()
-            self.state = LaneState.CANCELLED
+            self._forward, self.state = None, LaneState.CANCELLED
 
     def result(self) -> Result:
         """What the forward returned. Raises what it raised, or `LaneCancelled`."""
@@ -283,73 +296,77 @@ class Lane(Generic[Result]):
             raise LaneCancelled("this lane was cancelled before it had a result")
         return cast(Result, self._result)
 
+    @property
+    def _own_stack(self) -> greenlet:
+        assert self._stack is not None
+        return self._stack
+
     def _enter(self, switch: Callable[[], object]) -> None:
+        from greenlet import getcurrent
+
         # The lane's modes are restored on the way in and ours on the way out, so a `no_grad` block
         # that spans an MoE layer neither leaks to other lanes nor is lost over the sleep.
-        self._greenlet.parent = getcurrent()
+        self._own_stack.parent = getcurrent()
         with self.mode.active(), self._random.active() if self._random else nullcontext():
             switch()
 
-    def _finish(self, result: Result | None, error: Exception | None) -> None:
-        self._result, self._error = result, error
-        self.state = LaneState.DONE if error is None else LaneState.FAILED
+    def _sleep(self, state: LaneState) -> Any:
+        """Go on with whoever entered the lane. Returns what the lane is woken with."""
+        parent = self._own_stack.parent
+        assert parent is not None
+        self.state, self.mode = state, GradMode.current()
+        return parent.switch()
+
+    def _run_asleep(self) -> None:
+        """All of the lane's stack; its context variables are its own."""
+        token = _running.set(self)
+        try:
+            self._run()
+        finally:
+            # Lane and stack refer to each other. They would keep all tensors of the pass until
+            # Python's garbage collector runs, which counts objects and not bytes.
+            _running.reset(token)
+            self._stack = None
+
+    def _run(self) -> None:
+        forward, self._forward = self._forward, None
+        assert forward is not None
+        try:
+            self._result = forward()
+        except Exception as error:
+            self._error, self.state = error, LaneState.FAILED
+        except BaseException:  # cancelled, or all of the program interrupted
+            self.state = LaneState.CANCELLED
+            raise
+        else:
+            self.state = LaneState.DONE
 
 
 _alone: ContextVar[tuple[Lane, ExpertsRunner] | None] = ContextVar("_alone", default=None)
 """The lane that runs on its caller's stack, and what runs its experts."""
-
-
-class _LaneGreenlet(greenlet):
-    """The stack of a lane; `call_experts` finds its lane through it."""
-
-    def __init__(self, lane: Lane, forward: Callable[[], object]) -> None:
-        super().__init__()
-        self.lane = lane
-        self._forward: Callable[[], object] | None = forward
-
-    def drop(self) -> None:
-        self._forward = None
-        del self.lane
-
-    def run(self) -> None:
-        forward, self._forward = self._forward, None
-        lane = self.lane
-        assert forward is not None
-        try:
-            result = forward()
-        except Exception as error:
-            lane._finish(None, error)
-        except BaseException:  # cancelled, or all of the program interrupted
-            lane.state = LaneState.CANCELLED
-            raise
-        else:
-            lane._finish(result, None)
-        finally:
-            # Lane and stack refer to each other. They would keep all tensors of the pass until
-            # Python's garbage collector runs, which counts objects and not bytes.
-            del self.lane
+_running: ContextVar[Lane | None] = ContextVar("_running", default=None)
+"""The lane whose stack this is; every greenlet has a context of its own."""
 
 
 def current_lane() -> Lane | None:
-    """The lane in whose greenlet the caller runs; None: in none."""
-    stack = getcurrent()
-    return stack.lane if isinstance(stack, _LaneGreenlet) else None
+    """The lane on whose stack the caller runs; None: on none, or on that of a lane alone."""
+    return _running.get()
 
 
 def alone_with(run_experts: ExpertsRunner) -> Phase | None:
     """The phase of the running lane, if no other lane waits and ``run_experts`` serves it."""
-    alone = None if isinstance(getcurrent(), _LaneGreenlet) else _alone.get()
+    alone = None if current_lane() is not None else _alone.get()
     return alone[0].phase if alone is not None and alone[1] == run_experts else None
 
 
 def call_experts(call: ExpertCall, run_experts: ExpertsRunner) -> Tensor:
-    """Called by a model that needs experts: sleep in a lane's greenlet, else run them at once.
+    """Called by a model that needs experts: sleep in a lane, else run them at once.
 
     Returns:
         ``(T, H)`` rows, weighted and summed over the experts of each token.
     """
-    stack = getcurrent()
-    if not isinstance(stack, _LaneGreenlet):
+    lane = current_lane()
+    if lane is None:
         if (alone := _alone.get()) is not None:
             call.phase, run_experts = alone[0].phase, alone[1]
         rows = run_experts(call.layer, [call])[0]
@@ -357,11 +374,9 @@ def call_experts(call: ExpertCall, run_experts: ExpertsRunner) -> Tensor:
         if alone is not None:
             alone[0].note_lost(call)
         return rows
-    lane, parent = stack.lane, stack.parent
-    assert parent is not None
     call.phase = lane.phase
-    lane.call, lane.state, lane.mode = call, LaneState.WAITING, GradMode.current()
-    return parent.switch()
+    lane.call = call
+    return lane._sleep(LaneState.WAITING)
 
 
 def run_lanes(
