@@ -473,8 +473,40 @@ def half_float(words, late):
 
 
 @triton.jit
-def group_scale(
+def super_group(scales, group, KIND: tl.constexpr, GROUP: tl.constexpr):
+    """(S, 1) pointers to the bytes of the 256 columns that a group is of, and to the group's."""
+    GROUPS: tl.constexpr = 256 // GROUP
+    HEAD: tl.constexpr = 32 if KIND == SUPER else 64
+    EACH: tl.constexpr = 32 if KIND == SUPER_OFFSET else 16
+    own = scales + group // GROUPS * (HEAD + EACH * GROUPS)
+    return own, own + HEAD + group % GROUPS * EACH
+
+
+@triton.jit
+def outer_scale(
     scales, group, wanted,
+    KIND: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr, LATER: tl.constexpr,
+):  # fmt: skip
+    """Twice (S, 16) float32: what the scales, and the offsets, of 256 columns are multiplied by;
+    junk where there is no such thing. See `group_scale`."""
+    scale = tl.zeros((group.shape[0], 16), tl.float32)
+    least = scale
+    if KIND >= SUPER and KIND < FP8:
+        within = tl.arange(0, 16)[None, :]
+        mask = None
+        if MASKED:
+            mask = (wanted[:, None] & (within >= 0)) != 0
+        own, _ = super_group(scales, group[:, None] + LATER, KIND, GROUP)
+        own = own.to(tl.pointer_type(tl.float16)) + within
+        scale = load(own, mask, MASKED).to(tl.float32)
+        if KIND > SUPER:
+            least = load(own + 16, mask, MASKED).to(tl.float32)
+    return scale, least
+
+
+@triton.jit
+def group_scale(
+    scales, outer, group, wanted,
     BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
     LATER: tl.constexpr,
 ):  # fmt: skip
@@ -482,6 +514,7 @@ def group_scale(
 
     Args:
         scales: bytes of the block of rows.
+        outer: from `outer_scale`.
         group, wanted: (S,); the scale of a group that is not wanted is 0.
         LATER: groups to add, which cost symmetric codes no instruction.
     """
@@ -508,25 +541,19 @@ def group_scale(
         if KIND == OFFSET:
             least = half_float(load(at + 8, mask, MASKED), within % 2)
     else:
-        GROUPS: tl.constexpr = 256 // GROUP
-        HEAD: tl.constexpr = 32 if KIND == SUPER else 64
-        EACH: tl.constexpr = 32 if KIND == SUPER_OFFSET else 16
-        own = scales + group // GROUPS * (HEAD + EACH * GROUPS)
-        outer = own.to(tl.pointer_type(tl.float16)) + within
-        scale = load(outer, mask, MASKED).to(tl.float32)
-        at = own + HEAD + group % GROUPS * EACH + within
-        inner = load(at, mask, MASKED)
+        _, at = super_group(scales, group, KIND, GROUP)
+        at += within
+        scale, inner = outer[0], load(at, mask, MASKED)
         if KIND == SUPER:
             scale *= inner.to(tl.int8, bitcast=True).to(tl.float32)
         else:
-            outer_least = load(outer + 16, mask, MASKED).to(tl.float32)
             if KIND == SUPER_OFFSET:
                 minimum = load(at + 16, mask, MASKED)
             else:
                 minimum = inner >> 4
                 inner = inner & 15
             scale *= inner.to(tl.float32)
-            least = -outer_least * minimum.to(tl.float32)
+            least = -outer[1] * minimum.to(tl.float32)
     if has_offsets(KIND):
         least += scale * (2.0 ** (BITS - 1))
     return scale, least

@@ -38,6 +38,7 @@ from kernels.triton.codes import (
     less_middle,
     load_rows,
     load_words,
+    outer_scale,
     symmetric_numbers,
 )
 from kernels.triton.language import (
@@ -168,16 +169,22 @@ def load_unit(
         words3 = load_words(bases[3], chunk, wanted, 4, TAIL, MASKED, 2 * LATER)
     group = unit * 64 // GROUP if GROUP >= 64 else unit * (64 // GROUP)
     MORE: tl.constexpr = LATER * 64 // GROUP
-    scale0, least0 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED, MORE)
+    outer = outer_scale(bases[4], group, wanted, KIND, GROUP, MASKED, MORE)
+    scale0, least0 = group_scale(bases[4], outer, group, wanted, BITS, KIND, GROUP, MASKED, MORE)
     scale1, least1, scale2, least2, scale3, least3 = scale0, least0, scale0, least0, scale0, least0
     if GROUP == 16:
-        scale1, least1 = group_scale(bases[4], group + 1, wanted, BITS, KIND, GROUP, MASKED, MORE)
+        scale1, least1 = group_scale(
+            bases[4], outer, group + 1, wanted, BITS, KIND, GROUP, MASKED, MORE
+        )
     if GROUP < 64 and not TAIL:
         group += 32 // GROUP
-        scale2, least2 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED, MORE)
+        scale2, least2 = group_scale(
+            bases[4], outer, group, wanted, BITS, KIND, GROUP, MASKED, MORE
+        )
         if GROUP == 16:
-            group += 1
-            scale3, least3 = group_scale(bases[4], group, wanted, BITS, KIND, GROUP, MASKED, MORE)
+            scale3, least3 = group_scale(
+                bases[4], outer, group + 1, wanted, BITS, KIND, GROUP, MASKED, MORE
+            )
     return (
         words0, words1, words2, words3,
         scale0, least0, scale1, least1, scale2, least2, scale3, least3,
@@ -222,7 +229,10 @@ def row_sums(x, zero, COMPUTE: tl.constexpr):
     half = tl.full((S, 16, 16), 1.0, COMPUTE)
     # Joined, so that Triton takes x as it lies for the product with codes.
     ones = tl.reshape(tl.join(half, half), (S, 16, 32))
-    return tl.dot(ones, x, zero, input_precision="ieee")
+    sums = tl.dot(ones, x, zero, input_precision="ieee")
+    ROWS: tl.constexpr = zero.shape[2]
+    own, _ = tl.split(tl.permute(tl.reshape(sums, (S, 2, 8, ROWS)), (0, 2, 3, 1)))
+    return tl.reshape(tl.permute(tl.join(own, own), (0, 3, 1, 2)), (S, 16, ROWS))
 
 
 @triton.jit

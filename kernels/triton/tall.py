@@ -48,10 +48,10 @@ def load_blocks(
     scales = tl.multiple_of(begins[4].to(tl.pointer_type(tl.uint8)), 16)
     at = scales + blocks[:, None].to(tl.int64) * block_bytes
     own = group + 0 * chunk
-    scale0, _ = group_scale(at, own, wanted, 8, 0, GROUP, False, 0)
+    scale0, _ = group_scale(at, None, own, wanted, 8, 0, GROUP, False, 0)
     scale1 = scale0
     if GROUP == 32:
-        scale1, _ = group_scale(at, own, wanted, 8, 0, GROUP, False, 1)
+        scale1, _ = group_scale(at, None, own, wanted, 8, 0, GROUP, False, 1)
     S: tl.constexpr = chunk.shape[0]
     words = words0, words1, words2, words3
     return words, tl.reshape(scale0, (16 * S,)), tl.reshape(scale1, (16 * S,))
