@@ -298,6 +298,16 @@ def lifted(
 
 
 @triton.jit
+def offset_less_middle(
+    least, scale,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """What is added to each number times its scale, where it is `least` for each code."""
+    codes = tl.full(scale.shape, 2.0 ** (BITS - 1), tl.float32)
+    return least + scale * less_middle(codes, 1.0, BITS, KIND, PLANES, COMPUTE)
+
+
+@triton.jit
 def less_middle(
     numbers, ones,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
@@ -510,7 +520,7 @@ def group_scale(
     BITS: tl.constexpr, KIND: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
     LATER: tl.constexpr,
 ):  # fmt: skip
-    """(S, 16) float32 scales of groups, and what is added for each code less its middle.
+    """(S, 16) float32 scales of groups, and what is added to each code times its scale.
 
     Args:
         scales: bytes of the block of rows.
@@ -554,6 +564,4 @@ def group_scale(
                 inner = inner & 15
             scale *= inner.to(tl.float32)
             least = -outer[1] * minimum.to(tl.float32)
-    if has_offsets(KIND):
-        least += scale * (2.0 ** (BITS - 1))
     return scale, least

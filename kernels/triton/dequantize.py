@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.planes import PlaneLayout
 from kernels.scales import BLOCK_ROWS
-from kernels.triton.codes import FP8, in_order, less_middle
+from kernels.triton.codes import FP8, has_offsets, in_order, less_middle
 from kernels.triton.language import Epilogue, compute_type
 from kernels.triton.planes import (
     addresses,
@@ -48,6 +48,8 @@ def dequantize_unit(
             numbers += numbers_of(own, T, 1, BITS, KIND, PLANES, COMPUTE).to(tl.float32)
         numbers = in_order(numbers)
         numbers = less_middle(numbers, 1.0, BITS, KIND, PLANES, COMPUTE)
+        if has_offsets(KIND):
+            numbers += 2.0 ** (BITS - 1)
         weights = numbers * own[4 + 4 * T][:, :, None] + own[5 + 4 * T][:, :, None]
         if GROUP == 16:
             late = numbers * own[6 + 4 * T][:, :, None] + own[7 + 4 * T][:, :, None]

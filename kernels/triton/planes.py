@@ -38,6 +38,7 @@ from kernels.triton.codes import (
     less_middle,
     load_rows,
     load_words,
+    offset_less_middle,
     outer_scale,
     symmetric_numbers,
 )
@@ -278,7 +279,7 @@ def add_group(
     that they cost one instruction a sum, not two."""
     sums += dot * scale[:, :, None]
     if has_offsets(KIND):
-        least = less_middle(least, scale, BITS, KIND, PLANES, COMPUTE)
+        least = offset_less_middle(least, scale, BITS, KIND, PLANES, COMPUTE)
         sums += ones * least[:, :, None]
     return sums
 
