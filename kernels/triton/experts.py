@@ -312,8 +312,8 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
         return lambda: project_planes(x_TK, own, layout, bias, None, tile, planes=planes)
 
     key = x_TK.device, x_TK.dtype, layout, planes, len(x_TK).bit_length() // 2
-    tiles = PREFILL_PLANES if len(x_TK) >= _MANY_ROWS else PLANES
-    tiles = tuple(tile for tile in tiles if tile.serves(layout.group_size))
+    known = PREFILL_PLANES if len(x_TK) >= _MANY_ROWS else PLANES
+    tiles = tuple(tile for tile in known if tile.serves(layout.group_size))
     return prepare(choose(key, tiles, PLANES[0], lambda: prepare))()
 
 

@@ -56,7 +56,7 @@ def given(*last: SearchStrategy, **named: SearchStrategy) -> Callable[[Callable[
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(test)
         names = list(signature.parameters)[len(signature.parameters) - len(last) :]
-        strategies = dict(zip(names, last, strict=True)) | named
+        strategies: dict[str, Any] = dict(zip(names, last, strict=True)) | named
 
         @wraps(test)
         def run(**fixtures: Any) -> None:
