@@ -379,8 +379,8 @@ _PLANES_SPILLED: dict[str, dict[str, int]] = {
 }
 """Instructions on local memory, by architecture and codes: of one tile each, on sm_80 by Triton
 3.9, on sm_89 by 3.6 (docs/results/2026-11-24-plane-layout.md)."""
-_MOST_OF_64_ROWS, _SPILLED_OF_64_ROWS = 11.5, 18
-"""As many matrix instructions as codes; by Triton 3.9 (3.6: 9.7 and none on sm_90)."""
+_MOST_OF_64_ROWS, _SPILLED_OF_64_ROWS = 10, 10
+"""As many matrix instructions as codes. AWQ spills there by Triton 3.9, with two blocks."""
 _MOST_REGISTERS = 168  # a thread: twelve warps fit a multiprocessor
 
 
