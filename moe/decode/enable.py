@@ -34,6 +34,7 @@ from moe.describe.description import (
     NotDescribed,
     Router,
 )
+from moe.describe.extremes import check_extremes
 from moe.describe.observe import observe_random
 from moe.describe.row_wise import linears_are_faster
 from moe.network.backbone import Backbone
@@ -129,6 +130,7 @@ def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[DecodeForward, st
         raise NotDescribed(why_not)
     try:
         description = describe(backbone.model, observe_random(backbone))
+        check_extremes(description, backbone)
         feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
         unknown = any(not isinstance(feed.router, Router) for feed in feeds)
         described = partial(_described_step, backbone, experts, kernel, description)

@@ -44,6 +44,7 @@ from moe.decode.step import (
 )
 from moe.describe.decoder import describe
 from moe.describe.description import Description, NotDescribed, OwnRouter
+from moe.describe.extremes import check_extremes
 from moe.describe.observe import observe_random
 from moe.describe.probe import (
     EXACT,
@@ -85,6 +86,7 @@ def recorded_step(
     dtype = backbone_dtype(backbone.model)
     shadow = Shadow.of(backbone)
     copied = describe(shadow.backbone.model, observe_random(shadow.backbone))
+    check_extremes(copied, shadow.backbone)
     prove(shadow.backbone, copied, partial(reference_step, copied))
     description = shadow.cast(copied)
     rows = torch.empty(1, description.norm.weight.numel(), dtype=dtype, device=backbone.device)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -31,7 +32,15 @@ from moe.describe.description import (
     View,
 )
 from moe.describe.observe import AttentionCall, Observation, RotaryModules, observe_random
-from moe.describe.parts import child_of, describe_norm, describe_projection, describe_rotation, same
+from moe.describe.parts import (
+    child_of,
+    close,
+    describe_norm,
+    describe_projection,
+    describe_rotation,
+    rotate,
+    same,
+)
 from moe.network.attention import MaskRule
 from moe.network.backbone import Backbone
 from moe.network.kv_blocks import Windows
@@ -76,10 +85,39 @@ def describe_output(call: AttentionCall, seen: Observation) -> Projection:
     leaf = child_of(call.module, OUTPUTS)
     if leaf is None:
         raise NotDescribed(f"no output projection among {', '.join(OUTPUTS)}")
+    _check_output(leaf, call, seen)
+    return describe_projection(leaf)
+
+
+def _check_output(leaf: nn.Module, call: AttentionCall, seen: Observation) -> None:
     made = seen.only(leaf)
     if not same(made.hidden, call.output) or not same(made.output, seen.only(call.module).output):
         raise NotDescribed("more than a projection lies between the heads and the layer")
-    return describe_projection(leaf)
+
+
+def check_attention(a: Attention | LatentAttention, call: AttentionCall, seen: Observation) -> None:
+    """Raise `NotDescribed` where attention reads other rows in another pass than described."""
+    table = None if a.rotation is None else a.rotation.table
+    _check_output(a.o.leaf, call, seen)
+    if isinstance(a, Attention):
+        if not same(seen.only(a.v.leaf).output, _rows(call.value)):
+            raise NotDescribed("values are not what the value projection gives")
+        for names, part, rows in ((_Q_NORMS, a.q, call.query), (_K_NORMS, a.k, call.key)):
+            _, turn = _chain(call.module, names, part, _rows(rows), seen, table)
+            if not _is_alike(turn, a.rotation):
+                raise NotDescribed("queries or keys are rotated otherwise")
+        return
+    query, sizes = _rows(call.query), [a.plain_dim, a.rotation.size]
+    plain, turned = seen.only(a.q.leaf).output.reshape(query.shape).split(sizes, -1)
+    turned = rotate(a.rotation, turned, *a.rotation.table.at(seen.positions[0]))
+    if not any(close(torch.cat(parts, -1), query) for parts in permutations((plain, turned))):
+        raise NotDescribed("queries are changed by something other than a known rotation")
+
+
+def _is_alike(a: Rotation | None, b: Rotation | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return (a.style, a.begin, a.size) == (b.style, b.begin, b.size)
 
 
 def describe_view(call: AttentionCall) -> View:

@@ -25,6 +25,7 @@ from moe.describe.description import (
 )
 from moe.describe.observe import AttentionCall, Observation, ObservedCall, RotaryModules
 from moe.describe.parts import (
+    ACTIVATIONS,
     child_of,
     close,
     describe_activation,
@@ -36,24 +37,15 @@ from moe.describe.parts import (
 from moe.describe.routers import describe_router
 from moe.network.seam import layer_of, parents_of
 
-_REFUSED = ("clip_qkv", "llama_4_scaling_beta")
-"""Settings whose effect a probe may not show, as it begins with large numbers or far positions;
-models that have one are not described."""
-
 
 @torch.inference_mode()
 def describe(model: nn.Module, seen: Observation) -> Description:
-    """The model, as far as one pass shows it; `moe.decode.proof` has to confirm it.
+    """The model, as far as one pass shows it; `moe.describe.extremes` and `moe.decode.proof`
+    have to confirm it.
 
     Raises:
         NotDescribed: the message says which part is not known, and why.
     """
-    config: Any = model.config
-    text = config.get_text_config(decoder=True)
-    positions = getattr(text, "rope_parameters", None) or {}
-    for name in _REFUSED:
-        if getattr(text, name, None) or positions.get(name):
-            raise NotDescribed(f"'{name}' is set")
     modules = decoder_layers(model, seen)
     rotaries = RotaryModules(seen)
     layers = []
@@ -103,7 +95,7 @@ def _describe_layer(
 ) -> Layer:
     whole = seen.only(layer)
     children = [child for child in layer.children() if seen.call(child) is not None]
-    norms = [child for child in children if _is_norm(child)]
+    norms = [child for child in children if is_norm(child)]
     attentions = [child for child in children if attention.module in child.modules()]
     blocks = [child for child in children if child not in norms and child not in attentions]
     if len(attentions) != 1 or not blocks:
@@ -173,7 +165,7 @@ def _added(
 
 def _final_norm(seen: Observation, x: Tensor, read: Tensor) -> Norm:
     for module, calls in seen.calls.items():
-        made = calls[0].output if _is_norm(module) and same(calls[0].hidden, x) else None
+        made = calls[0].output if is_norm(module) and same(calls[0].hidden, x) else None
         if made is not None and same(made, read):
             return describe_norm(module, x.shape[-1])
     raise NotDescribed("the head reads something else than the normed output of the last layer")
@@ -181,19 +173,18 @@ def _final_norm(seen: Observation, x: Tensor, read: Tensor) -> Norm:
 
 def _logits(model: nn.Module, head: ObservedCall, logits: Tensor) -> tuple[float, float | None]:
     """Scale and soft cap between the head's rows and the logits."""
+    config: Any = model.config
+    softcap = getattr(config.get_text_config(decoder=True), "final_logit_softcapping", None)
+    if softcap and close(softcap * torch.tanh(head.output.float() / softcap), logits, 1e-5):
+        return 1.0, float(softcap)  # tried first, as small logits hardly show it
     scale = ratio(logits, head.output.float())
     if scale is not None:
         return scale, None
-    config: Any = model.config
-    softcap = getattr(config.get_text_config(decoder=True), "final_logit_softcapping", None)
-    if softcap is not None and close(
-        softcap * torch.tanh(head.output.float() / softcap), logits, 1e-5
-    ):
-        return 1.0, float(softcap)
     raise NotDescribed("logits are not what the head gives, scaled or capped")
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module may be a norm: it has nothing but vectors."""
     own = list(module.parameters())
     return (
         not any(True for _ in module.children())
@@ -224,6 +215,27 @@ def describe_mlp(module: nn.Module, seen: Observation) -> FeedForward:
         raise NotDescribed(f"{type(module).__name__} does more than its three projections")
     activation = describe_activation(rows[0], rows[1], made.hidden)
     return FeedForward(gate, up, describe_projection(last), activation)
+
+
+def check_feed(feed: FeedForward | Experts, seen: Observation) -> None:
+    """Raise `NotDescribed` where dense or shared experts of another pass are not as described."""
+    dense = feed.shared if isinstance(feed, Experts) else feed
+    if dense is None:
+        return
+    made = [seen.only(part.leaf).output for part in (dense.gate, dense.up)]
+    if dense.gate.leaf is dense.up.leaf:
+        made = list(made[0].chunk(2, -1))
+    inner = ACTIVATIONS[dense.activation](made[0].float()) * made[1].float()
+    if not close(inner, seen.only(dense.down.leaf).hidden):
+        raise NotDescribed("the feed-forward does more than multiply by an activation")
+
+
+def check_logits(description: Description, model: nn.Module, seen: Observation) -> None:
+    """Raise `NotDescribed` where the logits of another pass are not as described."""
+    head = seen.only(model.get_output_embeddings())  # type: ignore[operator]
+    scale, softcap = _logits(model, head, seen.logits)
+    if softcap != description.logit_softcap or abs(scale / description.logit_scale - 1) > 1e-4:
+        raise NotDescribed("logits are not what the head gives, scaled or capped")
 
 
 def _first_projections(

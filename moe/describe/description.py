@@ -235,6 +235,12 @@ class RotaryTable:
         self._before: list[tuple[Tensor, Tensor]] = []
         self.cos, self.sin = cos_sin(self._rotate(torch.arange(_FIRST_POSITIONS)[None]))
 
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of ``(T,)`` positions; the tables do not grow for far ones."""
+        if int(positions.max()) < len(self.cos):
+            return self.cos[positions], self.sin[positions]
+        return cos_sin(self._rotate(positions[None]))
+
     def reserve(self, positions: int) -> None:
         """Make the tables hold at least this many positions."""
         have = self.cos.shape[0]

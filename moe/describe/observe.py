@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from moe.describe.probe import random_prompts, stand_in
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.kv_cache import KVCache
-from moe.network.lanes import run_lanes
+from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.packed_pass import Work
 from moe.network.per_sequence import depends_on_length
 
@@ -111,18 +113,32 @@ class Observation:
         return call
 
 
-def observe(backbone: Backbone, prompts: Sequence[list[int]]) -> Observation:
-    """Read prompts (one if sequences do not share a pass) and keep every module's calls."""
+def observe(
+    backbone: Backbone,
+    prompts: Sequence[list[int]],
+    begins: Sequence[int] = (),
+    experts: ExpertsRunner = stand_in,
+) -> Observation:
+    """Read prompts (one if sequences do not share a pass) and keep every module's calls.
+
+    Args:
+        begins: the position of each prompt's first token, in a packed pass; empty: 0.
+    """
     seen = Observation()
     with torch.inference_mode(), _watched(backbone, seen):
         work = [
             Work(tokens, backbone.new_cache(len(tokens)), all_logits=True) for tokens in prompts
         ]
+        for item, begin in zip(work, begins, strict=False):
+            item.cache.offset = begin
         lanes = backbone.lanes(work)
-        run_lanes(lanes, stand_in)
+        if begins:
+            lanes = [Lane(partial(backbone.forward_packed, work), "prefill")]
+        run_lanes(lanes, experts)
         seen.logits = torch.cat([rows for lane in lanes for rows in lane.result()])
     seen.sequences = [item.cache for item in work if isinstance(item.cache, KVCache)]
-    seen.positions = torch.cat([torch.arange(len(tokens)) for tokens in prompts])[None]
+    spans = zip_longest(prompts, begins, fillvalue=0)
+    seen.positions = torch.cat([torch.arange(len(t)) + begin for t, begin in spans])[None]  # type: ignore[arg-type]
     return seen
 
 

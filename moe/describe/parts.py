@@ -139,7 +139,7 @@ def describe_rotation(
     if same(before, after):
         return None
     size = 2 * table.cos.shape[1]
-    cos, sin = table.cos[positions], table.sin[positions]
+    cos, sin = table.at(positions)
     for begin in dict.fromkeys((0, before.shape[-1] - size)):
         for style in get_args(Style):
             rotation = Rotation(style, begin, size, table)

@@ -27,6 +27,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_causal_mask
 
+from moe.errors import UnsupportedModelError
 from moe.network.kv_cache import LayerKey, StateKey, States
 
 CACHE_ARGUMENT = (
@@ -60,6 +61,7 @@ class OwnCache:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OwnCache:
+        """Raises `UnsupportedModelError` if a window is none of the last tokens."""
         source = type(model).__module__
         found = [
             each
@@ -67,6 +69,8 @@ class OwnCache:
             if isinstance(each, type) and issubclass(each, Cache) and each.__module__ == source
         ]
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+        for layer in {type(layer): layer for layer in layers}.values():
+            _check_window(model, layer)
         own = {at: OwnLayer(x, at) for at, x in enumerate(layers) if type(x).__module__ == source}
         adds = bool(own) and not getattr(model, "_supports_sdpa", False)
         return cls(found[0] if len(found) == 1 else None, own, adds, model.device)
@@ -95,6 +99,27 @@ class OwnCache:
 
         bases = (ours,) if base is None else (ours, base)
         return type(ours.__name__, bases, {"__init__": begin})
+
+
+def _check_window(model: PreTrainedModel, layer: Any) -> None:
+    """Raise `UnsupportedModelError` if what a layer with a window keeps depends on what was read
+    first: such a window is one of the answer, beside all of the prompt, and short probes do not
+    show it."""
+    window, kept = getattr(layer, "sliding_window", None), set[int]()
+    if not isinstance(layer, DynamicSlidingWindowLayer) or not window:
+        return
+    for first in (1, window + 2):
+        own = copy.deepcopy(layer)
+        for count in (first, window + 3 - first, 1):
+            rows = torch.zeros(1, 1, count, 1)
+            keys, _ = own.update(rows, rows)
+        kept.add(keys.shape[2])
+    if len(kept) > 1:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} attends to all of a prompt and to the last {window} tokens of "
+            "the answer, which this engine does not do: answers of more tokens would be wrong; "
+            "run it with transformers"
+        )
 
 
 class _Pass(Protocol):

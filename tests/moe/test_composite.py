@@ -32,7 +32,10 @@ SMALL: dict[str, Any] = {
 }
 BLOCK_DIFFUSION = "diffusion_gemma"  # tests/moe/test_block_diffusion.py
 LARGE = "dots3_note"  # of 76 M parameters at its smallest
-NAMES = [name for name in composite_architectures() if name not in (BLOCK_DIFFUSION, LARGE)]
+REFUSED = "unlimited_ocr"  # tests/moe/test_adopt.py
+NAMES = [
+    name for name in composite_architectures() if name not in (BLOCK_DIFFUSION, LARGE, REFUSED)
+]
 
 
 @torch.no_grad()

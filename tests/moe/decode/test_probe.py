@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from examples.models.tiny import tiny_model
+from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu import choose_kernel
 from moe.decode.compiled import DescribedStep
 from moe.decode.proof import prove
 from moe.describe import routers as router
 from moe.describe.decoder import describe
 from moe.describe.description import Description, Experts, Layer, NotDescribed, OwnRouter, Router
+from moe.describe.extremes import check_extremes
 from moe.describe.observe import WATCHED, observe
 from moe.describe.probe import enable_packing
 from moe.network.backbone import Backbone
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compi
 Change = Callable[[Layer], Layer]
 
 
-def trunk_of(architecture: str) -> Backbone:
-    model = tiny_model(architecture)
+def trunk_of(architecture: str, config: Any = None) -> Backbone:
+    model = tiny_model(architecture, config=config)
     experts = MoELayers(take_experts(model))
     attach(model, experts.layers, experts.run)
     backbone = Backbone(model)
@@ -174,12 +175,26 @@ def test_watching_leaves_the_model_as_it_was() -> None:
     assert not any(module._forward_hooks for module in backbone.model.modules())
 
 
-def test_settings_that_a_probe_may_not_reach_are_refused() -> None:
+def test_what_only_large_numbers_show_is_found() -> None:
     backbone = trunk_of("olmoe")
     backbone.model.config.clip_qkv = 100.0
-    with pytest.raises(NotDescribed, match="'clip_qkv' is set"):
-        described(backbone)
+    unclipped = described(backbone)
+    assert "equal to transformers' forward" in proof(backbone, unclipped)
+    with pytest.raises(NotDescribed, match=r"layer 0: .* at far positions or with large numbers"):
+        check_extremes(unclipped, backbone)
     backbone.model.config.clip_qkv = None
-    backbone.model.config.rope_parameters["llama_4_scaling_beta"] = 0.1
-    with pytest.raises(NotDescribed, match="'llama_4_scaling_beta' is set"):
-        described(backbone)
+    check_extremes(unclipped, backbone)
+
+
+def test_what_only_far_positions_show_is_found() -> None:
+    config = tiny_config("mistral4")
+    config.rope_parameters |= {"partial_rotary_factor": 1.0}
+    backbone = trunk_of("mistral4", config)
+    positions = backbone.model.config.rope_parameters
+    positions |= {"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192}
+    unscaled = described(backbone)
+    assert "equal to transformers' forward" in proof(backbone, unscaled)
+    with pytest.raises(NotDescribed, match=r"layer 0: queries .* at far positions or with large"):
+        check_extremes(unscaled, backbone)
+    positions["llama_4_scaling_beta"] = 0.0
+    check_extremes(unscaled, backbone)
