@@ -203,12 +203,7 @@ class _Projection:
         elif known and not self.in_panels:
             reference, some, more = PLANES[0], PLANES, PREFILL_PLANES
         many, parts = call.each >= _MANY_ROWS, 2 if self.epilogue.gated else 1
-        group = self.weights.group_size if isinstance(self.weights, PlaneLayout) else 0
-        fit = [
-            tile
-            for tile in (more if many else some)
-            if (tile.serves(group) if isinstance(tile, PlaneTile) else tile.fits(parts))
-        ]
+        fit = [t for t in (more if many else some) if isinstance(t, PlaneTile) or t.fits(parts)]
         candidates = [t for t in fit if rows is None or t.rows == rows]
         shape = (
             self.weights
@@ -312,8 +307,7 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
         return lambda: project_planes(x_TK, own, layout, bias, None, tile, planes=planes)
 
     key = x_TK.device, x_TK.dtype, layout, planes, len(x_TK).bit_length() // 2
-    known = PREFILL_PLANES if len(x_TK) >= _MANY_ROWS else PLANES
-    tiles = tuple(tile for tile in known if tile.serves(layout.group_size))
+    tiles = PREFILL_PLANES if len(x_TK) >= _MANY_ROWS else PLANES
     return prepare(choose(key, tiles, PLANES[0], lambda: prepare))()
 
 

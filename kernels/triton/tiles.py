@@ -56,11 +56,6 @@ class PlaneTile:
     unroll: int = 1
     fetch: bool = False
 
-    def serves(self, group: int) -> bool:
-        """Whether registers are enough where each scale has so many columns: groups of less than
-        a unit are summed apart."""
-        return self.rows < 64 or group >= 64
-
     def constants(self, parts: int) -> dict[str, int | bool]:
         """What the kernel is compiled for; parts of K have a warp each."""
         return {

@@ -280,8 +280,7 @@ def test_every_tile_adds_the_same_numbers(
     columns: int, tile: PlaneTile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several units a warp, of some that only a few warps have, and of half a unit."""
-    group = 32 if tile.serves(32) else 64
-    matrix = quantize_matrix(torch.randn(40, columns), group).for_device(CUDA)
+    matrix = quantize_matrix(torch.randn(40, columns), 32).for_device(CUDA)
     x = torch.randn(11, columns)
     monkeypatch.setattr(triton_experts, "PLANES", (PLANES[0],))
     expected = linear_forward(x, matrix)
