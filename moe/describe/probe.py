@@ -241,6 +241,8 @@ def enable_packing(backbone: Backbone) -> Packing:
 
 def _probe(backbone: Backbone) -> Packing:
     """Run random prompts and one decode step both ways and compare all logits."""
+    if window := backbone.own_cache.answer_window:
+        return Packing(False, f"it sees all of a prompt and the last {window} tokens of an answer")
     prompts = random_prompts(backbone, PROMPT_LENGTHS)
     with torch.inference_mode():
         expected = _logits(backbone, prompts, packed=False)

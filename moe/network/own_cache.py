@@ -27,7 +27,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_causal_mask
 
-from moe.errors import UnsupportedModelError
 from moe.network.kv_cache import LayerKey, StateKey, States
 
 CACHE_ARGUMENT = (
@@ -51,6 +50,8 @@ class OwnCache:
         device: of the model.
         position_dims: the model keeps as many positions of each token in a layer of its cache, and
             computes rotary tables of all tokens; 0 if it keeps none.
+        answer_window: attention sees all of a prompt and so many last tokens of the answer, which
+            only the model's own cache knows how to keep; 0: it does not.
     """
 
     base: type[Cache] | None
@@ -58,10 +59,10 @@ class OwnCache:
     adds_masks: bool
     device: torch.device
     position_dims: int = 0
+    answer_window: int = 0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OwnCache:
-        """Raises `UnsupportedModelError` if a window is none of the last tokens."""
         source = type(model).__module__
         found = [
             each
@@ -69,11 +70,11 @@ class OwnCache:
             if isinstance(each, type) and issubclass(each, Cache) and each.__module__ == source
         ]
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        for layer in {type(layer): layer for layer in layers}.values():
-            _check_window(model, layer)
+        window = max(map(_answer_window, {type(layer): layer for layer in layers}.values()))
         own = {at: OwnLayer(x, at) for at, x in enumerate(layers) if type(x).__module__ == source}
         adds = bool(own) and not getattr(model, "_supports_sdpa", False)
-        return cls(found[0] if len(found) == 1 else None, own, adds, model.device)
+        base = found[0] if len(found) == 1 else None
+        return cls(base, own, adds, model.device, answer_window=window)
 
     def standing_for(
         self, ours: type[_C], lists: Callable[[Any, str], Any], *, layers: bool = True
@@ -101,25 +102,19 @@ class OwnCache:
         return type(ours.__name__, bases, {"__init__": begin})
 
 
-def _check_window(model: PreTrainedModel, layer: Any) -> None:
-    """Raise `UnsupportedModelError` if what a layer with a window keeps depends on what was read
-    first: such a window is one of the answer, beside all of the prompt, and short probes do not
-    show it."""
+def _answer_window(layer: Any) -> int:
+    """Tokens of the answer that a layer keeps beside all of the prompt; 0 for other layers. Then
+    what it keeps depends on what was read first, which short probes do not show."""
     window, kept = getattr(layer, "sliding_window", None), set[int]()
     if not isinstance(layer, DynamicSlidingWindowLayer) or not window:
-        return
+        return 0
     for first in (1, window + 2):
         own = copy.deepcopy(layer)
         for count in (first, window + 3 - first, 1):
             rows = torch.zeros(1, 1, count, 1)
             keys, _ = own.update(rows, rows)
         kept.add(keys.shape[2])
-    if len(kept) > 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} attends to all of a prompt and to the last {window} tokens of "
-            "the answer, which this engine does not do: answers of more tokens would be wrong; "
-            "run it with transformers"
-        )
+    return int(window) if len(kept) > 1 else 0
 
 
 class _Pass(Protocol):
