@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
-import select
-import subprocess
 import sys
-import termios
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -93,42 +88,26 @@ def test_a_model_that_cannot_chat_is_refused_before_anything_is_asked(
         chat.chat("some", Any)  # type: ignore[arg-type]
 
 
-def test_pasted_lines_are_one_message_and_ctrl_c_discards_a_line() -> None:
-    readline = pytest.importorskip("readline")
-    if "libedit" in (readline.__doc__ or ""):
-        pytest.skip("libedit knows no bracketed paste")
-    script = "from moe.commands.chat import _ask, edit_lines\nedit_lines()\n"
-    script += "while (line := _ask()) is not None: print('GOT', ascii(line))\n"
-    ours, theirs = os.openpty()
-    environment = os.environ | {"TERM": "xterm", "INPUTRC": os.devnull}
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs,
-        env=environment, start_new_session=True, preexec_fn=lambda: _own_terminal(theirs),
-    ) as process:  # fmt: skip
-        os.close(theirs)
-        shown = _until(ours, b"> ")
-        assert b"GOT" not in shown
-        os.write(ours, b"\x1b[200~def f():\n    pass\x1b[201~\r")
-        # Ctrl-C elsewhere than at the prompt ends the script.
-        shown = _until(ours, b"pass'\r\n", b"> ")
-        assert b"GOT 'def f():\\n    pass'" in shown
-        os.write(ours, b"half\x03")
-        assert b"/exit ends" in _until(ours, b"ends)", b"> ")
-        os.write(ours, b"\x04")
-        assert process.wait(60) == 0
-        os.close(ours)
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_ctrl_c_at_the_prompt_discards_the_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_terminal: bool
+) -> None:
+    def interrupted(prompt: str) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: is_terminal))
+    if not is_terminal:
+        with pytest.raises(KeyboardInterrupt):
+            chat._ask()
+        return
+    assert chat._ask() == ""
+    assert "/exit ends" in capsys.readouterr().out
 
 
-def _own_terminal(descriptor: int) -> None:
-    fcntl.ioctl(descriptor, termios.TIOCSCTTY, 0)
-
-
-def _until(descriptor: int, *signs: bytes) -> bytes:
-    """What a terminal shows until it has shown these, one behind the other."""
-    seen, at = b"", 0
-    for sign in signs:
-        while (found := seen.find(sign, at)) < 0:
-            assert select.select([descriptor], [], [], 60)[0], seen
-            seen += os.read(descriptor, 4096)
-        at = found + len(sign)
-    return seen
+def test_pasted_lines_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As readline does where a terminal marks what is pasted."""
+    readline, said = pytest.importorskip("readline"), list[str]()
+    monkeypatch.setattr(readline, "parse_and_bind", said.append)
+    chat.edit_lines()
+    assert said == ["set enable-bracketed-paste on"]
