@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -124,21 +123,22 @@ def observe(
     Args:
         begins: the position of each prompt's first token, in a packed pass; empty: 0.
     """
-    seen = Observation()
+    seen, places = Observation(), begins or [0] * len(prompts)
     with torch.inference_mode(), _watched(backbone, seen):
         work = [
             Work(tokens, backbone.new_cache(len(tokens)), all_logits=True) for tokens in prompts
         ]
-        for item, begin in zip(work, begins, strict=False):
+        for item, begin in zip(work, places, strict=True):
             item.cache.offset = begin
-        lanes = backbone.lanes(work)
         if begins:
             lanes = [Lane(partial(backbone.forward_packed, work), "prefill")]
+        else:
+            lanes = backbone.lanes(work)
         run_lanes(lanes, experts)
         seen.logits = torch.cat([rows for lane in lanes for rows in lane.result()])
     seen.sequences = [item.cache for item in work if isinstance(item.cache, KVCache)]
-    spans = zip_longest(prompts, begins, fillvalue=0)
-    seen.positions = torch.cat([torch.arange(len(t)) + begin for t, begin in spans])[None]  # type: ignore[arg-type]
+    spans = [torch.arange(len(t)) + begin for t, begin in zip(prompts, places, strict=True)]
+    seen.positions = torch.cat(spans)[None]
     return seen
 
 
