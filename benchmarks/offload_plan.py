@@ -148,11 +148,13 @@ def worst(ratios: list[float]) -> float:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Median and worst of planned by measured, from disk and resident."""
+    """Median and worst of planned by measured, from disk and resident. What has room for all
+    experts is resident, whatever share was asked for."""
     found: dict[str, float] = {}
-    for name, resident in (("resident", True), ("from disk", False)):
-        ratios = [row["ratio"] for row in rows if (row["share"] == 1) == resident]
-        found |= {f"{name}, median": median(ratios), f"{name}, worst": worst(ratios)}
+    for name, from_disk in (("resident", False), ("from disk", True)):
+        ratios = [row["ratio"] for row in rows if ("bytes_ratio" in row) == from_disk]
+        if ratios:
+            found |= {f"{name}, median": median(ratios), f"{name}, worst": worst(ratios)}
     return found
 
 
