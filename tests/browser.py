@@ -46,12 +46,17 @@ class Browser:
         self.driver = driver
 
     def show(self, url: str, width: int = 1280, height: int = 800, *, dark: bool = False) -> None:
-        """Open a page in a window of this size, with the reader's choice of colours."""
+        """Open a page in a window of this size, with the reader's choice of colours.
+
+        The driver can return before a page that it shows again is loaded: this waits until it is.
+        """
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         colours = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [colours]})
+        self.run("window.isOld = true")
         self.driver.get(url)
+        self.wait(lambda: self.run("return !window.isOld && document.readyState === 'complete'"))
 
     def run(self, script: str, *arguments: Any) -> Any:
         """The value that a script returns in the page."""
