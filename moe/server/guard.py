@@ -3,7 +3,8 @@
 It checks the API key and the host name, gives each request an id, counts answers, and turns an
 exception that escapes a route into status 500. Routes need the key unless listed as public. The
 files of the page at ``/`` are public, as every installation has the same; what they show is not.
-``/v1/prefill``, on prefill servers, wants a secret of the servers instead.
+``/v1/prefill``, on prefill servers, wants a secret of the servers instead. HEAD is answered at
+public routes, as monitors ask by it.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
+        if scope["method"] == "HEAD" and scope["path"] in PUBLIC_PATHS:
+            scope = {**scope, "method": "GET"}  # uvicorn knows, and sends no body
         request_id = scope["request_id"] = uuid.uuid4().hex
         status = 0
         key: ApiKey | None = None

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from moe.errors import RequestError
-from moe.text.renderer import RENDERERS, TemplateLimitError
+from moe.text.renderer import RENDERERS, TemplateLimitError, TemplateSyntaxFault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,8 +42,8 @@ def render(
             `apply_chat_template`, and further variables for the template.
 
     Raises:
-        RequestError: the template refused the messages, or (with `TemplateLimitError` as the cause)
-            needed too much time or memory.
+        RequestError: the template cannot be read, refused the messages, or (with
+            `TemplateLimitError` as the cause) needed too much time or memory.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -55,6 +55,11 @@ def render(
     except TemplateLimitError as error:
         raise RequestError(
             f"the model's chat template {error}; send fewer or shorter messages"
+        ) from error
+    except TemplateSyntaxFault as error:
+        raise RequestError(
+            f"the model's chat template cannot be read: {error}; mend it where the model's files "
+            "are (chat_template.jinja or tokenizer_config.json)"
         ) from error
     except Exception as error:  # a template may fail in any way a program can
         raise RequestError(

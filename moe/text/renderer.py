@@ -44,6 +44,10 @@ class TemplateLimitError(Exception):
     """A template needs more than it is given; the message says of what."""
 
 
+class TemplateSyntaxFault(ValueError):
+    """A template cannot be read, whatever the messages; the message says the line and why."""
+
+
 class Renderers:
     """Processes that render chat templates, started on demand; threads may share one object."""
 
@@ -62,6 +66,7 @@ class Renderers:
 
         Raises:
             TemplateLimitError: it takes more than its time, memory or length.
+            TemplateSyntaxFault: it cannot be read.
             ValueError: the template refused the messages; the message is the template's own.
         """
         asked = {
@@ -82,6 +87,8 @@ class Renderers:
             process.end()  # its memory may not be what it was
             raise TemplateLimitError(answer["limit"])
         self._give_back(process)
+        if "syntax" in answer:
+            raise TemplateSyntaxFault(answer["syntax"])
         if "fault" in answer:
             raise ValueError(answer["fault"])
         return str(answer["text"])
@@ -212,7 +219,10 @@ def _answer(stand_in: Any, line: bytes) -> dict[str, str]:
     except MemoryError:
         return {"limit": _TOO_MUCH}
     except Exception as error:  # a template may fail in any way a program can
-        return {"fault": f"{error!s:.300}" or type(error).__name__}
+        message = f"{error!s:.300}" or type(error).__name__
+        if type(error).__name__ == "TemplateSyntaxError":  # jinja2's, which transformers imports
+            return {"syntax": f"line {error.lineno}: {message}"}  # type: ignore[attr-defined]
+        return {"fault": message}
 
 
 def _stand_in() -> type:

@@ -364,7 +364,7 @@ def test_a_step_waits_once_for_all_masks_that_are_late() -> None:
             return b""
 
     pool = FairPool(1, "test", each=1)
-    made = [Constraint(Stuck(), VOCAB, threads=MaskThreads(pool)) for _ in range(200)]  # type: ignore[arg-type]
+    made = [Constraint(Stuck(), VOCAB, threads=MaskThreads(pool)) for _ in range(2000)]  # type: ignore[arg-type]
     for constraint in made:
         constraint.begin_mask()
     begun = time.monotonic()
@@ -373,5 +373,5 @@ def test_a_step_waits_once_for_all_masks_that_are_late() -> None:
     for constraint in made:
         with pytest.raises(MaskLateError):
             constraint.allowed_bits()
-    assert time.monotonic() - begun < 0.2  # else .42
+    assert time.monotonic() - begun < 2  # else 4
     go_on.set()

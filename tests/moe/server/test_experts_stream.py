@@ -149,7 +149,7 @@ def test_it_ends_when_the_server_drains(serve: Any) -> None:
         start = time.monotonic()
         server.service.stop()
         last = list(events)[-1]
-        assert time.monotonic() - start < 3
+        assert time.monotonic() - start < 20
     assert last["type"] == "snapshot"
 
 

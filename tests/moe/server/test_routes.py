@@ -50,6 +50,14 @@ def test_other_routes(method: str, path: str, status: int, http: httpx.Client) -
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
+def test_monitors_may_ask_by_head(http: httpx.Client) -> None:
+    for path in ("/health", "/ready", "/"):
+        answer, whole = http.head(path), http.get(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers["content-length"] == str(len(whole.content))
+    assert http.head("/v1/models").status_code == 405
+
+
 @pytest.mark.parametrize(
     ("route", "body"),
     [

@@ -137,11 +137,17 @@ def test_chat_without_a_template_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% for %}", "{{ 1 / 0 }}"],
+    ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"],
 )
 def test_templates_run_in_a_sandbox_and_their_failures_are_the_requests(template: str) -> None:
     codec = TextCodec(make_tokenizer(template), VOCAB_SIZE)
     with pytest.raises(RequestError, match="chat template refused the messages"):
+        codec.encode([{"role": "user", "content": "hi"}])
+
+
+def test_a_template_that_cannot_be_read_is_not_the_messages_fault() -> None:
+    codec = TextCodec(make_tokenizer("{{ bos_token }}\n{% for %}"), VOCAB_SIZE)
+    with pytest.raises(RequestError, match=r"template cannot be read: line 2: .*; mend it where"):
         codec.encode([{"role": "user", "content": "hi"}])
 
 
