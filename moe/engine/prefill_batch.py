@@ -168,7 +168,7 @@ class SequenceGroup:
         for sequence, cache in zip(self.sequences, caches, strict=True):
             if isinstance(cache, KVCache):
                 cache.keep_all(False)
-                cache.prompt_read()
+                cache.prompt_read(len(self.token_ids))
             sequence.attach(cache)
 
     def cancel(self) -> None:

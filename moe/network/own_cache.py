@@ -50,8 +50,8 @@ class OwnCache:
         device: of the model.
         position_dims: the model keeps as many positions of each token in a layer of its cache, and
             computes rotary tables of all tokens; 0 if it keeps none.
-        answer_window: attention sees all of a prompt and so many last tokens of the answer, which
-            only the model's own cache knows how to keep; 0: it does not.
+        answer_window: tokens behind the prompt see all of the prompt and so many last tokens of
+            what is behind it, their own among them; 0: they see all.
     """
 
     base: type[Cache] | None
@@ -70,8 +70,13 @@ class OwnCache:
             if isinstance(each, type) and issubclass(each, Cache) and each.__module__ == source
         ]
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        window = max(map(_answer_window, {type(layer): layer for layer in layers}.values()))
-        own = {at: OwnLayer(x, at) for at, x in enumerate(layers) if type(x).__module__ == source}
+        windows = {kind: _answer_window(x) for kind, x in {type(x): x for x in layers}.items()}
+        window = max(windows.values(), default=0)
+        own = {
+            at: OwnLayer(x, at)
+            for at, x in enumerate(layers)
+            if type(x).__module__ == source and not windows[type(x)]
+        }
         adds = bool(own) and not getattr(model, "_supports_sdpa", False)
         base = found[0] if len(found) == 1 else None
         return cls(base, own, adds, model.device, answer_window=window)
@@ -103,8 +108,8 @@ class OwnCache:
 
 
 def _answer_window(layer: Any) -> int:
-    """Tokens of the answer that a layer keeps beside all of the prompt; 0 for other layers. Then
-    what it keeps depends on what was read first, which short probes do not show."""
+    """Tokens behind the prompt that a layer shows beside all of the prompt; 0 for other layers.
+    Such a layer takes what is read first for the prompt, and what it keeps depends on that."""
     window, kept = getattr(layer, "sliding_window", None), set[int]()
     if not isinstance(layer, DynamicSlidingWindowLayer) or not window:
         return 0

@@ -36,6 +36,11 @@ class TwinKV(KVCache):
         super().__init__(capacity)
         self.weak = KVCache(capacity)
 
+    def prompt_read(self, tokens: int) -> None:
+        super().prompt_read(tokens)
+        self.weak.policy = self.policy
+        self.weak.prompt_read(tokens)
+
     def fork(self, capacity: int, length: int) -> TwinKV:
         copy = super().fork(capacity, length)
         assert isinstance(copy, TwinKV)
