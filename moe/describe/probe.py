@@ -278,14 +278,14 @@ def _logits(backbone: Backbone, prompts: Sequence[list[int]], *, packed: bool) -
     """Of prompts, and of one token behind each; or of more than the model sees of an answer."""
     backbone.set_packed(packed)
     answers = [prompt[:1] for prompt in prompts]
-    if window := backbone.own_cache.answer_window:
-        answers = random_prompts(backbone, [window + len(prompt) for prompt in prompts])
+    if (own := backbone.own_cache.policy) is not None:
+        answers = random_prompts(backbone, [own.tokens + len(prompt) for prompt in prompts])
     pairs = list(zip(prompts, answers, strict=True))
     caches = [backbone.new_cache(len(prompt) + len(answer)) for prompt, answer in pairs]
     logits = _read(backbone, prompts, caches, "prefill")
-    for cache, prompt in zip(caches, prompts, strict=True):
+    for cache in caches:
         if isinstance(cache, KVCache):
-            cache.prompt_read(len(prompt))
+            cache.prompt_read()
     for begin in range(0, max(map(len, answers)), SHORT):
         parts = [answer[begin : begin + SHORT] for answer in answers]
         left = [index for index, part in enumerate(parts) if part]

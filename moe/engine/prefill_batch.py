@@ -168,7 +168,7 @@ class SequenceGroup:
         for sequence, cache in zip(self.sequences, caches, strict=True):
             if isinstance(cache, KVCache):
                 cache.keep_all(False)
-                cache.prompt_read(len(self.token_ids))
+                cache.prompt_read()
             sequence.attach(cache)
 
     def cancel(self) -> None:

@@ -188,8 +188,8 @@ class Backbone:
             cache: KVCache = self.blocks.new_cache(capacity)
         else:
             cache = self.cache_type(capacity)
-        if self.own_policy is not None:
-            cache.policy = self.own_policy
+        if self.own_cache.policy is not None:
+            cache.policy = self.own_cache.policy
         if self._final_hidden is not None:
             cache.hidden = HiddenRows()
         if self._has_head:
@@ -212,11 +212,6 @@ class Backbone:
     def kv_policy(self) -> KVPolicy | None:
         """Which keys and values sequences keep behind their prompts; None: all."""
         return self.blocks.policy if self.blocks is not None and self.contrast is None else None
-
-    @property
-    def own_policy(self) -> KVPolicy | None:
-        """What tokens behind the prompt attend to as the model is made; None: all."""
-        return KVPolicy.of_model(self.own_cache.answer_window)
 
     @property
     def counts_blocks(self) -> bool:

@@ -440,8 +440,8 @@ class BlockKVCache(KVCache):
         first, second = self.layer_tables(layer)
         return BlockRows((first, second), heads, (sizes[0], sizes[1]), end, self.form[:2])
 
-    def prompt_read(self, tokens: int) -> None:
-        super().prompt_read(tokens)
+    def prompt_read(self) -> None:
+        super().prompt_read()
         self._due = self._pool.policy is not None
 
     def seen_keys(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:

@@ -165,7 +165,7 @@ class KVCache:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.policy: KVPolicy | None = None
-        self._prompt: int | None = None  # its tokens, once they have been read
+        self._prompt: int | None = None  # tokens of the prompt, once it has been read
         self.length = self.offset = 0
         self.hidden: HiddenRows | None = None
         self.head: KVCache | None = None
@@ -220,10 +220,10 @@ class KVCache:
         """It has the rows of all its tokens."""
         return True
 
-    def prompt_read(self, tokens: int) -> None:
-        """Its prompt of so many tokens has been read: `policy` holds for what follows. A fork has
-        yet to be told."""
-        self._prompt = tokens
+    def prompt_read(self) -> None:
+        """What it has read is its prompt: `policy` holds for what follows. A fork has yet to be
+        told."""
+        self._prompt = self.length
 
     def seen(self, position: int) -> SeenRow | None:
         """What the token at a position attends to in layers that see all; None: all."""

@@ -9,8 +9,7 @@ Prompts are read whole, with attention to all of their tokens. A lossy policy of
   highest scores, as in Quest (2406.10774); half are the last ones. Each step chooses anew, so
   nothing is lost for later tokens.
 
-Some models are made so themselves (`moe.network.own_cache.OwnCache.answer_window`), which is no
-loss:
+Some models are made so themselves (`moe.network.own_cache.OwnCache.policy`), which loses nothing:
 
 - ``answer``: all tokens of the prompt, and the last ``TOKENS`` of what is behind it, its own among
   them.
@@ -69,11 +68,6 @@ class KVPolicy(NamedTuple):
         """From a profile's ``NAME:TOKENS``, which has been checked there."""
         name, tokens = spec.split(":")
         return cls(name, int(tokens))
-
-    @classmethod
-    def of_model(cls, answer_window: int) -> KVPolicy | None:
-        """A model's own, by `OwnCache.answer_window`."""
-        return cls("answer", answer_window) if answer_window else None
 
     @property
     def selects(self) -> bool:

@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_causal_mask
 
 from moe.network.kv_cache import LayerKey, StateKey, States
+from moe.network.kv_policy import KVPolicy
 
 CACHE_ARGUMENT = (
     "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
@@ -50,8 +51,7 @@ class OwnCache:
         device: of the model.
         position_dims: the model keeps as many positions of each token in a layer of its cache, and
             computes rotary tables of all tokens; 0 if it keeps none.
-        answer_window: tokens behind the prompt see all of the prompt and so many last tokens of
-            what is behind it, their own among them; 0: they see all.
+        policy: what tokens behind the prompt attend to; None: all.
     """
 
     base: type[Cache] | None
@@ -59,7 +59,7 @@ class OwnCache:
     adds_masks: bool
     device: torch.device
     position_dims: int = 0
-    answer_window: int = 0
+    policy: KVPolicy | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OwnCache:
@@ -79,7 +79,8 @@ class OwnCache:
         }
         adds = bool(own) and not getattr(model, "_supports_sdpa", False)
         base = found[0] if len(found) == 1 else None
-        return cls(base, own, adds, model.device, answer_window=window)
+        policy = KVPolicy("answer", window) if window else None
+        return cls(base, own, adds, model.device, policy=policy)
 
     def standing_for(
         self, ours: type[_C], lists: Callable[[Any, str], Any], *, layers: bool = True

@@ -175,7 +175,7 @@ def _bits_by_steps(model: MoE, token_ids: Sequence[int]) -> float:
         run_lanes(lanes, model.experts.run)
         rows.append(lanes[0].result()[0])
         if len(rows) == 1:
-            cache.prompt_read(half)
+            cache.prompt_read()
     found = torch.cat(rows)[: len(token_ids) - half].log_softmax(-1)
     wanted = torch.tensor(token_ids[half:])[:, None]
     return float(-found.gather(1, wanted).double().sum()) / math.log(2)
