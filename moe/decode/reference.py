@@ -291,13 +291,13 @@ class _Plain:
             assert isinstance(cache, KVCache)
             cache.write(layer, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
             for row in range(len(k)):
-                seen = cache.read(layer, cache.length + row + 1)
-                places = None
+                own, places = cache.read(layer, cache.length + row + 1), None
                 if queries is not None:
-                    places = cache.seen_keys(layer, queries[None, first + row, :, None], seen[0])
+                    places = cache.seen_keys(layer, queries[None, first + row, :, None], own[0])
                 if places is not None:
-                    seen = [rows.take_along_dim(places[None, ..., None], 2) for rows in seen]
-                yield seen[0][0], seen[1][0]
+                    at = places[None, ..., None]
+                    own = own[0].take_along_dim(at, 2), own[1].take_along_dim(at, 2)
+                yield own[0][0], own[1][0]
             first += len(k)
 
 

@@ -289,8 +289,8 @@ def _logits(backbone: Backbone, prompts: Sequence[list[int]], *, packed: bool) -
     for begin in range(0, max(map(len, answers)), SHORT):
         parts = [answer[begin : begin + SHORT] for answer in answers]
         left = [index for index, part in enumerate(parts) if part]
-        own = [parts[index] for index in left], [caches[index] for index in left]
-        logits += _read(backbone, *own, "decode")
+        own_caches = [caches[index] for index in left]
+        logits += _read(backbone, [parts[index] for index in left], own_caches, "decode")
     return logits
 
 

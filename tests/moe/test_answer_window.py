@@ -187,15 +187,20 @@ def test_such_a_model_shares_passes_and_decodes_by_a_compiled_step(model: MoE) -
         assert model.backbone.kv_policy == KVPolicy("answer", WINDOW)
 
 
-@pytest.mark.parametrize("fused", ["auto", "off"])
-def test_answers_are_transformers_own(checkpoint: Path, expected: list[Said], fused: str) -> None:
+def test_answers_are_transformers_own(model: MoE, expected: list[Said]) -> None:
     """Alone, in company, in parts, preempted, and behind known prompts."""
-    with MoE.from_pretrained(checkpoint, MEMORY | {"engine.fused": fused}) as model:
-        check(answers(model, PROMPTS), expected)
-        check(answers(model, PROMPTS[:2], known=True), expected[:2])
-        check(answers(model, PROMPTS[:1]), expected[:1])
-        check(answers(model, PROMPTS, chunk=40), expected)
-        check(answers(model, PROMPTS[::-1], preempt=True), expected[::-1])
+    check(answers(model, PROMPTS), expected)
+    check(answers(model, PROMPTS[:2], known=True), expected[:2])
+    check(answers(model, PROMPTS[:1]), expected[:1])
+    check(answers(model, PROMPTS, chunk=40), expected)
+    check(answers(model, PROMPTS[::-1], preempt=True), expected[::-1])
+
+
+def test_so_are_those_of_transformers_layers(checkpoint: Path, expected: list[Said]) -> None:
+    """In packed passes, with keys and values in buffers."""
+    with MoE.from_pretrained(checkpoint, MEMORY | {"engine.fused": "off"}) as model:
+        assert not in_blocks(model)
+        check(answers(model, PROMPTS[::-1], chunk=40, preempt=True), expected[::-1])
 
 
 def test_the_oracle_would_notice_keys_too_many(reference: Any, expected: list[Said]) -> None:

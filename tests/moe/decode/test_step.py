@@ -79,7 +79,8 @@ def test_steps_attend_to_the_prompt_and_a_window_of_the_answer(
     prompts = [data.draw(st.integers(1, length)) for length in lengths]
     sizes = [data.draw(st.integers(1, 3)) for _ in lengths]
     makers: list[Callable[[int], KVCache]] = [KVCache, KVCache, pool.new_cache]
-    steps = [partial(reference_step, description), *[compiled(description)] * 2]
+    fast = compiled(description)
+    steps: list[StepFunction] = [partial(reference_step, description), fast, fast]
     found = list[Tensor]()
     for new, step in zip(makers, steps, strict=True):
         torch.manual_seed(seed)
