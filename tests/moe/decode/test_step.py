@@ -18,7 +18,7 @@ from kernels.cpu.decode import NativeDecode
 from moe.decode.compiled import DescribedStep
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
-from moe.describe.description import Description, NotDescribed, Projection
+from moe.describe.description import Attention, Description, NotDescribed, Projection, View
 from moe.network.host_blocks import HostBlocks
 from moe.network.kv_blocks import BlockPool, Windows
 from moe.network.kv_cache import KVCache, KVFormat
@@ -62,14 +62,25 @@ def test_compiled_and_plain_steps_agree(target: str, data: st.DataObject, seed: 
     assert [cache.length for cache in fast] == [cache.length for cache in plain]
 
 
+class SeesAll(Maker):
+    """Makes attention that policies on keys and values hold for."""
+
+    def view(self, heads: int) -> View:
+        return replace(super().view(heads), window=None, chunk=None)
+
+    def latent(self, layer: int) -> Attention:  # type: ignore[override]
+        return self.grouped(layer)
+
+
 @settings(max_examples=25)
 @given(st.data(), st.integers(0, 2**31))
 @torch.inference_mode()
 def test_steps_attend_to_the_prompt_and_a_window_of_the_answer(
     data: st.DataObject, seed: int
 ) -> None:
-    """Rows of buffers, and of blocks of which some have been given up."""
-    maker = Maker(data, data.draw(st.sampled_from([24, 64])))
+    """Rows of buffers, and, where all layers do so, of blocks of which some have been given up."""
+    all_do = data.draw(st.booleans())
+    maker = (SeesAll if all_do else Maker)(data, data.draw(st.sampled_from([24, 64])))
     description = maker.description(2)
     native, _ = choose_kernel()
     assert native is not None
@@ -78,7 +89,11 @@ def test_steps_attend_to_the_prompt_and_a_window_of_the_answer(
     lengths = data.draw(st.lists(st.sampled_from([1, 17, 130, 600, 1100]), min_size=1, max_size=4))
     prompts = [data.draw(st.integers(1, length)) for length in lengths]
     sizes = [data.draw(st.integers(1, 3)) for _ in lengths]
-    makers: list[Callable[[int], KVCache]] = [KVCache, KVCache, pool.new_cache]
+    makers: list[Callable[[int], KVCache]] = [
+        KVCache,
+        KVCache,
+        pool.new_cache if all_do else KVCache,
+    ]
     fast = compiled(description)
     steps: list[StepFunction] = [partial(reference_step, description), fast, fast]
     found = list[Tensor]()
