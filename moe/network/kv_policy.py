@@ -92,8 +92,8 @@ class KVPolicy(NamedTuple):
         if self.selects:
             return length
         most = max(prompt, self.tokens) + 3 * BLOCK
-        if not self.lossy:  # ends of the prompt's last block, of the window's, and of the newest
-            most = prompt + self.tokens + 4 * BLOCK
+        if not self.lossy:  # parts of blocks, and those that are not given up at once
+            most = prompt + self.tokens + 6 * BLOCK
         return min(length, most)
 
     def most_forked(self, prompt: int, length: int) -> int:
@@ -103,13 +103,14 @@ class KVPolicy(NamedTuple):
         return length if self.lossy else min(length, prompt + self.tokens)
 
     def given_up(self, prompt: int, position: int) -> np.ndarray:
-        """The blocks that a token behind a prompt of so many tokens, and all behind it, do not
-        attend to."""
+        """The blocks that no token in the block of this position, behind a prompt of so many
+        tokens, attends to, nor any behind it. So they change where a block begins."""
         if self.selects:
             return np.arange(0, dtype=np.int32)
         first, end = 1, position // BLOCK + 2 - self.tokens // BLOCK
         if not self.lossy:
-            first, end = -(-prompt // BLOCK), max(position + 1 - self.tokens, 0) // BLOCK
+            begin = position // BLOCK * BLOCK
+            first, end = -(-prompt // BLOCK), max(begin + 1 - self.tokens, 0) // BLOCK
         return np.arange(first, max(first, end), dtype=np.int32)
 
     def row(self, prompt: int, position: int) -> SeenRow | None:
