@@ -440,10 +440,15 @@ def _keep_in_blocks(
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
     windows = seen_windows(backbone, kv.form) if planned.footprint.windows else Windows()
     memory = HostBlocks(kernel.kv, kv.form)
-    pool = BlockPool(memory, windows, kv.policy, planned.footprint.shapes)
+    own = backbone.own_cache.policy
+    pool = BlockPool(memory, windows, own or kv.policy, planned.footprint.shapes)
     backbone.blocks = pool
     if kv.policy is not None:
         try:
+            if own is not None:
+                raise NotDescribed(
+                    f"the prompt and, by the model's own window, {own.tokens} tokens"
+                )
             check_views(backbone)
             return kv.with_policy(prove_policy(backbone, pool))
         except NotDescribed as error:

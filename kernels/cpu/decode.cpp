@@ -20,7 +20,7 @@ LAYOUT(decode::Layer, attention_norm, attention_post, feed_norm, feed_post, atte
        shared_gate, gate, up, down, activation, rule, attention_scale, feed_scale, routed_scale)
 LAYOUT(decode::Embedding, table, scale, dtype)
 LAYOUT(decode::Join, embedding, hidden, project, hidden_first)
-LAYOUT(decode::Seen, blocks, count, most, newest)
+LAYOUT(decode::Seen, blocks, count, most, newest, gap, gap_end)
 LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, tokens, position, capacity, cache, states,
        seen, keys, values, threads, bounds, past, prompts)
 LAYOUT(decode::Prompts, sequences, first, num_wanted, wanted)

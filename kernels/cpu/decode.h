@@ -56,12 +56,14 @@ struct Join {
   int32_t hidden_first;  // of its columns
 };
 
-// The blocks that a row attends to where a policy leaves some out, in layers that see all tokens.
+// What a row attends to where a policy leaves some out, in layers that see all tokens.
 struct Seen {
   const int32_t* blocks;  // ascending, the last is the row's own; null: all of its sequence
   int64_t count;          // 0: no policy
   int64_t most;           // if there are more, each key head chooses so many by their bounds; 0: none does
   int64_t newest;         // of these the last so many, which no head has to choose; 2 or more
+  int64_t gap, gap_end;   // of the tokens in these blocks, one behind the other, those that it leaves out;
+                          // where none chooses
 };
 
 // The rows of a step that reads prompts: a sequence's new tokens one behind the other, which attend
@@ -222,7 +224,8 @@ struct Pass {
     return window && own > window ? own - window : 0;
   }
   long keys(long b) const {  // that a row attends to, without entries
-    if (const Seen* own = seen(b)) return blocks(*own) * kv::TOKENS - (-length(b) & (kv::TOKENS - 1));
+    if (const Seen* own = seen(b))
+      return blocks(*own) * kv::TOKENS - (-length(b) & (kv::TOKENS - 1)) - (own->gap_end - own->gap);
     if (!given.chosen || given.rate) return length(b) - first_key(b);
     return Indexer::most(given.most / given.pool, given.pool, length(b));
   }
@@ -248,15 +251,22 @@ struct Pass {
   static bool picks_some(const Seen& seen) { return seen.most && seen.count > seen.most; }
   static long blocks(const Seen& seen) { return picks_some(seen) ? seen.most : seen.count; }
   // Place of key or entry t of a split in its cache, where none are chosen. Places follow each other
-  // within a block.
+  // within a block, but for what `until_gap` says.
   long place_of(long b, long kv_head, long split, long t) const {
     if (of_entries(b, split)) return (split - key_splits(b)) * SPLIT + t;
     const Seen* own = seen(b);
     if (!own) return first_key(b) + split * SPLIT + t;
     const int32_t* list = picks_some(*own) ? picked + (b * a().kv_heads + kv_head) * picks
                                            : own->blocks;
-    const long at = split * SPLIT + t;
+    long at = split * SPLIT + t;
+    if (at >= own->gap) at += own->gap_end - own->gap;
     return list ? (long(list[at >> kv::SHIFT]) << kv::SHIFT) + (at & (kv::TOKENS - 1)) : at;
+  }
+  // Keys from key t of a split to the gap of a row; more than there are where none lies ahead.
+  long until_gap(long b, long split, long t) const {
+    const Seen* own = seen(b);
+    const long left = own ? own->gap - (split * SPLIT + t) : 0;
+    return left > 0 && own->gap < own->gap_end ? left : SPLIT;
   }
   kv::Bounds bounds(long b, long head) const {
     const kv::Rows keys = cached(b, 0, head, a().head_dim);

@@ -108,7 +108,7 @@ class JoinRecord(Record, struct="decode::Join"):
 
 
 class SeenRecord(Record, struct="decode::Seen"):
-    _fields_ = (*pointers("blocks"), *sizes("count", "most", "newest"))
+    _fields_ = (*pointers("blocks"), *sizes("count", "most", "newest", "gap", "gap_end"))
 
 
 class StepRecord(Record, struct="decode::Step"):

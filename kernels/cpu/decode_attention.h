@@ -43,7 +43,8 @@ inline void Pass::list(const kv::Rows& rows, long b, long kv_head, long split,
   }
   for (long t = 0; t < count;) {  // places follow each other within a block
     const long first = place_of(b, kv_head, split, t), bytes = rows.bytes;
-    const long room = (1l << rows.shift) - (first & ((1l << rows.shift) - 1));
+    const long block = (1l << rows.shift) - (first & ((1l << rows.shift) - 1));
+    const long room = std::min(block, until_gap(b, split, t));
     const char* from = rows.at(first);
     for (const long end = std::min(count, t + room); t < end; ++t, from += bytes) to[t] = from;
   }

@@ -449,6 +449,7 @@ class CachePlaces:
             if row is not None:
                 record.blocks = None if row.blocks is None else row.blocks.ctypes.data
                 record.count, record.most, record.newest = row.num_blocks, row.most, row.newest
+                record.gap, record.gap_end = row.gap
         return addressof(self._records)
 
 

@@ -76,6 +76,8 @@ def enable_fused(backbone: Backbone, experts: MoELayers) -> Fused:
     try:
         if not backbone.packed:
             raise NotDescribed("sequences do not share a forward pass")
+        if backbone.own_cache.policy is not None and backbone.device.type != "cpu":
+            raise NotDescribed("its answers see a window, which recorded steps do not know")
         forward, reason = prove_step(backbone, experts)
     except NotDescribed as error:
         return Fused(False, str(error))

@@ -229,7 +229,8 @@ class _Plain:
         v = self.project(a.v, rows).unflatten(-1, (a.kv_heads, a.value_dim))
         group = a.heads // a.kv_heads
         outputs = []
-        for row, (keys, values) in zip(q, self._seen(a.layer, k, v), strict=True):
+        seen = self._seen(a.layer, k, v, None if a.view.span else q)
+        for row, (keys, values) in zip(q, seen, strict=True):
             keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
             probabilities = _softmax((keys @ row[:, :, None])[..., 0], a.view)
             outputs.append((probabilities[:, None] @ values)[:, 0])
@@ -276,16 +277,28 @@ class _Plain:
         table, at = rotation.table, self._positions
         return rotate(rotation, heads, table.cos[at], table.sin[at])
 
-    def _seen(self, layer: int, keys: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Store rows ``(B, N, D)``; yield the ``(N, L, D)`` keys and values that each row sees."""
-        sizes = [len(item.token_ids) for item in self._work]
+    def _seen(
+        self, layer: int, keys: Tensor, values: Tensor, queries: Tensor | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Store rows ``(B, N, D)``; yield the ``(N, L, D)`` keys and values that each row sees.
+
+        Args:
+            queries: ``(B, Q, D)`` of a layer that sees all, where policies on keys hold.
+        """
+        sizes, first = [len(item.token_ids) for item in self._work], 0
         for item, k, v in zip(self._work, keys.split(sizes), values.split(sizes), strict=True):
             cache = item.cache
             assert isinstance(cache, KVCache)
             cache.write(layer, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
             for row in range(len(k)):
-                seen_keys, seen_values = cache.read(layer, cache.length + row + 1)
-                yield seen_keys[0], seen_values[0]
+                own, places = cache.read(layer, cache.length + row + 1), None
+                if queries is not None:
+                    places = cache.seen_keys(layer, queries[None, first + row, :, None], own[0])
+                if places is not None:
+                    at = places[None, ..., None]
+                    own = own[0].take_along_dim(at, 2), own[1].take_along_dim(at, 2)
+                yield own[0][0], own[1][0]
+            first += len(k)
 
 
 def _softmax(scores: Tensor, view: View) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from experts.linear import QuantizedLinear
 from moe.describe.description import NotDescribed
 from moe.describe.stateful import find_stateful
-from moe.network.backbone import Backbone
+from moe.network.backbone import SHORT, Backbone
 from moe.network.kv_cache import KVCache, LayerKey, SequenceCache
 from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.network.packed_pass import Work
@@ -240,9 +240,7 @@ def enable_packing(backbone: Backbone) -> Packing:
 
 
 def _probe(backbone: Backbone) -> Packing:
-    """Run random prompts and one decode step both ways and compare all logits."""
-    if window := backbone.own_cache.answer_window:
-        return Packing(False, f"it sees all of a prompt and the last {window} tokens of an answer")
+    """Run random prompts and decode steps both ways and compare all logits."""
     prompts = random_prompts(backbone, PROMPT_LENGTHS)
     with torch.inference_mode():
         expected = _logits(backbone, prompts, packed=False)
@@ -277,15 +275,22 @@ def _tolerance(model: PreTrainedModel) -> float:
 
 
 def _logits(backbone: Backbone, prompts: Sequence[list[int]], *, packed: bool) -> list[Tensor]:
+    """Of prompts, and of one token behind each; or of more than the model sees of an answer."""
     backbone.set_packed(packed)
-    caches = [backbone.new_cache(len(prompt) + 1) for prompt in prompts]
-    logits = []
-    steps: list[tuple[Phase, Sequence[list[int]]]] = [
-        ("prefill", prompts),
-        ("decode", [prompt[:1] for prompt in prompts]),
-    ]
-    for phase, step in steps:
-        logits += _read(backbone, step, caches, phase)
+    answers = [prompt[:1] for prompt in prompts]
+    if (own := backbone.own_cache.policy) is not None:
+        answers = random_prompts(backbone, [own.tokens + len(prompt) for prompt in prompts])
+    pairs = list(zip(prompts, answers, strict=True))
+    caches = [backbone.new_cache(len(prompt) + len(answer)) for prompt, answer in pairs]
+    logits = _read(backbone, prompts, caches, "prefill")
+    for cache in caches:
+        if isinstance(cache, KVCache):
+            cache.prompt_read()
+    for begin in range(0, max(map(len, answers)), SHORT):
+        parts = [answer[begin : begin + SHORT] for answer in answers]
+        left = [index for index, part in enumerate(parts) if part]
+        own_caches = [caches[index] for index in left]
+        logits += _read(backbone, [parts[index] for index in left], own_caches, "decode")
     return logits
 
 

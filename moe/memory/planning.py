@@ -41,6 +41,7 @@ from moe.network.block_diffusion import set_generation, writes_blocks
 from moe.network.hidden import KEPT
 from moe.network.kv_policy import KVPolicy
 from moe.network.mtp import take_head, width_of
+from moe.network.own_cache import OwnCache
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import is_half, keep_embedding
 from moe.settings import Profile
@@ -230,8 +231,12 @@ def _plan_waves(
     Several ranks read the same batches, so that they cannot each choose their size.
     """
 
+    policy = kv.policy
+    if kv.in_blocks and device.type == "cpu":
+        policy = OwnCache.of(network).policy or policy
+
     def planned(footprint: Footprint, own: Profile) -> MemoryPlan:
-        how = offloadable, host_bytes, kv.policy
+        how = offloadable, host_bytes, policy
         return _plan(network, weights, towers, own, device, footprint, *how)
 
     prefill = profile.prefill

@@ -153,7 +153,7 @@ def packed_attention(
         raise TypeError(f"expected the layer's mask rule, got {type(attention_mask).__name__}")
     seen = _per_sequence(cache, layer, key, value)
     how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
-    if cache.rows_pass is not None and not cache.watched:
+    if cache.rows_pass is not None and not cache.watched and not any(map(_leaves_out, seen)):
         made = None if seen[0].cached is not None else (key, value)
         rule, scale, sinks, softcap = how
         firsts = partial(first_keys, rule, device=query.device)
@@ -201,6 +201,11 @@ class SeenRows(NamedTuple):
             return None
         sequence, layer = self.cached
         return sequence.in_blocks(layer, self.tokens)
+
+
+def _leaves_out(seen: SeenRows) -> bool:
+    """Whether the last token does not attend to all that its layer's rule lets it see."""
+    return seen.cached is not None and seen.cached[0].seen(seen.tokens - 1) is not None
 
 
 def _per_sequence(cache: PackedCache, layer: int, key: Tensor, value: Tensor) -> list[SeenRows]:

@@ -188,6 +188,8 @@ class Backbone:
             cache: KVCache = self.blocks.new_cache(capacity)
         else:
             cache = self.cache_type(capacity)
+        if self.own_cache.policy is not None:
+            cache.policy = self.own_cache.policy
         if self._final_hidden is not None:
             cache.hidden = HiddenRows()
         if self._has_head:
@@ -208,7 +210,7 @@ class Backbone:
 
     @property
     def kv_policy(self) -> KVPolicy | None:
-        """Which keys and values decode steps attend to; None: all."""
+        """Which keys and values sequences keep behind their prompts; None: all."""
         return self.blocks.policy if self.blocks is not None and self.contrast is None else None
 
     @property

@@ -9,7 +9,7 @@ is not full; a block is freed with the last sequence that lists it.
 Layers that see a window of W last tokens have blocks of their own, which a sequence gives up behind
 the window (`Windows`); its tables show zeros there, which no query sees. A sequence whose prompt
 will be kept by the prefix cache has them all until it has been read, and so has what the cache
-keeps, so that prompts which begin alike can part anywhere (`BlockKVCache.keep_all`). Under a lossy
+keeps, so that prompts which begin alike can part anywhere (`BlockKVCache.keep_all`). Under a
 policy (`moe.network.kv_policy`) a sequence gives up blocks of the other layers, too, once its
 prompt has been read (`BlockKVCache.prompt_read`); nothing forks from it then.
 
@@ -41,7 +41,7 @@ from moe.network.kv_cache import (
     Shape,
     StoredBlock,
 )
-from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys
+from moe.network.kv_policy import KVPolicy
 
 ALL = 0
 """The window of layers that see all tokens."""
@@ -248,8 +248,8 @@ class BlockPool:
         memory: where their rows lie.
         windows: of layers that see no more than so many last tokens; none where `counts_blocks`:
             there, all layers have the same blocks.
-        policy: which blocks decode steps attend to; None: all. One that selects wants a form with
-            bounds.
+        policy: what decode steps attend to, so that sequences give up the rest; None: all. One that
+            selects wants a form with bounds.
         shapes: of the layers, as far as they are known; others are learned when they are written.
 
     Attributes:
@@ -319,7 +319,7 @@ class BlockKVCache(KVCache):
         self._pool, self.form = pool, pool.form
         self._holders = {group: BlockHolder() for group in pool.shares}
         self._keeps_all = False
-        self._policy: KVPolicy | None = None  # once the prompt has been read
+        self.policy = pool.policy
         self._due = False  # the policy gives up some of the prompt
         self._holder = self._holders[ALL]
         self.blocks = self._holder.blocks
@@ -441,17 +441,13 @@ class BlockKVCache(KVCache):
         return BlockRows((first, second), heads, (sizes[0], sizes[1]), end, self.form[:2])
 
     def prompt_read(self) -> None:
-        self._policy = self._pool.policy
-        self._due = self._policy is not None
-
-    def seen(self, position: int) -> SeenRow | None:
-        return None if self._policy is None else self._policy.row(position)
+        super().prompt_read()
+        self._due = self._pool.policy is not None
 
     def seen_keys(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
-        row = self.seen(keys.shape[2] - 1)
-        if row is None or self._pool.group_of(layer) != ALL:
+        if self._pool.group_of(layer) != ALL:
             return None
-        return seen_keys(row, query[0, :, 0], keys[0], turned=self.form.keys.turned)
+        return super().seen_keys(layer, query, keys)
 
     def reserve(self, end: int) -> None:
         room = self.room
@@ -486,9 +482,10 @@ class BlockKVCache(KVCache):
         length = self.length if self._marked < 0 else min(self.length, self._marked)
         if window != ALL:
             return np.arange(max(length - window - SLACK, 0) // BLOCK)
-        if self._policy is None:
+        policy = self._pool.policy
+        if policy is None or self._prompt is None:
             return np.arange(0)
-        return self._policy.given_up(max(length - SLACK, 0))
+        return policy.given_up(self._prompt, max(length - SLACK, 0))
 
     def tables(self, layers: Sequence[LayerKey]) -> np.ndarray:
         assert self.length >= self._shared * BLOCK, "shared blocks are never written"

@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, RowFormat
 from moe.network.hidden import KEPT, HiddenRows
-from moe.network.kv_policy import SeenRow
+from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys
 
 LayerKey = int | tuple[str, int]
 """An attention layer's number, or what else it keeps: of each token, ``("indexer", layer)``, or of
@@ -157,12 +157,15 @@ class KVCache:
             rows where tokens came without hidden states: behind a known prefix, and after long
             rests. None: there is no such layer.
         form: how rows are stored.
+        policy: what tokens behind the prompt attend to; None: all.
     """
 
     form = KVFormat()
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
+        self.policy: KVPolicy | None = None
+        self._prompt: int | None = None  # tokens of the prompt, once it has been read
         self.length = self.offset = 0
         self.hidden: HiddenRows | None = None
         self.head: KVCache | None = None
@@ -218,17 +221,23 @@ class KVCache:
         return True
 
     def prompt_read(self) -> None:
-        """Its prompt has been read: `memory.kv_policy` holds for what follows. A fork has yet to be
+        """What it has read is its prompt: `policy` holds for what follows. A fork has yet to be
         told."""
+        self._prompt = self.length
 
     def seen(self, position: int) -> SeenRow | None:
         """What the token at a position attends to in layers that see all; None: all."""
-        return None
+        if self.policy is None or self._prompt is None:
+            return None
+        return self.policy.row(self._prompt, position)
 
     def seen_keys(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
         """``(N, K)`` int64: the places of the keys that the last of ``(1, N, L, D)`` tokens attends
         to with ``(1, Q, 1, D)`` queries in a layer; None: what its layer's rule lets it see."""
-        return None
+        row = self.seen(keys.shape[2] - 1)
+        if row is None:
+            return None
+        return seen_keys(row, query[0, :, 0], keys[0], turned=self.form.keys.turned)
 
     def keep(self, kept: bool) -> None:
         """Let what it shares count for it rather than for sequences that run; or no longer."""
@@ -319,6 +328,8 @@ class KVCache:
 
     def longest_fork(self, length: int) -> int:
         """The most tokens, at most ``length``, that `fork` can copy; 0 if there are none."""
+        if self.policy is not None and self._prompt is not None:
+            length = self.policy.most_forked(self._prompt, length)
         ends = [end for end in self._states if end <= length]
         return max(ends, default=0) if self._states else length
 
@@ -418,9 +429,10 @@ class KVCache:
                 copy.write(layer, keys, values)
 
     def copy_states(self, copy: KVCache) -> None:
-        """Give a copy of this sequence what it keeps beside keys and values: the recurrent states
-        of its length, and those before; final hidden states; and the rows of the layer that
-        drafts."""
+        """Give a copy of this sequence what it keeps beside keys and values: the policy; the
+        recurrent states of its length, and those before; final hidden states; and the rows of the
+        layer that drafts."""
+        copy.policy = self.policy
         copy._snapshots = [end for end in self._snapshots if end <= copy.length]
         ends = {*copy._snapshots, copy.length} & self._states.keys()
         copy._states = {end: self._states[end] for end in ends}

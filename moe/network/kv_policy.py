@@ -1,18 +1,25 @@
-"""Lossy policies on keys and values (`memory.kv_policy`): which blocks a decode step attends to.
+"""Which keys and values a token behind the prompt attends to, where a policy leaves some out.
 
-A policy is written ``NAME:TOKENS``. Prompts are read whole, with attention to all of their tokens;
-a token behind the prompt then attends to at most ``TOKENS`` tokens of each layer that sees all:
+Prompts are read whole, with attention to all of their tokens. A lossy policy of a profile
+(`memory.kv_policy`) is written ``NAME:TOKENS``; a token behind the prompt then attends to at most
+``TOKENS`` tokens of each layer that sees all:
 
 - ``window``: the first block and the last ones, as in StreamingLLM (2309.17453).
 - ``select``: half of them are the first block and those whose keys promise each key head the
   highest scores, as in Quest (2406.10774); half are the last ones. Each step chooses anew, so
   nothing is lost for later tokens.
 
+Some models are made so themselves (`moe.network.own_cache.OwnCache.policy`), which loses nothing:
+
+- ``answer``: all tokens of the prompt, and the last ``TOKENS`` of what is behind it, its own among
+  them.
+
 `KVPolicy.row` says what a token attends to, and `KVPolicy.given_up` what no later one will. Both
-follow from the token's position only. So a token's bits depend neither on how the prompt was cut,
-nor on drafts, nor on a preemption, and another rank knows what a sequence gives up. Keys keep the
-positions at which they were turned, which is not StreamingLLM's way: it counts positions within the
-window. What `window` gives up is freed. Legend: N key heads, Q query heads, D their size.
+follow from the token's position and the length of the prompt only. So a token's bits depend neither
+on how the prompt was cut, nor on drafts, nor on a preemption, and another rank knows what a
+sequence gives up. Keys keep the positions at which they were turned, which is not StreamingLLM's
+way: it counts positions within the window. What `window` and `answer` give up is freed. Legend: N
+key heads, Q query heads, D their size.
 """
 
 from __future__ import annotations
@@ -35,12 +42,15 @@ class SeenRow(NamedTuple):
         num_blocks: of them.
         most: each key head chooses so many of them, if there are more; 0: none chooses.
         newest: of these the last ones, which need not be chosen.
+        gap: of the tokens in these blocks, counted one behind the other, it does not attend to
+            those from the first number up to the second; where none chooses.
     """
 
     blocks: np.ndarray | None
     num_blocks: int
     most: int = 0
     newest: int = 0
+    gap: tuple[int, int] = (0, 0)
 
     @property
     def chooses(self) -> bool:
@@ -64,27 +74,53 @@ class KVPolicy(NamedTuple):
         """Each step chooses by bounds of the keys."""
         return self.name == "select"
 
+    @property
+    def lossy(self) -> bool:
+        """It leaves out what the model itself would attend to."""
+        return self.name != "answer"
+
     def __str__(self) -> str:
         return f"{self.name}:{self.tokens}"
 
     def held(self, length: int) -> int:
-        """Most tokens that a sequence of this length holds whose prompt has been read."""
-        return length if self.selects else min(length, self.tokens + BLOCK)
+        """Most tokens that a sequence of this length holds whose prompt has been read, however much
+        of it that is."""
+        return min(length, self.tokens + BLOCK) if self.name == "window" else length
 
     def most_held(self, prompt: int, length: int) -> int:
         """Tokens that a sequence holds at most while it grows from its prompt to a length."""
         if self.selects:
             return length
-        return min(length, max(prompt, self.tokens) + 3 * BLOCK)
+        most = max(prompt, self.tokens) + 3 * BLOCK
+        if not self.lossy:  # parts of blocks, and those that are not given up at once
+            most = prompt + self.tokens + 6 * BLOCK
+        return min(length, most)
 
-    def given_up(self, position: int) -> np.ndarray:
-        """The blocks that a token behind the prompt, and all behind it, do not attend to."""
-        count = 0 if self.selects else position // BLOCK + 1 - self.tokens // BLOCK
-        return np.arange(1, 1 + max(count, 0), dtype=np.int32)
+    def most_forked(self, prompt: int, length: int) -> int:
+        """Of the first ``length`` tokens of a sequence, those that another may have in its prompt.
+        Under a policy of the model these have to have seen all before them; a lossy one leaves that
+        to who reuses answers."""
+        return length if self.lossy else min(length, prompt + self.tokens)
 
-    def row(self, position: int) -> SeenRow:
-        """What a token behind the prompt attends to."""
-        return _row(self, position // BLOCK)
+    def given_up(self, prompt: int, position: int) -> np.ndarray:
+        """The blocks that no token in the block of this position, behind a prompt of so many
+        tokens, attends to, nor any behind it. So they change where a block begins."""
+        if self.selects:
+            return np.arange(0, dtype=np.int32)
+        first, end = 1, position // BLOCK + 2 - self.tokens // BLOCK
+        if not self.lossy:
+            begin = position // BLOCK * BLOCK
+            first, end = -(-prompt // BLOCK), max(begin + 1 - self.tokens, 0) // BLOCK
+        return np.arange(first, max(first, end), dtype=np.int32)
+
+    def row(self, prompt: int, position: int) -> SeenRow | None:
+        """What a token behind a prompt of so many tokens attends to; None: all."""
+        if self.lossy:
+            return _row(self, position // BLOCK)
+        begin = position + 1 - self.tokens
+        if begin <= prompt:
+            return None
+        return SeenRow(None, position // BLOCK + 1, gap=(prompt, begin))
 
 
 @lru_cache(maxsize=1024)
@@ -93,7 +129,7 @@ def _row(policy: KVPolicy, own: int) -> SeenRow:
     if policy.selects:
         most = policy.tokens // BLOCK
         return SeenRow(None, own + 1, most, most // 2)
-    kept = np.delete(np.arange(own + 1, dtype=np.int32), policy.given_up(own * BLOCK))
+    kept = np.delete(np.arange(own + 1, dtype=np.int32), policy.given_up(0, own * BLOCK))
     return SeenRow(kept, len(kept))
 
 
@@ -126,7 +162,8 @@ def seen_keys(row: SeenRow, query_QD: Tensor, key_NLD: Tensor, *, turned: bool) 
         ]
         blocks = torch.cat([first, middle.gather(1, order.sort(-1).values), last], 1)
     places = (blocks[..., None] * BLOCK + torch.arange(BLOCK)).flatten(1)
-    return places[:, : places.shape[1] - (-length) % BLOCK]
+    places, (begin, end) = places[:, : places.shape[1] - (-length) % BLOCK], row.gap
+    return torch.cat([places[:, :begin], places[:, end:]], 1) if begin < end else places
 
 
 def turn(rows: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_causal_mask
 
 from moe.network.kv_cache import LayerKey, StateKey, States
+from moe.network.kv_policy import KVPolicy
 
 CACHE_ARGUMENT = (
     "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
@@ -50,8 +51,7 @@ class OwnCache:
         device: of the model.
         position_dims: the model keeps as many positions of each token in a layer of its cache, and
             computes rotary tables of all tokens; 0 if it keeps none.
-        answer_window: attention sees all of a prompt and so many last tokens of the answer, which
-            only the model's own cache knows how to keep; 0: it does not.
+        policy: what tokens behind the prompt attend to; None: all.
     """
 
     base: type[Cache] | None
@@ -59,7 +59,7 @@ class OwnCache:
     adds_masks: bool
     device: torch.device
     position_dims: int = 0
-    answer_window: int = 0
+    policy: KVPolicy | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OwnCache:
@@ -70,11 +70,17 @@ class OwnCache:
             if isinstance(each, type) and issubclass(each, Cache) and each.__module__ == source
         ]
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        window = max(map(_answer_window, {type(layer): layer for layer in layers}.values()))
-        own = {at: OwnLayer(x, at) for at, x in enumerate(layers) if type(x).__module__ == source}
+        windows = {kind: _answer_window(x) for kind, x in {type(x): x for x in layers}.items()}
+        window = max(windows.values(), default=0)
+        own = {
+            at: OwnLayer(x, at)
+            for at, x in enumerate(layers)
+            if type(x).__module__ == source and not windows[type(x)]
+        }
         adds = bool(own) and not getattr(model, "_supports_sdpa", False)
         base = found[0] if len(found) == 1 else None
-        return cls(base, own, adds, model.device, answer_window=window)
+        policy = KVPolicy("answer", window) if window else None
+        return cls(base, own, adds, model.device, policy=policy)
 
     def standing_for(
         self, ours: type[_C], lists: Callable[[Any, str], Any], *, layers: bool = True
@@ -103,8 +109,8 @@ class OwnCache:
 
 
 def _answer_window(layer: Any) -> int:
-    """Tokens of the answer that a layer keeps beside all of the prompt; 0 for other layers. Then
-    what it keeps depends on what was read first, which short probes do not show."""
+    """Tokens behind the prompt that a layer shows beside all of the prompt; 0 for other layers.
+    Such a layer takes what is read first for the prompt, and what it keeps depends on that."""
     window, kept = getattr(layer, "sliding_window", None), set[int]()
     if not isinstance(layer, DynamicSlidingWindowLayer) or not window:
         return 0

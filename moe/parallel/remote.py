@@ -133,7 +133,7 @@ class RemoteCache(KVCache):
         self.id = orders.new_id()
         self._orders = orders
         self._holder = BlockHolder()
-        self._policy: KVPolicy | None = None  # once the prompt has been read
+        self.policy = orders.policy
         weakref.finalize(self, self._holder.release).atexit = False
         weakref.finalize(self, orders.caches.append, ["free", self.id]).atexit = False
 
@@ -170,9 +170,6 @@ class RemoteCache(KVCache):
     def longest_fork(self, length: int) -> int:
         return super().longest_fork(length) if self.whole else 0
 
-    def prompt_read(self) -> None:
-        self._policy = self._orders.policy
-
     @property
     def sole_tokens(self) -> int:
         return self._holder.sole_tokens(self.length, self.fork_tokens)
@@ -186,8 +183,9 @@ class RemoteCache(KVCache):
         before = self.length
         super().advance(states, tokens, snapshots)
         self._list_blocks()
-        if self._policy is not None and tokens:  # as the rank's, when it wrote them
-            self._holder.drop(self._policy.given_up(max(before - SLACK, 0)))
+        if self.policy is not None and self._prompt is not None and tokens:
+            # As the rank's sequence, when it wrote them.
+            self._holder.drop(self.policy.given_up(self._prompt, max(before - SLACK, 0)))
 
     def share_with(self, copy: RemoteCache, length: int) -> None:
         """The rank has made ``copy`` a fork of this sequence's first ``length`` tokens."""

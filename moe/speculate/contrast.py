@@ -36,6 +36,11 @@ class TwinKV(KVCache):
         super().__init__(capacity)
         self.weak = KVCache(capacity)
 
+    def prompt_read(self) -> None:
+        super().prompt_read()
+        self.weak.policy, self.weak.length = self.policy, self.length
+        self.weak.prompt_read()
+
     def fork(self, capacity: int, length: int) -> TwinKV:
         copy = super().fork(capacity, length)
         assert isinstance(copy, TwinKV)

@@ -19,7 +19,6 @@ from moe.commands.convert.convert import convert
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.memory_plan import GIB
 from moe.loading.meta_model import build_meta_model
-from moe.network.own_cache import CACHE_ARGUMENT
 from moe.settings import ModelSettings
 from moe.text.tokenizer import load_tokenizer
 
@@ -69,26 +68,6 @@ def test_logits_and_tokens_are_those_of_the_whole_model(name: str, tmp_path: Pat
         assert float((ours - logits(reference, prompt)).abs().max()) <= 1e-4
     said = [completion.token_ids for completion in model.generate(PROMPTS, GREEDY)]
     assert said == [greedy(reference, prompt) for prompt in PROMPTS]
-
-
-@torch.no_grad()
-def test_a_window_of_the_answer_alone_is_kept_by_the_models_own_cache(tmp_path: Path) -> None:
-    """UnlimitedOCR sees all of the prompt, and the last six tokens of what it wrote."""
-    reference = tiny_model("unlimited_ocr")
-    reference.save_pretrained(tmp_path)
-    model = MoE.from_pretrained(tmp_path, SMALL)
-    assert model.status()["packing"]["enabled"] is False
-    expected = []
-    for prompt in PROMPTS:
-        ids, cache = list(prompt), None
-        for _ in range(16):
-            new = ids if cache is None else ids[-1:]
-            out = reference(torch.tensor([new]), use_cache=True, **{CACHE_ARGUMENT: cache})
-            cache = out[CACHE_ARGUMENT]
-            ids.append(int(out.logits[0, -1].argmax()))
-        expected.append(ids[len(prompt) :])
-    params = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_eos=True)
-    assert [made.token_ids for made in model.generate(PROMPTS, params)] == expected
 
 
 def test_images_and_sounds_are_not_read(

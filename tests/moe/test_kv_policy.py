@@ -74,9 +74,10 @@ def pool_of(model: MoE, spec: str | None, bits: int = 16) -> BlockPool:
 
 
 def blocks_of(kept: KVPolicy, position: int) -> list[int]:
-    found = kept.row(position).blocks
-    assert found is not None
-    return [int(block) for block in found]
+    row = kept.row(BLOCK, position)
+    assert row is not None
+    assert row.blocks is not None
+    return [int(block) for block in row.blocks]
 
 
 def test_a_window_keeps_the_first_block_and_the_last_ones() -> None:
@@ -84,8 +85,8 @@ def test_a_window_keeps_the_first_block_and_the_last_ones() -> None:
     assert blocks_of(kept, 3 * BLOCK) == [0, 1, 2, 3]
     assert blocks_of(kept, 6 * BLOCK + 1) == [0, 4, 5, 6]
     assert blocks_of(kept, 9 * BLOCK - 1) == [0, 6, 7, 8]
-    assert kept.given_up(9 * BLOCK).tolist() == [1, 2, 3, 4, 5, 6]
-    given_up = [set(kept.given_up(at * BLOCK).tolist()) for at in range(20)]
+    assert kept.given_up(BLOCK, 9 * BLOCK).tolist() == [1, 2, 3, 4, 5, 6]
+    given_up = [set(kept.given_up(BLOCK, at * BLOCK).tolist()) for at in range(20)]
     assert all(some <= more for some, more in pairwise(given_up))
     assert not given_up[3]
 

@@ -198,19 +198,28 @@ def test_a_rank_holds_a_common_prompt_once(tiny_checkpoint: Callable[[str], Path
         assert group.sequences[0].token_ids == model.generate([prompt], params)[0].token_ids
 
 
-def test_rank_0_knows_what_a_policy_gives_up(tmp_path: Path) -> None:
-    """Tokens are those of one rank; each rank holds what rank 0 counts."""
-    config = tiny_config("qwen3_moe")
-    config.max_position_embeddings = 2048
-    tiny_model("qwen3_moe", config=config).save_pretrained(tmp_path)
-    settings = {"lossless": False, "memory.kv_policy": "window:256", "memory.kv_tokens": 4096}
+@pytest.mark.parametrize(
+    ("model_type", "spec", "longest", "new"),
+    [("qwen3_moe", "window:256", 600, 90), ("unlimited_ocr", None, 100, 430)],
+)
+def test_rank_0_knows_what_a_policy_gives_up(
+    tmp_path: Path, model_type: str, spec: str | None, longest: int, new: int
+) -> None:
+    """Tokens are those of one rank; each rank holds what rank 0 counts. The policy is one of the
+    profile, or the model's own."""
+    config = tiny_config(model_type)
+    config.get_text_config(decoder=True).max_position_embeddings = 2048
+    tiny_model(model_type, config=config).save_pretrained(tmp_path)
+    settings = {"lossless": False, "memory.kv_policy": spec, "memory.kv_tokens": 4096}
     model = MoE.from_pretrained(tmp_path, settings)
-    assert model.status()["keys_and_values"]["policy"] == "window:256"
+    assert model.status()["keys_and_values"]["policy"] == spec
+    assert model.backbone.kv_policy is not None
     engine, loopback = parallel(model, 2)
     for scheduler in engine._schedulers.values():
         scheduler.engine.scheduler.kv_tokens = 1200
-    prompts = [[(7 * i * i + n) % 90 + 3 for i in range(600 - 90 * n)] for n in range(4)]
-    params = SamplingParams(temperature=0.0, max_new_tokens=90, ignore_eos=True)
+    lengths = [longest - longest * 3 * n // 20 for n in range(4)]
+    prompts = [[(7 * i * i + n) % 90 + 3 for i in range(own)] for n, own in enumerate(lengths)]
+    params = SamplingParams(temperature=0.0, max_new_tokens=new, ignore_eos=True)
     groups = [model.request(prompt, params) for prompt in [*prompts, prompts[0]]]
     for group in groups:
         engine.submit(group)

@@ -148,7 +148,7 @@ def price_kv_policy(model: MoE, token_ids: Sequence[int]) -> float | None:
     by decode steps behind the first halves; None if the text is shorter than four times the tokens
     that the policy leaves, or the model has no policy."""
     pool, policy = model.backbone.blocks, model.backbone.kv_policy
-    if pool is None or policy is None:
+    if pool is None or policy is None or not policy.lossy:
         return None
     size = min(4 * policy.tokens, model.context_length or 4 * policy.tokens)
     windows = [token_ids[at : at + size] for at in range(0, len(token_ids) - size + 1, size)]

@@ -90,6 +90,8 @@ def policy_prices(planned: PlannedModel) -> list[PolicyPrice]:
     plan, own = planned.memory, planned.kv.policy
     if plan.place != "memory" or not planned.kv.in_blocks or not plan.fits:
         return []
+    if plan.kv_policy is not None and not plan.kv_policy.lossy:
+        return []  # the model's own takes the place of all of them
     tokens = TOKENS if own is None else own.tokens
     most = planned.context_length or CONTEXTS[-1]
     lengths = [times * tokens for times in (4, 16, 64) if times * tokens < most]

@@ -18,10 +18,11 @@ from kernels.cpu.decode import NativeDecode
 from moe.decode.compiled import DescribedStep
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
-from moe.describe.description import Description, NotDescribed, Projection
+from moe.describe.description import Attention, Description, NotDescribed, Projection, View
 from moe.network.host_blocks import HostBlocks
 from moe.network.kv_blocks import BlockPool, Windows
 from moe.network.kv_cache import KVCache, KVFormat
+from moe.network.kv_policy import KVPolicy
 from moe.network.packed_pass import Work
 from routing import Routing
 from tests.kernels.kernel_cases import TARGETS
@@ -59,6 +60,60 @@ def test_compiled_and_plain_steps_agree(target: str, data: st.DataObject, seed: 
         # A choice between nearly equal experts may fall either way too.
         assert wrong <= (0.0 if maker.bits is None else 0.3)
     assert [cache.length for cache in fast] == [cache.length for cache in plain]
+
+
+class SeesAll(Maker):
+    """Makes attention that policies on keys and values hold for."""
+
+    def view(self, heads: int) -> View:
+        return replace(super().view(heads), window=None, chunk=None)
+
+    def latent(self, layer: int) -> Attention:  # type: ignore[override]
+        return self.grouped(layer)
+
+
+@settings(max_examples=25)
+@given(st.data(), st.integers(0, 2**31))
+@torch.inference_mode()
+def test_steps_attend_to_the_prompt_and_a_window_of_the_answer(
+    data: st.DataObject, seed: int
+) -> None:
+    """Rows of buffers, and, where all layers do so, of blocks of which some have been given up."""
+    all_do = data.draw(st.booleans())
+    maker = (SeesAll if all_do else Maker)(data, data.draw(st.sampled_from([24, 64])))
+    description = maker.description(2)
+    native, _ = choose_kernel()
+    assert native is not None
+    kept = KVPolicy("answer", data.draw(st.sampled_from([1, 2, 40, 64, 300])))
+    pool = BlockPool(HostBlocks(native.kv, KVFormat.of_bits(32)), Windows(), kept)
+    lengths = data.draw(st.lists(st.sampled_from([1, 17, 130, 600, 1100]), min_size=1, max_size=4))
+    prompts = [data.draw(st.integers(1, length)) for length in lengths]
+    sizes = [data.draw(st.integers(1, 3)) for _ in lengths]
+    makers: list[Callable[[int], KVCache]] = [
+        KVCache,
+        KVCache,
+        pool.new_cache if all_do else KVCache,
+    ]
+    fast = compiled(description)
+    steps: list[StepFunction] = [partial(reference_step, description), fast, fast]
+    found = list[Tensor]()
+    for new, step in zip(makers, steps, strict=True):
+        torch.manual_seed(seed)
+        caches = filled(description, lengths, 200, new)
+        for cache, length, prompt in zip(caches, lengths, prompts, strict=True):
+            cache.policy, cache.length = kept, prompt
+            cache.prompt_read()
+            cache.length = length
+        rows = list[Tensor]()
+        for at in range(2):
+            tokens = [[(at + i) % VOCABULARY for i in range(size)] for size in sizes]
+            rows += step([Work(t, c, True) for t, c in zip(tokens, caches, strict=True)], routed)
+        found.append(torch.cat(rows))
+    assert torch.equal(found[1], found[2])
+    tolerance = 1e-4 if maker.bits is None else 5e-2
+    scale = found[0].abs().max().clamp_min(1.0)
+    wrong = ((found[1] - found[0]).abs().amax(1) > tolerance * scale).float().mean()
+    assert wrong <= (0.0 if maker.bits is None else 0.3)
 
 
 @settings(max_examples=25)
