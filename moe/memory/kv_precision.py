@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from kernels import backend_status
 from kernels.triton import triton_status
-from moe.network.kv_cache import KVFormat
-from moe.network.kv_policy import KVPolicy
+from moe.errors import ProfileError
+from moe.network.host_blocks import kept_share
+from moe.network.kv_cache import KVFormat, LayerKey, Shape
+from moe.network.kv_policy import Echoes, KVPolicy, heads_without
 from moe.settings import Profile
 
 
@@ -35,6 +38,39 @@ class KVPrecision:
         selects = self.policy is not None and self.policy.selects
         return KVFormat.of_bits(self.bits, bounds=selects)
 
+    def with_heads(self, echoes: Echoes, shapes: Mapping[LayerKey, Shape]) -> KVPrecision:
+        """The same with the heads that a policy by heads is about.
+
+        Args:
+            echoes: of the model, as `moe calibrate` has measured them.
+            shapes: of its layers of attention.
+
+        Raises:
+            ProfileError: they are of another model, or too few.
+        """
+        assert self.policy is not None
+        policy, heads = self.policy, sum(map(len, echoes.values()))
+        wanted = f"memory.kv_policy is {policy}"
+        if not echoes:
+            raise ProfileError(
+                f"{wanted}, and the model's calibration has not measured its key heads: run moe "
+                "calibrate again, or set memory.kv_policy: null"
+            )
+        seeing = {layer: shape for layer, shape in shapes.items() if layer in echoes}
+        known = {layer: shape.heads for layer, shape in seeing.items()}
+        if known != {layer: len(own) for layer, own in echoes.items()}:
+            raise ProfileError(
+                f"{wanted}, and the calibration is of other layers than the model's: run moe "
+                "calibrate again, or set memory.kv_policy: null"
+            )
+        if policy.count >= heads:
+            raise ProfileError(
+                f"{wanted}, and {heads} key heads see all tokens: let fewer of them keep all"
+            )
+        left = heads_without(echoes, policy.count)
+        share = kept_share(self.form, seeing, left)
+        return replace(self, policy=policy._replace(heads=left, share=share))
+
     def without_blocks(self, why: str) -> KVPrecision:
         """What a float32 network gets whose decode step cannot be compiled."""
         return KVPrecision(32, why, in_blocks=False)
@@ -42,8 +78,9 @@ class KVPrecision:
     def with_policy(self, proof: str) -> KVPrecision:
         """The same with what shows that the policy takes effect."""
         assert self.policy is not None
-        name, tokens = self.policy
-        why = f"{self.why}; decode steps attend to {tokens} tokens by {name}, {proof}"
+        name, tokens, count = self.policy[:3]
+        but = f", and with {count} key heads to all" if self.policy.by_heads else ""
+        why = f"{self.why}; decode steps attend to {tokens} tokens by {name}{but}, {proof}"
         return replace(self, why=why)
 
     def notice(self, profile: Profile) -> str:

@@ -17,7 +17,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from experts.placement import slots_for
-from moe.errors import DoesNotFitError, ProfileError
+from moe.calibration.files import CALIBRATION_FOLDER, load_manifest
+from moe.errors import CalibrationError, DoesNotFitError, ProfileError
 from moe.images.towers import PlannedTowers, plan_towers
 from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
@@ -39,7 +40,7 @@ from moe.memory.footprint import Footprint, measure_footprint
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
 from moe.network.block_diffusion import set_generation, writes_blocks
 from moe.network.hidden import KEPT
-from moe.network.kv_policy import KVPolicy
+from moe.network.kv_policy import Echoes, KVPolicy
 from moe.network.mtp import take_head, width_of
 from moe.network.seam import experts_modules
 from moe.network.stored_embedding import is_half, keep_embedding
@@ -115,9 +116,14 @@ def planning(
             profile, device, network.dtype, quantized=_quantized(network, weights)
         )
         towers = _towers(path, config, network, profile, device, ranks)
+        echoes = None
+        if kv.policy is not None and kv.policy.by_heads:
+            echoes = _echoes(path, config, network, kv.policy, ranks)
         footprint, memory = _plan_waves(
-            network, weights, towers, profile, device, kv, offloadable, host, ranks
+            network, weights, towers, profile, device, kv, echoes, offloadable, host, ranks
         )
+        if echoes is not None:
+            kv = kv.with_heads(echoes, footprint.shapes)
         notices = decoding_notices(config, profile.model.expert_bits, weights.kept)
         memory = replace(memory, notice="".join(notices))
         yield PlannedModel(
@@ -135,6 +141,25 @@ def planning(
             room=_room(memory, profile, device, ranks),
             least_experts=offloadable.least if isinstance(offloadable, Offloadable) else 0,
         )
+
+
+def _echoes(
+    path: Path, config: PreTrainedConfig, network: PreTrainedModel, policy: KVPolicy, ranks: int
+) -> Echoes:
+    """What `moe calibrate` has measured of a model's key heads, for a policy by heads."""
+    if ranks > 1:  # rank 0 would have to know of parts of the blocks that others hold
+        raise ProfileError(
+            f"memory.kv_policy is {policy}, and several ranks share the experts, which know no "
+            "policy by heads; set memory.kv_policy: null, or window:TOKENS"
+        )
+    counts = [module.num_experts for _, module in experts_modules(network)]
+    try:
+        return load_manifest(path / CALIBRATION_FOLDER, config, counts).echoes
+    except CalibrationError as error:
+        raise ProfileError(
+            f"memory.kv_policy is {policy}, and moe calibrate finds the key heads that keep all: "
+            f"{error}"
+        ) from error
 
 
 def _why_no_mtp(profile: Profile, ranks: int) -> str:
@@ -221,6 +246,7 @@ def _plan_waves(
     profile: Profile,
     device: torch.device,
     kv: KVPrecision,
+    echoes: Echoes | None,
     offloadable: Offloadable | str,
     host_bytes: int | None,
     ranks: int,
@@ -231,7 +257,8 @@ def _plan_waves(
     """
 
     def planned(footprint: Footprint, own: Profile) -> MemoryPlan:
-        how = offloadable, host_bytes, kv.policy
+        own_kv = kv if echoes is None else kv.with_heads(echoes, footprint.shapes)
+        how = offloadable, host_bytes, own_kv.policy
         return _plan(network, weights, towers, own, device, footprint, *how)
 
     prefill = profile.prefill

@@ -225,9 +225,15 @@ class KVCache:
         """What the token at a position attends to in layers that see all; None: all."""
         return None
 
-    def seen_keys(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
-        """``(N, K)`` int64: the places of the keys that the last of ``(1, N, L, D)`` tokens attends
-        to with ``(1, Q, 1, D)`` queries in a layer; None: what its layer's rule lets it see."""
+    def whole_heads(self, layers: Sequence[LayerKey]) -> np.ndarray | None:
+        """``(layers,)`` int64, for compiled decode steps: the addresses of a byte for each key head
+        of these layers, 1 where the head attends to all tokens whatever `seen` says, or 0 where no
+        head does; None: in no layer."""
+        return None
+
+    def seen_mask(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
+        """``(N, L)`` bool: the keys that the last of ``(1, N, L, D)`` tokens attends to with
+        ``(1, Q, 1, D)`` queries in a layer; None: what its layer's rule lets it see."""
         return None
 
     def keep(self, kept: bool) -> None:

@@ -1,22 +1,29 @@
 """Lossy policies on keys and values (`memory.kv_policy`): which blocks a decode step attends to.
 
-A policy is written ``NAME:TOKENS``. Prompts are read whole, with attention to all of their tokens;
-a token behind the prompt then attends to at most ``TOKENS`` tokens of each layer that sees all:
+A policy is written ``NAME:TOKENS``, one by heads ``heads:TOKENS:COUNT``. Prompts are read whole,
+with attention to all of their tokens; a token behind the prompt then attends to at most ``TOKENS``
+tokens of each layer that sees all:
 
 - ``window``: the first block and the last ones, as in StreamingLLM (2309.17453).
 - ``select``: half of them are the first block and those whose keys promise each key head the
   highest scores, as in Quest (2406.10774); half are the last ones. Each step chooses anew, so
   nothing is lost for later tokens.
+- ``heads``: as ``window``, but the ``COUNT`` key heads of the model that look up earlier text the
+  most attend to all, as in RazorAttention (2407.15891). `moe calibrate` finds them
+  (`moe.network.echoes`).
 
 `KVPolicy.row` says what a token attends to, and `KVPolicy.given_up` what no later one will. Both
 follow from the token's position only. So a token's bits depend neither on how the prompt was cut,
 nor on drafts, nor on a preemption, and another rank knows what a sequence gives up. Keys keep the
 positions at which they were turned, which is not StreamingLLM's way: it counts positions within the
-window. What `window` gives up is freed. Legend: N key heads, Q query heads, D their size.
+window. What `window` and `heads` give up is freed.
+Legend: N key heads, Q query heads, D their size.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,17 +54,40 @@ class SeenRow(NamedTuple):
         return 0 < self.most < self.num_blocks
 
 
+HeadsOfLayers = tuple[tuple[int, tuple[int, ...]], ...]
+"""Key heads of some layers."""
+
+
+Echoes = Mapping[int, tuple[float, ...]]
+"""Of layers that see all tokens, how much each key head looks up (`moe.network.echoes`)."""
+
+
 class KVPolicy(NamedTuple):
-    """A policy by its name, and the most tokens that it leaves."""
+    """A policy by its name, and the most tokens that it leaves.
+
+    Attributes:
+        count: of key heads of the model that attend to all; 0: the policy is the same for all.
+        heads: of each layer that sees all, the key heads that the policy leaves ``tokens`` of.
+        share: of a token's bytes in layers that see all, those that the policy never gives up.
+    """
 
     name: str
     tokens: int
+    count: int = 0
+    heads: HeadsOfLayers = ()
+    share: float = 0.0
 
     @classmethod
     def of(cls, spec: str) -> KVPolicy:
-        """From a profile's ``NAME:TOKENS``, which has been checked there."""
-        name, tokens = spec.split(":")
-        return cls(name, int(tokens))
+        """From a profile's text, which has been checked there. Which `heads` follow from a model's
+        calibration, and ``share`` from its shape."""
+        name, tokens, *count = spec.split(":")
+        return cls(name, int(tokens), *map(int, count))
+
+    @property
+    def by_heads(self) -> bool:
+        """Some key heads attend to all."""
+        return self.count > 0
 
     @property
     def selects(self) -> bool:
@@ -65,36 +95,59 @@ class KVPolicy(NamedTuple):
         return self.name == "select"
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.tokens}"
+        return f"{self.name}:{self.tokens}" + (f":{self.count}" if self.by_heads else "")
 
     def held(self, length: int) -> int:
         """Most tokens that a sequence of this length holds whose prompt has been read."""
-        return length if self.selects else min(length, self.tokens + BLOCK)
+        return length if self.selects else self._left(length, min(length, self.tokens + BLOCK))
+
+    def read(self, length: int) -> int:
+        """Tokens that a step behind a sequence of this length attends to, in the mean of heads."""
+        return self._left(length, min(length, self.tokens))
+
+    def _left(self, length: int, tokens: int) -> int:
+        """What is left of a sequence if so many tokens are where the policy gives some up."""
+        return tokens + math.ceil(self.share * (length - tokens))
 
     def most_held(self, prompt: int, length: int) -> int:
         """Tokens that a sequence holds at most while it grows from its prompt to a length."""
         if self.selects:
             return length
-        return min(length, max(prompt, self.tokens) + 3 * BLOCK)
+        return self._left(length, min(length, max(prompt, self.tokens) + 3 * BLOCK))
 
     def given_up(self, position: int) -> np.ndarray:
-        """The blocks that a token behind the prompt, and all behind it, do not attend to."""
+        """The blocks that a token behind the prompt, and all behind it, do not attend to; by heads:
+        with those that the policy leaves ``tokens`` of."""
         count = 0 if self.selects else position // BLOCK + 1 - self.tokens // BLOCK
         return np.arange(1, 1 + max(count, 0), dtype=np.int32)
 
     def row(self, position: int) -> SeenRow:
-        """What a token behind the prompt attends to."""
-        return _row(self, position // BLOCK)
+        """What a token behind the prompt attends to; by heads: as `given_up`."""
+        return _row(self.name, self.tokens, position // BLOCK)
 
 
 @lru_cache(maxsize=1024)
-def _row(policy: KVPolicy, own: int) -> SeenRow:
+def _row(name: str, tokens: int, own: int) -> SeenRow:
     """Of the tokens of one block."""
+    policy = KVPolicy(name, tokens)
     if policy.selects:
         most = policy.tokens // BLOCK
         return SeenRow(None, own + 1, most, most // 2)
     kept = np.delete(np.arange(own + 1, dtype=np.int32), policy.given_up(own * BLOCK))
     return SeenRow(kept, len(kept))
+
+
+def heads_without(echoes: Echoes, count: int) -> HeadsOfLayers:
+    """The key heads of each layer but the ``count`` ones that look up the most."""
+    order = sorted(
+        ((-echo, layer, head) for layer, own in echoes.items() for head, echo in enumerate(own)),
+    )
+    kept = {(layer, head) for _, layer, head in order[:count]}
+    heads = (
+        (layer, tuple(head for head in range(len(own)) if (layer, head) not in kept))
+        for layer, own in sorted(echoes.items())
+    )
+    return tuple((layer, own) for layer, own in heads if own)
 
 
 def seen_keys(row: SeenRow, query_QD: Tensor, key_NLD: Tensor, *, turned: bool) -> Tensor:
