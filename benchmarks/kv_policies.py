@@ -50,9 +50,8 @@ def policy_pool(
     """
     kernel, why = choose_kernel()
     assert kernel is not None, why
-    kv = KVPrecision(bits, "a contender", True, None if spec is None else KVPolicy.of(spec))
-    if shapes and echoes and kv.policy is not None and kv.policy.by_heads:
-        kv = kv.with_heads(echoes, shapes)
+    policy = None if spec is None else KVPolicy.of(spec)
+    kv = KVPrecision(bits, "a contender", True, policy, echoes or {}).with_heads(shapes or {})
     return BlockPool(HostBlocks(kernel.kv, kv.form), None, kv.policy, shapes)
 
 
@@ -129,13 +128,13 @@ def policy_quality(per_text: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
     ways += [(16, f"{name}:{size}") for size in sizes for name in NAMES]
     ways += [(8, f"select:{sizes[-1]}"), *((bits, spec) for spec in HEADS for bits in (16, 8))]
 
-    def score(way: tuple[int, str | None]) -> Score:
+    def scored(way: tuple[int, str | None]) -> Score:
         return steps.score(policy_pool(*way, steps.shapes, echoes))
 
-    scores = {way: score(way) for way in ways}
+    scores = {way: scored(way) for way in ways}
     steps.windows = [[*w[: -WINDOW // 4], *w[: WINDOW // 4]] for w in steps.windows]
     again = {
-        way: score(way) for way in ways if way[1] is None or "512" in way[1] or way[1] in HEADS
+        way: scored(way) for way in ways if way[1] is None or "512" in way[1] or way[1] in HEADS
     }
     base = scores[ways[0]]
     for (bits, spec), score in scores.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from kernels import backend_status
 from kernels.triton import triton_status
 from moe.errors import ProfileError
 from moe.network.host_blocks import kept_share
-from moe.network.kv_cache import KVFormat, LayerKey, Shape
+from moe.network.kv_cache import KVFormat, Shape
 from moe.network.kv_policy import Echoes, KVPolicy, heads_without
 from moe.settings import Profile
 
@@ -25,12 +25,14 @@ class KVPrecision:
         why: what decided, for people.
         in_blocks: attention reads them in blocks; else they are in buffers of the network's dtype.
         policy: which blocks decode steps attend to; None: all.
+        echoes: of the model, as `moe calibrate` has measured them, for a policy by heads.
     """
 
     bits: int
     why: str
     in_blocks: bool
     policy: KVPolicy | None = None
+    echoes: Echoes = field(default_factory=dict)
 
     @property
     def form(self) -> KVFormat:
@@ -38,18 +40,18 @@ class KVPrecision:
         selects = self.policy is not None and self.policy.selects
         return KVFormat.of_bits(self.bits, bounds=selects)
 
-    def with_heads(self, echoes: Echoes, shapes: Mapping[LayerKey, Shape]) -> KVPrecision:
-        """The same with the heads that a policy by heads is about.
+    def with_heads(self, shapes: Mapping[int, Shape]) -> KVPrecision:
+        """The same where a policy by heads, if it is one, knows its heads.
 
         Args:
-            echoes: of the model, as `moe calibrate` has measured them.
-            shapes: of its layers of attention.
+            shapes: of the layers of attention.
 
         Raises:
-            ProfileError: they are of another model, or too few.
+            ProfileError: the echoes are of another model, or too few.
         """
-        assert self.policy is not None
-        policy, heads = self.policy, sum(map(len, echoes.values()))
+        policy, echoes, heads = self.policy, self.echoes, sum(map(len, self.echoes.values()))
+        if policy is None or not policy.by_heads:
+            return self
         wanted = f"memory.kv_policy is {policy}"
         if not echoes:
             raise ProfileError(
@@ -63,11 +65,11 @@ class KVPrecision:
                 f"{wanted}, and the calibration is of other layers than the model's: run moe "
                 "calibrate again, or set memory.kv_policy: null"
             )
-        if policy.count >= heads:
+        if policy.num_whole >= heads:
             raise ProfileError(
                 f"{wanted}, and {heads} key heads see all tokens: let fewer of them keep all"
             )
-        left = heads_without(echoes, policy.count)
+        left = heads_without(echoes, policy.num_whole)
         share = kept_share(self.form, seeing, left)
         return replace(self, policy=policy._replace(heads=left, share=share))
 
@@ -78,8 +80,8 @@ class KVPrecision:
     def with_policy(self, proof: str) -> KVPrecision:
         """The same with what shows that the policy takes effect."""
         assert self.policy is not None
-        name, tokens, count = self.policy[:3]
-        but = f", and with {count} key heads to all" if self.policy.by_heads else ""
+        name, tokens, num_whole = self.policy[:3]
+        but = f", and with {num_whole} key heads to all" if num_whole else ""
         why = f"{self.why}; decode steps attend to {tokens} tokens by {name}{but}, {proof}"
         return replace(self, why=why)
 

@@ -116,14 +116,11 @@ def planning(
             profile, device, network.dtype, quantized=_quantized(network, weights)
         )
         towers = _towers(path, config, network, profile, device, ranks)
-        echoes = None
         if kv.policy is not None and kv.policy.by_heads:
-            echoes = _echoes(path, config, network, kv.policy, ranks)
+            kv = replace(kv, echoes=_echoes(path, config, network, kv.policy, ranks))
         footprint, memory = _plan_waves(
-            network, weights, towers, profile, device, kv, echoes, offloadable, host, ranks
+            network, weights, towers, profile, device, kv, offloadable, host, ranks
         )
-        if echoes is not None:
-            kv = kv.with_heads(echoes, footprint.shapes)
         notices = decoding_notices(config, profile.model.expert_bits, weights.kept)
         memory = replace(memory, notice="".join(notices))
         yield PlannedModel(
@@ -133,7 +130,7 @@ def planning(
             weights=weights,
             memory=memory,
             footprint=footprint,
-            kv=kv,
+            kv=kv.with_heads(footprint.shapes),
             logits_size=network.get_output_embeddings().weight.shape[0],
             context_length=_context_length(config, profile),
             towers=towers,
@@ -246,7 +243,6 @@ def _plan_waves(
     profile: Profile,
     device: torch.device,
     kv: KVPrecision,
-    echoes: Echoes | None,
     offloadable: Offloadable | str,
     host_bytes: int | None,
     ranks: int,
@@ -257,8 +253,7 @@ def _plan_waves(
     """
 
     def planned(footprint: Footprint, own: Profile) -> MemoryPlan:
-        own_kv = kv if echoes is None else kv.with_heads(echoes, footprint.shapes)
-        how = offloadable, host_bytes, own_kv.policy
+        how = offloadable, host_bytes, kv.with_heads(footprint.shapes).policy
         return _plan(network, weights, towers, own, device, footprint, *how)
 
     prefill = profile.prefill

@@ -170,8 +170,8 @@ def packed_attention(
     seen = _per_sequence(cache, layer, key, value)
     how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
     if (tell := _tell.get()) is not None:
-        for q, rows in zip(query.split(cache.sizes, dim=2), seen, strict=True):
-            tell(layer, q, rows.read()[0], *how)
+        for q, own in zip(query.split(cache.sizes, dim=2), seen, strict=True):
+            tell(layer, q, own.read()[0], *how)
     if cache.rows_pass is not None and not cache.watched:
         made = None if seen[0].cached is not None else (key, value)
         rule, scale, sinks, softcap = how

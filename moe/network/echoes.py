@@ -39,23 +39,20 @@ def measure_echoes(backbone: Backbone, run: ExpertsRunner, most: int | None) -> 
         return {}
     again = length // 4
     period = length - again
-    vocabulary = int(backbone.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    vocabulary = int(backbone.model.get_input_embeddings().num_embeddings)
     generator = torch.Generator().manual_seed(0)
     found: dict[int, list[Tensor]] = {}
 
     def tell(layer: int, query: Tensor, keys: Tensor, rule: MaskRule, *how: Any) -> None:
-        own = query[:, :, period:]
         first = first_keys(rule, again, length, query.device)
         if first is None or bool(first.any()):
             return
-        after = torch.arange(1, again + 1, device=query.device)[:, None]
-        parts = [
-            attention_weights(rows, keys[:, :, : period + end], rule, *how)
-            .gather(-1, after[end - rows.shape[2] : end].expand(*rows.shape[:3], 1))
-            .sum((0, 2, 3))
-            for rows, end in _parts(own)
-        ]
-        echo = torch.stack(parts).sum(0) / again
+        echo, end = torch.zeros(query.shape[1], device=query.device), 0
+        for rows in query[:, :, period:].split(128, 2):
+            after = torch.arange(end + 1, end + rows.shape[2] + 1, device=query.device)[:, None]
+            end += rows.shape[2]
+            weights = attention_weights(rows, keys[:, :, : period + end], rule, *how)
+            echo += weights.gather(-1, after.expand(*rows.shape[:3], 1)).sum((0, 2, 3)) / again
         found.setdefault(layer, []).append(echo.view(keys.shape[1], -1).mean(1).cpu())
 
     for _ in range(SEQUENCES):
@@ -70,11 +67,3 @@ def measure_echoes(backbone: Backbone, run: ExpertsRunner, most: int | None) -> 
         run_lanes([lane], run)
         lane.result()
     return {layer: tuple(torch.stack(echoes).mean(0).tolist()) for layer, echoes in found.items()}
-
-
-def _parts(query: Tensor, size: int = 128) -> list[tuple[Tensor, int]]:
-    """Some queries at a time, and how many there are up to their end."""
-    return [
-        (query[:, :, at : at + size], min(at + size, query.shape[2]))
-        for at in range(0, query.shape[2], size)
-    ]

@@ -139,7 +139,7 @@ def _places(
     return begins, end
 
 
-def kept_share(form: KVFormat, shapes: Mapping[LayerKey, Shape], heads: HeadsOfLayers) -> float:
+def kept_share(form: KVFormat, shapes: Mapping[int, Shape], heads: HeadsOfLayers) -> float:
     """Of the bytes of these layers' rows of a block, those that stay when the heads' pages go back
     to the system. Rows of a head that fill no page, or a part of one, stay."""
     layers = tuple(shapes.items())

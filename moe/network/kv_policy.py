@@ -66,14 +66,14 @@ class KVPolicy(NamedTuple):
     """A policy by its name, and the most tokens that it leaves.
 
     Attributes:
-        count: of key heads of the model that attend to all; 0: the policy is the same for all.
+        num_whole: key heads of the model that attend to all; 0: the policy is the same for all.
         heads: of each layer that sees all, the key heads that the policy leaves ``tokens`` of.
         share: of a token's bytes in layers that see all, those that the policy never gives up.
     """
 
     name: str
     tokens: int
-    count: int = 0
+    num_whole: int = 0
     heads: HeadsOfLayers = ()
     share: float = 0.0
 
@@ -81,13 +81,13 @@ class KVPolicy(NamedTuple):
     def of(cls, spec: str) -> KVPolicy:
         """From a profile's text, which has been checked there. Which `heads` follow from a model's
         calibration, and ``share`` from its shape."""
-        name, tokens, *count = spec.split(":")
-        return cls(name, int(tokens), *map(int, count))
+        name, tokens, num_whole = f"{spec}:0".split(":")[:3]
+        return cls(name, int(tokens), int(num_whole))
 
     @property
     def by_heads(self) -> bool:
         """Some key heads attend to all."""
-        return self.count > 0
+        return self.num_whole > 0
 
     @property
     def selects(self) -> bool:
@@ -95,7 +95,7 @@ class KVPolicy(NamedTuple):
         return self.name == "select"
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.tokens}" + (f":{self.count}" if self.by_heads else "")
+        return f"{self.name}:{self.tokens}" + (f":{self.num_whole}" if self.by_heads else "")
 
     def held(self, length: int) -> int:
         """Most tokens that a sequence of this length holds whose prompt has been read."""

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -61,9 +60,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the heads' echoes beside it, as `moe calibrate` leaves them."""
     path, config = tmp_path_factory.mktemp("models"), tiny_config("qwen3_moe")
     config.max_position_embeddings = 2048
-    config.head_dim = 64  # a head's rows of a block fill pages
     tiny_model("qwen3_moe", config=config).save_pretrained(path)
-    heads = Shape(config.num_key_value_heads, 64, 64)
+    heads = Shape(config.num_key_value_heads, 16, 16)
     write_echoes(path, echoes_of(dict.fromkeys(range(config.num_hidden_layers), heads)))
     return path
 
@@ -93,12 +91,11 @@ def pool_of(model: MoE, spec: str | None, bits: int = 16) -> BlockPool:
     prefixes = model.engine().scheduler.prefixes
     while prefixes is not None and prefixes.evict():
         pass
-    kv = KVPrecision(bits, "asked for", True, None if spec is None else KVPolicy.of(spec))
     assert model.backbone.blocks is not None
     windows, shapes = model.backbone.blocks.windows, shapes_of(model)
-    if kv.policy is not None and kv.policy.by_heads:
-        seeing = {layer: own for layer, own in shapes.items() if layer not in windows.of_layer}
-        kv = kv.with_heads(echoes_of(seeing), seeing)
+    seeing = {layer: own for layer, own in shapes.items() if layer not in windows.of_layer}
+    policy = None if spec is None else KVPolicy.of(spec)
+    kv = KVPrecision(bits, "asked for", True, policy, echoes_of(seeing)).with_heads(shapes)
     pool = BlockPool(HostBlocks(NATIVE.kv, kv.form), windows, kv.policy, shapes)
     model.backbone.blocks = pool
     return pool
@@ -277,11 +274,10 @@ def test_memory_that_is_given_up_is_free(model: MoE, name: str) -> None:
             length = -(-cache.length // BLOCK) * BLOCK
             planned = plan.kv_bytes(length) / plan.kv_bytes_per_token
             assert pool.held_tokens == pytest.approx(planned, abs=1)
-            left = {"select": length, "window": 256 + BLOCK}.get(name)
-            if left is None:
-                assert pool.policy is not None
-                assert 0.1 < pool.policy.share < 0.9
-                left = 320 + pool.policy.share * (length - 320)
+            assert pool.policy is not None
+            share = {"select": 1.0, "window": 0.0, "heads": pool.policy.share}[name]
+            assert (0.1 < share < 0.9) == (name == "heads")
+            left = 256 + BLOCK + share * (length - 256 - BLOCK)
             assert pool.held_tokens == pytest.approx(left, abs=1e-6)
             assert cache.whole == (name == "select")
             assert cache.longest_fork(600) == (600 if name == "select" else 0)
@@ -514,14 +510,15 @@ def test_echoes_are_the_attention_to_what_followed_the_same_token(
     oracle = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    generator, total = torch.Generator().manual_seed(0), [0.0] * len(found)
+    generator = torch.Generator().manual_seed(0)
+    total = [torch.zeros(len(own)) for own in found.values()]
     for _ in range(2):
         ids = torch.randint(oracle.config.vocab_size, (192,), generator=generator)
         with torch.inference_mode():
             own = oracle(torch.cat([ids, ids[:64]])[None], output_attentions=True).attentions
         for layer, weights in enumerate(own):
             echo = torch.stack([weights[0, :, 192 + t, t + 1] for t in range(64)]).mean(0)
-            total[layer] = total[layer] + echo.view(len(found[layer]), -1).mean(1) / 2
+            total[layer] += echo.view(len(found[layer]), -1).mean(1) / 2
     assert list(found) == list(range(oracle.config.num_hidden_layers))
     for layer, echoes in found.items():
         assert torch.allclose(torch.tensor(echoes), total[layer], rtol=0.01)  # keys in bf16
@@ -539,7 +536,7 @@ def test_a_part_is_freed_by_the_last_sequence_that_lists_it(bits: int) -> None:
     policy = KVPolicy("heads", 256, 2, given, share)
     pool = BlockPool(HostBlocks(NATIVE.kv, form), None, policy, shapes)
     cache = pool.new_cache(20 * BLOCK)
-    for at in range(10):
+    for _ in range(10):
         for layer in shapes:
             cache.write(layer, *torch.randn(2, 1, 4, BLOCK, 128))
         cache.length += BLOCK
@@ -561,7 +558,7 @@ def test_a_part_is_freed_by_the_last_sequence_that_lists_it(bits: int) -> None:
         heads = [head for head in range(4) if head not in dict(given).get(layer, ())]
         for rows, old in zip(cache.read(layer, 640), before[layer], strict=True):
             assert torch.equal(rows[:, heads], old[:, heads])
-            assert torch.equal(rows[:, :, : 64], old[:, :, :64])
+            assert torch.equal(rows[:, :, :64], old[:, :, :64])
             assert torch.equal(rows[:, :, 7 * BLOCK :], old[:, :, 7 * BLOCK :])
             freed += int((rows != old).any(-1).sum())
     assert freed > 0.8 * 6 * BLOCK * 2 * 7
