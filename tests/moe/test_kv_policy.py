@@ -321,7 +321,7 @@ def test_the_system_gets_back_what_is_given_up() -> None:
 def test_the_plan_prices_policies(checkpoint: Path) -> None:
     """Of any policy, whatever the profile has: what its sequences hold, and what a step reads."""
     found = {}
-    for spec in (None, "window:256", "select:256"):
+    for spec in (None, "window:256", "select:256", "heads:256:1"):
         profile = load_profile(overrides=LOSSY | {"memory.kv_policy": spec}).profile
         with planning(checkpoint, profile, torch.device("cpu"), lambda _: None) as planned:
             assert planned.memory.as_dict()["kv_policy"] == spec
@@ -342,6 +342,11 @@ def test_the_plan_prices_policies(checkpoint: Path) -> None:
     assert bounds > 0
     assert select.held_tokens == 2048
     assert select.step_bytes == 256 * (each + bounds) + (2048 - 256) * bounds
+    assert found["heads:256:1"][:3] == found["window:256"][:3]  # behind the shorter context
+    by_heads = found["heads:256:1"][-1]
+    assert (by_heads.context, by_heads.policy) == (2048, "heads:256:1")
+    assert window.held_bytes < by_heads.held_bytes < 2048 * each
+    assert window.step_bytes < by_heads.step_bytes < by_heads.held_bytes
 
 
 def test_a_policy_lets_answers_grow(model: MoE) -> None:
