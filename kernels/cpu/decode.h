@@ -226,7 +226,8 @@ struct Pass {
   // Keys that the queries of a key head attend to, without entries. What knows no policy leaves out
   // the head.
   long keys(long b, long kv_head = 0) const {
-    if (const Seen* own = seen(b, kv_head)) return blocks(*own) * kv::TOKENS - (-length(b) & (kv::TOKENS - 1));
+    if (const Seen* own = seen(b, kv_head))
+      return blocks(*own) * kv::TOKENS - (-length(b) & (kv::TOKENS - 1));
     if (!given.chosen || given.rate) return length(b) - first_key(b);
     return Indexer::most(given.most / given.pool, given.pool, length(b));
   }

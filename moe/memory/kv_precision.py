@@ -58,6 +58,13 @@ class KVPrecision:
                 f"{wanted}, and the model's calibration has not measured its key heads: run moe "
                 "calibrate again, or set memory.kv_policy: null"
             )
+        for layer, own in echoes.items():
+            if layer in shapes and shapes[layer].heads < len(own):
+                raise ProfileError(
+                    f"{wanted}, and layer {layer} attends with {len(own)} key heads but keeps rows "
+                    f"of {shapes[layer].heads}, so that none can keep its own; set "
+                    "memory.kv_policy: null"
+                )
         seeing = {layer: shape for layer, shape in shapes.items() if layer in echoes}
         known = {layer: shape.heads for layer, shape in seeing.items()}
         if known != {layer: len(own) for layer, own in echoes.items()}:

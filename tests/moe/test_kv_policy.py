@@ -577,6 +577,7 @@ def test_a_part_is_freed_by_the_last_sequence_that_lists_it(bits: int) -> None:
         (None, "heads:512:1", 1, "has no calibration.json: run moe calibrate"),
         ({}, "heads:512:1", 1, "has not measured its key heads: run moe calibrate again"),
         ({0: (1.0,)}, "heads:512:1", 1, "is of other layers than the model's"),
+        ({0: (1.0,) * 4}, "heads:512:1", 1, "attends with 4 key heads but keeps rows of 2"),
         ({0: (1.0, 0.5)}, "heads:512:2", 1, "2 key heads see all tokens: let fewer of them"),
         ({0: (1.0, 0.5)}, "heads:512:1", 2, "several ranks share the experts"),
     ],

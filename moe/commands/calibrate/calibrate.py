@@ -1,4 +1,5 @@
-"""``moe calibrate``: read a text with the model, fit predictors, and save them beside the model."""
+"""``moe calibrate``: read a text with the model, fit predictors, measure which key heads look up
+earlier text, and save all this beside the model."""
 
 from __future__ import annotations
 
