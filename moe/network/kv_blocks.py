@@ -283,6 +283,7 @@ class BlockPool:
         self._alive: dict[int, WeakSet[KVBlock]] = {group: WeakSet() for group in self.shares}
         self._shapes: dict[int, dict[LayerKey, Shape]] = {group: {} for group in self.shares}
         self._whole: dict[LayerKey, np.ndarray] = {}
+        self._whole_of: dict[tuple[LayerKey, ...], np.ndarray] = {}
         for layer, shape in (shapes or {}).items():
             self.learn(layer, shape)
 
@@ -314,10 +315,13 @@ class BlockPool:
         """See `KVCache.whole_heads`."""
         if PART not in self.shares:
             return None
-        found = np.zeros(len(layers), np.int64)
-        for at, layer in enumerate(layers):
-            flags = self.whole_flags(layer)
-            found[at] = flags.ctypes.data if flags.any() else 0
+        key = tuple(layers)
+        if (found := self._whole_of.get(key)) is None:
+            flags = [self.whole_flags(layer) for layer in layers]
+            places = [own.ctypes.data if own.any() else 0 for own in flags]
+            found = np.array(places, np.int64)
+            if all(map(len, flags)):  # else some layer is yet to be written
+                self._whole_of[key] = found
         return found
 
     def whole_flags(self, layer: LayerKey) -> np.ndarray:
@@ -325,7 +329,7 @@ class BlockPool:
         assert self.policy is not None
         if layer not in self._whole:
             shape = self._shapes[self.group_of(layer)].get(layer)
-            if shape is None:  # in buffers: no policy is about these
+            if shape is None:  # not written yet
                 return np.zeros(0, np.uint8)
             self._whole[layer] = np.ones(shape.heads, np.uint8)
             for own, heads in self.policy.heads:
