@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,23 +23,36 @@ from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
+from moe.memory.kv_precision import KVPrecision
+from moe.network.echoes import measure_echoes
 from moe.network.host_blocks import HostBlocks
 from moe.network.kv_blocks import BlockKVCache, BlockPool
-from moe.network.kv_cache import KVFormat, LayerKey, Shape
-from moe.network.kv_policy import KVPolicy
+from moe.network.kv_cache import Shape
+from moe.network.kv_policy import Echoes, KVPolicy
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 
 WINDOW = 2048
 NAMES = ("window", "select")
+HEADS = ("heads:512:2", "heads:256:2")
+"""Of the shipped model, which has 12 key heads."""
 
 
-def policy_pool(bits: int, spec: str | None) -> BlockPool:
+def policy_pool(
+    bits: int,
+    spec: str | None,
+    shapes: Mapping[int, Shape] | None = None,
+    echoes: Echoes | None = None,
+) -> BlockPool:
+    """
+    Args:
+        shapes, echoes: of the model, for a policy by heads.
+    """
     kernel, why = choose_kernel()
     assert kernel is not None, why
     policy = None if spec is None else KVPolicy.of(spec)
-    form = KVFormat.of_bits(bits, bounds=policy is not None and policy.selects)
-    return BlockPool(HostBlocks(kernel.kv, form), None, policy)
+    kv = KVPrecision(bits, "a contender", True, policy, echoes or {}).with_heads(shapes or {})
+    return BlockPool(HostBlocks(kernel.kv, kv.form), None, kv.policy, shapes)
 
 
 class Score(NamedTuple):
@@ -65,7 +78,7 @@ class Steps:
 
     def __init__(self, per_text: int) -> None:
         self.model = MoE.from_pretrained(ROOT / "examples/demo-model", {"memory.kv_bits": 16})
-        self.windows: list[list[int]] = []
+        self.shapes, self.windows = shapes_of(self.model), list[list[int]]()
         for name in TEXTS:
             text = (ROOT / f"tests/data/heldout_{name}.txt").read_text()
             ids = self.model.codec.encode(text)
@@ -110,13 +123,18 @@ def policy_quality(per_text: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
         sizes: tokens that policies leave; where text comes again, 512.
     """
     steps, rows = Steps(per_text), []
+    echoes = measure_echoes(steps.model.backbone, steps.model.experts.run, WINDOW)
     ways: list[tuple[int, str | None]] = [(16, None), (8, None)]
     ways += [(16, f"{name}:{size}") for size in sizes for name in NAMES]
-    ways.append((8, f"select:{sizes[-1]}"))
-    scores = {way: steps.score(policy_pool(*way)) for way in ways}
+    ways += [(8, f"select:{sizes[-1]}"), *((bits, spec) for spec in HEADS for bits in (16, 8))]
+
+    def scored(way: tuple[int, str | None]) -> Score:
+        return steps.score(policy_pool(*way, steps.shapes, echoes))
+
+    scores = {way: scored(way) for way in ways}
     steps.windows = [[*w[: -WINDOW // 4], *w[: WINDOW // 4]] for w in steps.windows]
     again = {
-        way: steps.score(policy_pool(*way)) for way in ways if way[1] is None or "512" in way[1]
+        way: scored(way) for way in ways if way[1] is None or "512" in way[1] or way[1] in HEADS
     }
     base = scores[ways[0]]
     for (bits, spec), score in scores.items():
@@ -141,14 +159,14 @@ def run(model: MoE, work: list[Work], phase: Any) -> list[torch.Tensor]:
     return lanes[0].result()
 
 
-def shapes_of(model: MoE) -> dict[LayerKey, Shape]:
+def shapes_of(model: MoE) -> dict[int, Shape]:
     """Of the layers of attention, each of which must see all tokens."""
     cache = model.backbone.new_cache(BLOCK)
     assert isinstance(cache, BlockKVCache)
     assert not model.backbone.windows.of_layer
     with torch.inference_mode():
         run(model, [Work([7], cache)], "prefill")
-    return dict(cache.shapes)
+    return {layer: shape for layer, shape in cache.shapes.items() if isinstance(layer, int)}
 
 
 def attention_bound(layers: int) -> Qwen3MoeForCausalLM:
@@ -180,9 +198,12 @@ def policy_speed(
     rows = {
         shape: [torch.randn(1, shape[0], 512, n) for n in shape[1:]] for shape in shapes.values()
     }
+    # Which heads keep all changes no time; as many of ten are kept as the papers keep.
+    echoes = {layer: tuple(map(float, range(shape.heads))) for layer, shape in shapes.items()}
+    kept = max(sum(map(len, echoes.values())) // 10, 1)
 
     def filled(context: int, bits: int, spec: str | None) -> BlockKVCache:
-        cache = policy_pool(bits, spec).new_cache(context + 64)
+        cache = policy_pool(bits, spec, shapes, echoes).new_cache(context + 64)
         while cache.length < context:
             for layer, shape in shapes.items():
                 keys, values = rows[shape]
@@ -201,7 +222,8 @@ def policy_speed(
 
     found = []
     for context in contexts:
-        names = [(b, spec) for b in (16, 8) for spec in (None, "window:2048", "select:2048")]
+        specs = None, "window:2048", "select:2048", f"heads:2048:{kept}"
+        names = [(b, spec) for b in (16, 8) for spec in specs]
         caches = {f"{b} bits, {spec or 'all'}": filled(context, b, spec) for b, spec in names}
         times = take_turns({n: contender(cache, context) for n, cache in caches.items()}, seconds)
         for name, cache in caches.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,13 +54,16 @@ class Target:
     def largest_file(self) -> Path:
         return max(self.store.glob("*.safetensors"), key=lambda file: file.stat().st_size)
 
-    def settings(self, share: float, longest: int) -> dict[str, Any]:
+    def settings(
+        self, share: float, longest: int, memory: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Of the profile, for a share of the experts in memory.
 
         Args:
             longest: tokens of a prompt.
+            memory: more settings of the section.
         """
-        memory: dict[str, Any] = {"kv_tokens": longest + 1024, "reserve_gib": 0.0}
+        memory = {"kv_tokens": longest + 1024, "reserve_gib": 0.0, **(memory or {})}
         settings = {"memory": memory, "prefill": {"wave_tokens": longest}}
         if share == 1:
             return settings

@@ -439,6 +439,9 @@ def _keep_in_blocks(
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
     windows = seen_windows(backbone, kv.form) if planned.footprint.windows else Windows()
+    if kv.policy is not None and windows.of_layer.keys() & dict(kv.policy.heads).keys():
+        why = "the calibration takes layers with windows for such that see all: make it again"
+        _check_policy(profile, kv, why)
     memory = HostBlocks(kernel.kv, kv.form)
     own = backbone.own_cache.policy
     pool = BlockPool(memory, windows, own or kv.policy, planned.footprint.shapes)

@@ -22,7 +22,7 @@ LAYOUT(decode::Embedding, table, scale, dtype)
 LAYOUT(decode::Join, embedding, hidden, project, hidden_first)
 LAYOUT(decode::Seen, blocks, count, most, newest, gap, gap_end)
 LAYOUT(decode::Step, rows, hidden, layers, x, h, beside, tokens, position, capacity, cache, states,
-       seen, keys, values, threads, bounds, past, prompts)
+       seen, whole, keys, values, threads, bounds, past, prompts)
 LAYOUT(decode::Prompts, sequences, first, num_wanted, wanted)
 LAYOUT(decode::Experts, forward, layer, activation, slots, index)
 LAYOUT(decode::Model, layers, program, experts, norm, head, embedding, count, top_k, patience, join)
@@ -63,7 +63,7 @@ void Pass::place_attention(Arena& arena) {
   asked_beside = turned && latent ? arena.take(B * Q * T) : q + a().plain_dim;
   beside_stride = turned && latent ? T : D;
   for (long b = 0; b < B; ++b)
-    if (const Seen* own = seen(b); own && picks_some(*own)) {
+    if (const Seen* own = seen(b, 0); own && picks_some(*own)) {  // then all heads follow it
       picks = std::max(picks, long(own->most));
       scored = std::max(scored, 2 * long(own->count) + 2 * D);
     }
@@ -96,13 +96,14 @@ void Pass::place(Arena& arena) {
 long Pass::work() const {
   if (!layer) return B * head->size();
   const Layer& l = *layer;
+  const long heads = a().expansion ? 1 : a().kv_heads;
   long weights = 0, keys = 0;
   for (const Matrix* m : {&a().q_a, &a().q, &a().k, &a().v, &a().o, &l.router, &l.gate, &l.up,
                           &l.down})
     weights += m->size();
-  for (long b = 0; b < B; ++b) keys += this->keys(b) + entries(b);
-  const long a_key = a().expansion ? a().heads * 2 * a().latent
-                                   : a().kv_heads * (a().head_dim + a().value_dim);
+  for (long b = 0; b < B; ++b)
+    for (long n = 0; n < heads; ++n) keys += this->keys(b, n) + entries(b);
+  const long a_key = a().expansion ? a().heads * 2 * a().latent : a().head_dim + a().value_dim;
   return B * weights + keys * a_key;
 }
 
@@ -111,7 +112,8 @@ void Pass::measure() {
     longest = 0;  // their splits are the prompt kernel's own
     return;
   }
-  for (long b = 0; b < B; ++b) longest = splits(b) > longest ? splits(b) : longest;
+  for (long b = 0; b < B; ++b)
+    for (long n = 0; n < a().kv_heads; ++n) longest = std::max(longest, splits(b, n));
 }
 
 bool Pass::go() {

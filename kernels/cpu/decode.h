@@ -84,6 +84,8 @@ struct Step {
   const void* const* cache;      // (B, layers, 2) tables of keys and values, or latents and rotated keys
   const program::States* states; // of a program
   const Seen* seen;              // (B,) or null
+  const uint8_t* const* whole;   // (layers,) of each cache, which key heads (kv_heads,) attend to all
+                                 // whatever `seen` says; null: none
   kv::Format keys, values;       // of the caches
   int32_t threads;
   int32_t bounds;                // blocks have the bounds of their keys
@@ -223,8 +225,10 @@ struct Pass {
     if (window < 0) return (own - 1) / -window * -window;
     return window && own > window ? own - window : 0;
   }
-  long keys(long b) const {  // that a row attends to, without entries
-    if (const Seen* own = seen(b))
+  // Keys that the queries of a key head attend to, without entries. What knows no policy leaves out
+  // the head.
+  long keys(long b, long kv_head = 0) const {
+    if (const Seen* own = seen(b, kv_head))
       return blocks(*own) * kv::TOKENS - (-length(b) & (kv::TOKENS - 1)) - (own->gap_end - own->gap);
     if (!given.chosen || given.rate) return length(b) - first_key(b);
     return Indexer::most(given.most / given.pool, given.pool, length(b));
@@ -236,25 +240,32 @@ struct Pass {
   }
   bool writes_entry(long b) const { return given.rate && length(b) % given.rate == 0; }
   // Splits of keys, and behind them those of entries.
-  long key_splits(long b) const { return (keys(b) + SPLIT - 1) / SPLIT; }
-  long splits(long b) const { return key_splits(b) + (entries(b) + SPLIT - 1) / SPLIT; }
-  bool of_entries(long b, long split) const { return split >= key_splits(b); }
-  long split_keys(long b, long split) const {
-    const long left = of_entries(b, split) ? entries(b) - (split - key_splits(b)) * SPLIT
-                                           : keys(b) - split * SPLIT;
+  long key_splits(long b, long kv_head = 0) const { return (keys(b, kv_head) + SPLIT - 1) / SPLIT; }
+  long splits(long b, long kv_head = 0) const {
+    return key_splits(b, kv_head) + (entries(b) + SPLIT - 1) / SPLIT;
+  }
+  bool of_entries(long b, long kv_head, long split) const { return split >= key_splits(b, kv_head); }
+  long split_keys(long b, long kv_head, long split) const {
+    const long left = of_entries(b, kv_head, split)
+                          ? entries(b) - (split - key_splits(b, kv_head)) * SPLIT
+                          : keys(b, kv_head) - split * SPLIT;
     return left < SPLIT ? left : SPLIT;
   }
-  const Seen* seen(long b) const {
+  bool attends_to_all(long kv_head) const {
+    const uint8_t* own = step.whole ? step.whole[a().cache] : nullptr;
+    return own && own[kv_head];
+  }
+  const Seen* seen(long b, long kv_head) const {
     const bool all = !step.seen || a().window || a().expansion || given.chosen || given.rate;
-    return all || !step.seen[b].count ? nullptr : step.seen + b;
+    return all || !step.seen[b].count || attends_to_all(kv_head) ? nullptr : step.seen + b;
   }
   static bool picks_some(const Seen& seen) { return seen.most && seen.count > seen.most; }
   static long blocks(const Seen& seen) { return picks_some(seen) ? seen.most : seen.count; }
   // Place of key or entry t of a split in its cache, where none are chosen. Places follow each other
   // within a block, but for what `until_gap` says.
   long place_of(long b, long kv_head, long split, long t) const {
-    if (of_entries(b, split)) return (split - key_splits(b)) * SPLIT + t;
-    const Seen* own = seen(b);
+    if (of_entries(b, kv_head, split)) return (split - key_splits(b, kv_head)) * SPLIT + t;
+    const Seen* own = seen(b, kv_head);
     if (!own) return first_key(b) + split * SPLIT + t;
     const int32_t* list = picks_some(*own) ? picked + (b * a().kv_heads + kv_head) * picks
                                            : own->blocks;
@@ -263,8 +274,8 @@ struct Pass {
     return list ? (long(list[at >> kv::SHIFT]) << kv::SHIFT) + (at & (kv::TOKENS - 1)) : at;
   }
   // Keys from key t of a split to the gap of a row; more than there are where none lies ahead.
-  long until_gap(long b, long split, long t) const {
-    const Seen* own = seen(b);
+  long until_gap(long b, long kv_head, long split, long t) const {
+    const Seen* own = seen(b, kv_head);
     const long left = own ? own->gap - (split * SPLIT + t) : 0;
     return left > 0 && own->gap < own->gap_end ? left : SPLIT;
   }
@@ -275,7 +286,7 @@ struct Pass {
     return {keys, begin, head};
   }
   const int64_t* split_chosen(long b, long split) const {
-    if (!given.chosen || bool(given.rate) != of_entries(b, split)) return nullptr;
+    if (!given.chosen || bool(given.rate) != of_entries(b, 0, split)) return nullptr;
     return given.chosen + b * given.most + (given.rate ? split - key_splits(b) : split) * SPLIT;
   }
   kv::Rows cached(long b, int which, long head, long size) const {
@@ -292,7 +303,7 @@ struct Pass {
   void turn_queries(long b);
   void turn_keys(long b);
   long most_together() const;
-  long together(long b) const;
+  long together(long b, long kv_head) const;
   void attend(long b, long rows_together, long kv_head, long split);
   Partial weights_of(long b, long row, long split, float* score) const;
   void merge_head(long b, long head);

@@ -115,7 +115,7 @@ class StepRecord(Record, struct="decode::Step"):
     _fields_ = (
         *sizes("rows", "hidden", "layers"),
         *pointers("x", "h", "beside", "tokens", "position", "capacity", "cache", "states"),
-        *pointers("seen"),
+        *pointers("seen", "whole"),
         *((name, FormatRecord) for name in ("keys", "values")),
         *numbers("threads", "bounds"),
         *pointers("past", "prompts"),

@@ -36,7 +36,7 @@ inline void Pass::turn_keys(long b) {
 // Where the keys or values of a split lie.
 inline void Pass::list(const kv::Rows& rows, long b, long kv_head, long split,
                        const char** to) const {
-  const long count = split_keys(b, split);
+  const long count = split_keys(b, kv_head, split);
   if (const int64_t* index = split_chosen(b, split)) {
     for (long t = 0; t < count; ++t) to[t] = rows.at(index[t]);
     return;
@@ -44,7 +44,7 @@ inline void Pass::list(const kv::Rows& rows, long b, long kv_head, long split,
   for (long t = 0; t < count;) {  // places follow each other within a block
     const long first = place_of(b, kv_head, split, t), bytes = rows.bytes;
     const long block = (1l << rows.shift) - (first & ((1l << rows.shift) - 1));
-    const long room = std::min(block, until_gap(b, split, t));
+    const long room = std::min(block, until_gap(b, kv_head, split, t));
     const char* from = rows.at(first);
     for (const long end = std::min(count, t + room); t < end; ++t, from += bytes) to[t] = from;
   }
@@ -57,7 +57,7 @@ inline void Pass::pick(long b, long kv_head) {
   const kv::Bounds bounds = this->bounds(b, kv_head);
   const long at = step.position[b], D = a().head_dim, group = a().heads / a().kv_heads;
   if (at % kv::TOKENS == kv::TOKENS - 1) bounds.set(at / kv::TOKENS);
-  const Seen* own = seen(b);
+  const Seen* own = seen(b, kv_head);
   if (!own || !picks_some(*own)) return;
   struct {
     const kv::Bounds& bounds;
@@ -94,12 +94,14 @@ inline void Pass::pick(long b, long kv_head) {
 
 inline long Pass::most_together() const { return std::max(1l, QUERIES * a().kv_heads / a().heads); }
 
-// How many rows from b on attend together, as they are one sequence's; 0: b attends with one before.
-inline long Pass::together(long b) const {
+// How many rows from b on attend together with a key head, as they are one sequence's; 0: b attends
+// with one before.
+inline long Pass::together(long b, long kv_head) const {
   const auto joined = [&](long row) {  // to the one before
     const auto keys = [&](long at) { return step.cache[(at * step.layers + a().cache) * 2]; };
     return row > 0 && row < B && keys(row) == keys(row - 1) && first_key(row) == first_key(row - 1) &&
-           step.position[row] > step.position[row - 1] && !seen(row) && !given.chosen && !given.rate;
+           step.position[row] > step.position[row - 1] && !seen(row, kv_head) && !given.chosen &&
+           !given.rate;
   };
   const long most = most_together();
   long first = b, end = b + 1;
@@ -112,12 +114,12 @@ inline long Pass::together(long b) const {
 // The split of one key head, for all queries of some rows that share it. The rows attend to the same
 // keys, and then each to some more than the one before.
 inline void Pass::attend(long b, long rows_together, long kv_head, long split) {
-  for (; rows_together && split >= splits(b); --rows_together) ++b;
+  for (; rows_together && split >= splits(b, kv_head); --rows_together) ++b;
   if (!rows_together) return;
   const long D = a().head_dim, V = a().value_dim, group = a().heads / a().kv_heads;
-  const long last = b + rows_together - 1, shared = split_keys(b, split);
-  const long count = split_keys(last, split);
-  const bool beside = of_entries(b, split);  // as they are: neither coded nor turned
+  const long last = b + rows_together - 1, shared = split_keys(b, kv_head, split);
+  const long count = split_keys(last, kv_head, split);
+  const bool beside = of_entries(b, kv_head, split);  // as they are: neither coded nor turned
   const kv::Rows keys = beside ? entry_rows(b) : cached(b, 0, kv_head, D);
   const kv::Rows values = beside ? keys : cached(b, 1, kv_head, V);
   const char* rows[2 * SPLIT];  // values follow the keys, so that they are fetched in time
@@ -142,24 +144,26 @@ inline void Pass::attend(long b, long rows_together, long kv_head, long split) {
     kv::with_numbers(values.format, V, [&](auto numbers) {
       weighted_all(queries, score, numbers, own, 0, shared, V, to);
       for (long i = group; i < queries; i += group)  // the rest of the rows behind the first
-        weighted_all(group, score + i, numbers, own, shared, split_keys(row(i), split), V, to + i);
+        weighted_all(group, score + i, numbers, own, shared, split_keys(row(i), kv_head, split), V,
+                     to + i);
     });
     if (beside && step.values.turned)  // as the sums of the other splits
       for (long i = 0; i < queries; ++i) kv::turn(to[i], V);
   }
   for (long row = b; row <= last; ++row)
-    if (splits(row) == 1)
+    if (splits(row, kv_head) == 1)
       for (long i = 0; i < group; ++i) merge_head(row, kv_head * group + i);
 }
 
 // Turns the scores of a split into weights; `row` counts the heads of all rows.
 inline Partial Pass::weights_of(long b, long row, long split, float* score) const {
-  const long count = split_keys(b, split), group = a().heads / a().kv_heads;
+  const long group = a().heads / a().kv_heads, kv_head = (row - b * a().heads) / group;
+  const long count = split_keys(b, kv_head, split);
   if (given.bias) {
     const float *bias = given.bias + row * given.reach, unscaled = 1.0f / a().scale;
     const int64_t* index = split_chosen(b, split);
     for (long t = 0; t < count; ++t) {
-      const long place = index ? index[t] : place_of(b, (row - b * a().heads) / group, split, t);
+      const long place = index ? index[t] : place_of(b, kv_head, split, t);
       const long back = step.position[b] - place;
       if (back < given.reach) score[t] += bias[back] * unscaled;
     }
@@ -169,10 +173,11 @@ inline Partial Pass::weights_of(long b, long row, long split, float* score) cons
 
 inline void Pass::merge_head(long b, long head) {
   const long row = b * a().heads + head, at = row * longest;
+  const long kv_head = head / (a().heads / a().kv_heads);
   const long size = a().expansion ? a().latent : a().value_dim;
   const float* sink = given.sinks ? given.sinks + row : a().sinks ? a().sinks + head : nullptr;
   float* to = (a().expansion ? inward : heads.x) + row * size;
-  merge(partial + at, sums + at * size, splits(b), size, size, sink, to);
+  merge(partial + at, sums + at * size, splits(b, kv_head), size, size, sink, to);
   if (a().expansion ? step.keys.turned : step.values.turned) kv::turn(to, size);
 }
 
@@ -204,11 +209,12 @@ inline void Pass::attend_heads() {
   const bool joins = tasks >= omp_get_num_threads();  // else threads would idle
   attending.run(B * N * longest, [&](long task) {
     const long b = task / (N * longest);
-    attend(b, joins ? together(b) : 1, task / longest % N, task % longest);
+    const long kv_head = task / longest % N;
+    attend(b, joins ? together(b, kv_head) : 1, kv_head, task % longest);
   });
   if (longest > 1)
     merging.run(B * Q, [&](long task) {
-      if (splits(task / Q) > 1) merge_head(task / Q, task % Q);
+      if (splits(task / Q, task % Q / (Q / N)) > 1) merge_head(task / Q, task % Q);
     });
 }
 
@@ -280,7 +286,7 @@ void Pass::inward_head(const Numbers& numbers, long head) {
 
 // A split of the latents, for the heads of a task.
 inline void Pass::attend_latent(long b, long first, long split) {
-  const long R = a().latent, T = a().rotation.size, count = split_keys(b, split);
+  const long R = a().latent, T = a().rotation.size, count = split_keys(b, 0, split);
   const kv::Rows latents = cached(b, 0, 0, R), keys = cached(b, 1, 0, T);
   const long queries = std::min(a().heads - first, HEADS_A_TASK), head = b * a().heads + first;
   const char* rows[2 * SPLIT];

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -82,6 +82,8 @@ class CalibrationManifest(BaseModel):
     rules: tuple[SavedRouterRule, ...]
     unavailable: dict[str, str]
     """Evidence sources that this model does not have, and why."""
+    echoes: dict[int, tuple[float, ...]] = Field(default_factory=dict)
+    """How much key heads look up earlier text (`moe.network.echoes`), by layer."""
     made_by: dict[str, str]
     """Versions; for people."""
     files: dict[str, str]
@@ -98,13 +100,19 @@ def fingerprint(config: Any) -> str:
 
 
 def save_calibration(
-    folder: Path, config: Any, text: str, trace: Trace, fitted: FittedPredictors
+    folder: Path,
+    config: Any,
+    text: str,
+    trace: Trace,
+    fitted: FittedPredictors,
+    echoes: Mapping[int, tuple[float, ...]] | None = None,
 ) -> None:
     """Replace the calibration in `folder`.
 
     Args:
         config: of the model.
         text: name of the text that was read.
+        echoes: see `CalibrationManifest`; None: they have not been measured.
 
     Raises:
         CalibrationError: the folder cannot be written.
@@ -129,6 +137,7 @@ def save_calibration(
                 for rule in model.rules
             ),
             unavailable=fitted.unavailable,
+            echoes=dict(echoes or {}),
             made_by={name: version(name) for name in ("torch", "transformers")},
             files={name: _digest(folder / name) for name in files},
         )

@@ -274,7 +274,7 @@ class DescribedStep(CompiledStep):
         self._embedding.fill(places, memory[0])
         x, h, beside = memory[0].data_ptr(), h_BH.data_ptr(), memory[1].data_ptr()
         record = native.StepRecord(
-            rows, hidden, len(self._caches), x, h, beside, *places.pointers, None, places.seen,
+            rows, hidden, len(self._caches), x, h, beside, *places.pointers, None, *places.seen,
             *places.formats, torch.get_num_threads(), places.bounds, self._past(rows),
             None if prompts is None else addressof(prompts.record),
         )  # fmt: skip
@@ -404,7 +404,8 @@ class CachePlaces:
         rows: B.
         tokens: ``(B,)`` int64.
         pointers: to these four arrays.
-        seen: address of what each row attends to; None: all of them attend to all.
+        seen: addresses of what each row attends to, and of which key heads of each layer attend to
+            all even so; None in place of the first: all rows attend to all.
         formats: of keys and of values, the same of all rows.
         bounds: whether blocks have the bounds of their keys.
         end: behind the last position.
@@ -432,25 +433,30 @@ class CachePlaces:
         (form,) = {item.cache.form for item in work if isinstance(item.cache, KVCache)}
         self.formats = [FormatRecord(*each) for each in form[:2]]
         self.bounds = form.bounds
-        self.seen = None if prompts else self._seen(work, positions)  # they see all
+        self.seen = (None, None) if prompts else self._seen(work, positions, layers)
         first, each = rows_3B.ctypes.data, rows_3B.strides[0]
         self.pointers = first, first + each, first + 2 * each, found.ctypes.data
 
-    def _seen(self, work: Sequence[Work], positions: Sequence[int]) -> int | None:
+    def _seen(
+        self, work: Sequence[Work], positions: Sequence[int], layers: Sequence[LayerKey]
+    ) -> tuple[int | None, int | None]:
         caches = [item.cache for item in work for _ in item.token_ids]
         self._rows = [
             cache.seen(position) if isinstance(cache, KVCache) else None
             for cache, position in zip(caches, positions, strict=True)
         ]
         if not any(self._rows):
-            return None
+            return None, None
         self._records = (native.SeenRecord * self.rows)()
         for record, row in zip(self._records, self._rows, strict=True):
             if row is not None:
                 record.blocks = None if row.blocks is None else row.blocks.ctypes.data
                 record.count, record.most, record.newest = row.num_blocks, row.most, row.newest
                 record.gap, record.gap_end = row.gap
-        return addressof(self._records)
+        assert isinstance(caches[0], KVCache)  # all are of one pool
+        self._whole = caches[0].whole_heads(layers)
+        whole = None if self._whole is None else self._whole.ctypes.data
+        return addressof(self._records), whole
 
 
 class RotaryRecords:

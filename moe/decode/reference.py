@@ -230,9 +230,12 @@ class _Plain:
         group = a.heads // a.kv_heads
         outputs = []
         seen = self._seen(a.layer, k, v, None if a.view.span else q)
-        for row, (keys, values) in zip(q, seen, strict=True):
+        for row, (keys, values, mask) in zip(q, seen, strict=True):
             keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-            probabilities = _softmax((keys @ row[:, :, None])[..., 0], a.view)
+            scores = (keys @ row[:, :, None])[..., 0]
+            if mask is not None:
+                scores = scores.masked_fill(~mask.repeat_interleave(group, 0), -torch.inf)
+            probabilities = _softmax(scores, a.view)
             outputs.append((probabilities[:, None] @ values)[:, 0])
         return self.project(a.o, torch.stack(outputs).flatten(1))
 
@@ -252,7 +255,8 @@ class _Plain:
         inward = torch.einsum("bhp,hpr->bhr", plain, expansion[:, : a.plain_dim])
         sums = []
         stored = self._seen(a.layer, latent[:, None], key[:, None])
-        for row, beside, ((latents,), (keys,)) in zip(inward, turned, stored, strict=True):
+        for row, beside, (latents_NLR, keys_NLT, _) in zip(inward, turned, stored, strict=True):
+            (latents,), (keys,) = latents_NLR, keys_NLT
             scores = row @ latents.T + beside @ keys.T
             sums.append(_softmax(scores, a.view) @ latents)
         values = torch.einsum("bhr,hvr->bhv", torch.stack(sums), expansion[:, a.plain_dim :])
@@ -279,8 +283,9 @@ class _Plain:
 
     def _seen(
         self, layer: int, keys: Tensor, values: Tensor, queries: Tensor | None = None
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Store rows ``(B, N, D)``; yield the ``(N, L, D)`` keys and values that each row sees.
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+        """Store rows ``(B, N, D)``; yield the ``(N, L, D)`` keys and values up to each row, and
+        which of them it sees, ``(N, L)`` bool; None: all.
 
         Args:
             queries: ``(B, Q, D)`` of a layer that sees all, where policies on keys hold.
@@ -291,13 +296,10 @@ class _Plain:
             assert isinstance(cache, KVCache)
             cache.write(layer, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
             for row in range(len(k)):
-                own, places = cache.read(layer, cache.length + row + 1), None
+                own, mask = cache.read(layer, cache.length + row + 1), None
                 if queries is not None:
-                    places = cache.seen_keys(layer, queries[None, first + row, :, None], own[0])
-                if places is not None:
-                    at = places[None, ..., None]
-                    own = own[0].take_along_dim(at, 2), own[1].take_along_dim(at, 2)
-                yield own[0][0], own[1][0]
+                    mask = cache.seen_mask(layer, queries[None, first + row, :, None], own[0])
+                yield own[0][0], own[1][0], mask
             first += len(k)
 
 

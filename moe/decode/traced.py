@@ -74,7 +74,7 @@ class TracedStep(CompiledStep):
         own = states.record(places.tokens, memory)
         record = native.StepRecord(
             rows, width, len(program.layers), x_BH.data_ptr(), h_BH.data_ptr(), None,
-            *places.pointers, addressof(own), places.seen, *places.formats,
+            *places.pointers, addressof(own), *places.seen, *places.formats,
             torch.get_num_threads(), places.bounds,
         )  # fmt: skip
         kept = x_BH, places, states, memory, own

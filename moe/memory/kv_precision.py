@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kernels import backend_status
 from kernels.triton import triton_status
-from moe.network.kv_cache import KVFormat
-from moe.network.kv_policy import KVPolicy
+from moe.errors import ProfileError
+from moe.network.host_blocks import kept_share
+from moe.network.kv_cache import KVFormat, Shape
+from moe.network.kv_policy import Echoes, KVPolicy, heads_without
 from moe.settings import Profile
 
 
@@ -22,18 +25,60 @@ class KVPrecision:
         why: what decided, for people.
         in_blocks: attention reads them in blocks; else they are in buffers of the network's dtype.
         policy: which blocks decode steps attend to; None: all.
+        echoes: of the model, as `moe calibrate` has measured them, for a policy by heads.
     """
 
     bits: int
     why: str
     in_blocks: bool
     policy: KVPolicy | None = None
+    echoes: Echoes = field(default_factory=dict)
 
     @property
     def form(self) -> KVFormat:
         """How a block stores rows."""
         selects = self.policy is not None and self.policy.selects
         return KVFormat.of_bits(self.bits, bounds=selects)
+
+    def with_heads(self, shapes: Mapping[int, Shape]) -> KVPrecision:
+        """The same where a policy by heads, if it is one, knows its heads.
+
+        Args:
+            shapes: of the layers of attention.
+
+        Raises:
+            ProfileError: the echoes are of another model, or too few.
+        """
+        policy, echoes, heads = self.policy, self.echoes, sum(map(len, self.echoes.values()))
+        if policy is None or not policy.by_heads:
+            return self
+        wanted = f"memory.kv_policy is {policy}"
+        if not echoes:
+            raise ProfileError(
+                f"{wanted}, and the model's calibration has not measured its key heads: run moe "
+                "calibrate again, or set memory.kv_policy: null"
+            )
+        for layer, own in echoes.items():
+            if layer in shapes and shapes[layer].heads < len(own):
+                raise ProfileError(
+                    f"{wanted}, and layer {layer} attends with {len(own)} key heads but keeps rows "
+                    f"of {shapes[layer].heads}, so that none can keep its own; set "
+                    "memory.kv_policy: null"
+                )
+        seeing = {layer: shape for layer, shape in shapes.items() if layer in echoes}
+        known = {layer: shape.heads for layer, shape in seeing.items()}
+        if known != {layer: len(own) for layer, own in echoes.items()}:
+            raise ProfileError(
+                f"{wanted}, and the calibration is of other layers than the model's: run moe "
+                "calibrate again, or set memory.kv_policy: null"
+            )
+        if policy.num_whole >= heads:
+            raise ProfileError(
+                f"{wanted}, and {heads} key heads see all tokens: let fewer of them keep all"
+            )
+        left = heads_without(echoes, policy.num_whole)
+        share = kept_share(self.form, seeing, left)
+        return replace(self, policy=policy._replace(heads=left, share=share))
 
     def without_blocks(self, why: str) -> KVPrecision:
         """What a float32 network gets whose decode step cannot be compiled."""
@@ -42,8 +87,9 @@ class KVPrecision:
     def with_policy(self, proof: str) -> KVPrecision:
         """The same with what shows that the policy takes effect."""
         assert self.policy is not None
-        name, tokens = self.policy
-        why = f"{self.why}; decode steps attend to {tokens} tokens by {name}, {proof}"
+        name, tokens, num_whole = self.policy[:3]
+        but = f", and with {num_whole} key heads to all" if num_whole else ""
+        why = f"{self.why}; decode steps attend to {tokens} tokens by {name}{but}, {proof}"
         return replace(self, why=why)
 
     def notice(self, profile: Profile) -> str:

@@ -17,7 +17,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from experts.placement import slots_for
-from moe.errors import DoesNotFitError, ProfileError
+from moe.calibration.files import CALIBRATION_FOLDER, load_manifest
+from moe.errors import CalibrationError, DoesNotFitError, ProfileError
 from moe.images.towers import PlannedTowers, plan_towers
 from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
@@ -39,7 +40,7 @@ from moe.memory.footprint import Footprint, measure_footprint
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
 from moe.network.block_diffusion import set_generation, writes_blocks
 from moe.network.hidden import KEPT
-from moe.network.kv_policy import KVPolicy
+from moe.network.kv_policy import Echoes, KVPolicy
 from moe.network.mtp import take_head, width_of
 from moe.network.own_cache import OwnCache
 from moe.network.seam import experts_modules
@@ -116,6 +117,8 @@ def planning(
             profile, device, network.dtype, quantized=_quantized(network, weights)
         )
         towers = _towers(path, config, network, profile, device, ranks)
+        if kv.policy is not None and kv.policy.by_heads:
+            kv = replace(kv, echoes=_echoes(path, config, network, kv.policy, ranks))
         footprint, memory = _plan_waves(
             network, weights, towers, profile, device, kv, offloadable, host, ranks
         )
@@ -128,7 +131,7 @@ def planning(
             weights=weights,
             memory=memory,
             footprint=footprint,
-            kv=kv,
+            kv=kv.with_heads(footprint.shapes),
             logits_size=network.get_output_embeddings().weight.shape[0],
             context_length=_context_length(config, profile),
             towers=towers,
@@ -136,6 +139,25 @@ def planning(
             room=_room(memory, profile, device, ranks),
             least_experts=offloadable.least if isinstance(offloadable, Offloadable) else 0,
         )
+
+
+def _echoes(
+    path: Path, config: PreTrainedConfig, network: PreTrainedModel, policy: KVPolicy, ranks: int
+) -> Echoes:
+    """What `moe calibrate` has measured of a model's key heads, for a policy by heads."""
+    if ranks > 1:  # rank 0 would have to know of parts of the blocks that others hold
+        raise ProfileError(
+            f"memory.kv_policy is {policy}, and several ranks share the experts, which know no "
+            "policy by heads; set memory.kv_policy: null, or window:TOKENS"
+        )
+    counts = [module.num_experts for _, module in experts_modules(network)]
+    try:
+        return load_manifest(path / CALIBRATION_FOLDER, config, counts).echoes
+    except CalibrationError as error:
+        raise ProfileError(
+            f"memory.kv_policy is {policy}, and moe calibrate finds the key heads that keep all: "
+            f"{error}"
+        ) from error
 
 
 def _why_no_mtp(profile: Profile, ranks: int) -> str:
@@ -231,12 +253,11 @@ def _plan_waves(
     Several ranks read the same batches, so that they cannot each choose their size.
     """
 
-    policy = kv.policy
-    if kv.in_blocks and device.type == "cpu":
-        policy = OwnCache.of(network).policy or policy
+    in_blocks = kv.in_blocks and device.type == "cpu"
+    own_policy = OwnCache.of(network).policy if in_blocks else None
 
     def planned(footprint: Footprint, own: Profile) -> MemoryPlan:
-        how = offloadable, host_bytes, policy
+        how = offloadable, host_bytes, own_policy or kv.with_heads(footprint.shapes).policy
         return _plan(network, weights, towers, own, device, footprint, *how)
 
     prefill = profile.prefill

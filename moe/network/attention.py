@@ -118,6 +118,22 @@ def packed_pass(cache: PackedCache) -> Iterator[None]:
         current_pass.reset(token)
 
 
+Tell = Callable[..., None]
+"""Hears of a sequence's queries in a layer: ``(layer, (1, Q, T, D) queries, (1, N, L, D) keys,
+rule, scaling, sinks, softcap)``."""
+_tell: ContextVar[Tell | None] = ContextVar("tell", default=None)
+
+
+@contextmanager
+def told_attention(tell: Tell) -> Iterator[None]:
+    """Let ``tell`` hear of all attention of a pass."""
+    token = _tell.set(tell)
+    try:
+        yield
+    finally:
+        _tell.reset(token)
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -153,6 +169,9 @@ def packed_attention(
         raise TypeError(f"expected the layer's mask rule, got {type(attention_mask).__name__}")
     seen = _per_sequence(cache, layer, key, value)
     how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
+    if (tell := _tell.get()) is not None:
+        for q, own in zip(query.split(cache.sizes, dim=2), seen, strict=True):
+            tell(layer, q, own.read()[0], *how)
     if cache.rows_pass is not None and not cache.watched and not any(map(_leaves_out, seen)):
         made = None if seen[0].cached is not None else (key, value)
         rule, scale, sinks, softcap = how
@@ -251,14 +270,12 @@ def _attend_steps(query: Tensor, seen: SeenRows, *how: Any) -> Tensor:
     outputs = []
     for q, end in zip(query.split(1, 2), ends, strict=True):
         own = key[:, :, :end], value[:, :, :end]
-        places = (
-            None if seen.cached is None else seen.cached[0].seen_keys(seen.cached[1], q, own[0])
-        )
-        if places is None:
+        left = None if seen.cached is None else seen.cached[0].seen_mask(seen.cached[1], q, own[0])
+        if left is None:
             outputs.append(_attend(q, *own, *how))
-        else:  # all of these are seen, as the layer sees all
-            picked = [rows.take_along_dim(places[None, ..., None], 2) for rows in own]
-            outputs.append(_attend_masked(q, picked[0], picked[1], None, *how[1:]))
+        else:  # the layer's rule adds nothing, as it lets a token see all
+            by_query = left.repeat_interleave(q.shape[1] // left.shape[0], 0)
+            outputs.append(_attend_masked(q, *own, by_query[None, :, None], *how[1:]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
 
 
@@ -332,6 +349,19 @@ def _probabilities(
         column = by_head.to(scores.dtype).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
     return scores.softmax(dim=-1, dtype=torch.float32)[..., : key.shape[2]]
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    rule: MaskRule,
+    scaling: float | None,
+    sinks: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
+    """``(1, Q, T, L)`` float32, of the last T of L tokens."""
+    mask = rule.evaluate(query.shape[2], key.shape[2], query.device)
+    return _probabilities(query, key, mask, scaling, sinks, softcap)
 
 
 def _received(

@@ -22,6 +22,7 @@ from kernels.triton import attention, rows
 from kernels.triton.attention import BLOCK, KeyRows
 from moe.network.kv_blocks import BlockKVCache
 from moe.network.kv_cache import KVCache, KVFormat, LayerKey, Shape
+from moe.network.kv_policy import HeadsOfLayers
 from moe.settings.device import to_device
 
 WIDEST = 256
@@ -54,6 +55,9 @@ class DeviceBlocks:
                 f"all {self.count} blocks of keys and values on {self.device} are in use"
             )
         return self._free.pop()
+
+    def give_part_back(self, number: int, heads: HeadsOfLayers) -> None:
+        """Blocks are whole here, and policies are refused."""
 
     def give_back(self, number: int) -> None:
         self._free.append(number)

@@ -18,17 +18,21 @@ from torch import Tensor
 from kernels.cpu.kv import BLOCK, NativeKV
 from moe.network.kv_blocks import BlockKVCache
 from moe.network.kv_cache import CODED, KVCache, KVFormat, LayerKey, Shape
+from moe.network.kv_policy import HeadsOfLayers
 
 
 class BlockPages(NamedTuple):
     """Memory of some layers of a block.
 
     Attributes:
+        shapes: of these layers, in the order of their rows.
         begins: where each layer's rows begin in it.
         address: of the first byte.
     """
 
+    shapes: tuple[tuple[LayerKey, Shape], ...]
     begins: Mapping[LayerKey, int]
+    pages: mmap.mmap
     memory: Tensor
     address: int
 
@@ -57,12 +61,19 @@ class HostBlocks:
     def give_back(self, number: int) -> None:
         del self._pieces[number]
 
+    def give_part_back(self, number: int, heads: HeadsOfLayers) -> None:
+        """See `BlockMemory`: whole pages with no other rows go back to the system."""
+        for piece in self._pieces.get(number, ()):
+            for begin, size in _pages_of_heads(self.form, piece.shapes, heads):
+                piece.pages.madvise(mmap.MADV_DONTNEED, begin, size)
+
     def new_piece(self, shapes: Mapping[LayerKey, Shape]) -> BlockPages:
         """Memory of these layers' rows."""
-        begins, size = _places(self.form, tuple(shapes.items()))
+        layers = tuple(shapes.items())
+        begins, size = _places(self.form, layers)
         pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory = torch.frombuffer(pages, dtype=torch.uint8)
-        return BlockPages(begins, memory, memory.data_ptr())
+        return BlockPages(layers, begins, pages, memory, memory.data_ptr())
 
     @property
     def addresses(self) -> HostBlocks:
@@ -126,3 +137,40 @@ def _places(
         begins[layer] = end
         end += BLOCK * form.token_bytes(*shape)
     return begins, end
+
+
+def kept_share(form: KVFormat, shapes: Mapping[int, Shape], heads: HeadsOfLayers) -> float:
+    """Of the bytes of these layers' rows of a block, those that stay when the heads' pages go back
+    to the system. Rows of a head that fill no page, or a part of one, stay."""
+    layers = tuple(shapes.items())
+    _, size = _places(form, layers)
+    return 1 - sum(length for _, length in _pages_of_heads(form, layers, heads)) / size
+
+
+@lru_cache
+def _pages_of_heads(
+    form: KVFormat, shapes: tuple[tuple[LayerKey, Shape], ...], heads: HeadsOfLayers
+) -> list[tuple[int, int]]:
+    """First byte and bytes of the pages of a piece that have rows of these heads only."""
+    (begins, size), known = _places(form, shapes), dict(shapes)
+    spans: list[list[int]] = []
+    for layer, own in sorted(heads, key=lambda each: begins.get(each[0], 0)):
+        if layer not in known:
+            continue
+        count, *sizes = known[layer]
+        begin = begins[layer]
+        for row, numbers in zip(form[:2], sizes, strict=True):
+            rows = BLOCK * row.row_bytes(numbers)
+            for head in sorted(own):
+                first = begin + head * rows
+                if spans and spans[-1][1] == first:
+                    spans[-1][1] += rows
+                else:
+                    spans.append([first, first + rows])
+            begin += count * rows
+    page, found = mmap.PAGESIZE, []
+    for first, end in spans:
+        begin, stop = -(-first // page) * page, end if end == size else end // page * page
+        if begin < stop:
+            found.append((begin, stop - begin))
+    return found

@@ -11,7 +11,9 @@ the window (`Windows`); its tables show zeros there, which no query sees. A sequ
 will be kept by the prefix cache has them all until it has been read, and so has what the cache
 keeps, so that prompts which begin alike can part anywhere (`BlockKVCache.keep_all`). Under a
 policy (`moe.network.kv_policy`) a sequence gives up blocks of the other layers, too, once its
-prompt has been read (`BlockKVCache.prompt_read`); nothing forks from it then.
+prompt has been read (`BlockKVCache.prompt_read`); nothing forks from it then. A policy by heads
+gives up the rows of some heads of these layers, whose pages are a part of the block: such a part is
+listed, shared and given up as a block is, and the tables do not change.
 
 Where the rows of blocks lie is the business of a `BlockMemory`, which knows blocks by number:
 `moe.network.host_blocks.HostBlocks` gives each pages of its own, whose addresses sequences list for
@@ -41,10 +43,12 @@ from moe.network.kv_cache import (
     Shape,
     StoredBlock,
 )
-from moe.network.kv_policy import KVPolicy
+from moe.network.kv_policy import HeadsOfLayers, KVPolicy
 
 ALL = 0
 """The window of layers that see all tokens."""
+PART = -1
+"""In place of a window: in layers that see all, rows of the heads that a policy by heads limits."""
 SLACK = BLOCK
 """Tokens behind a window that a sequence keeps, so that `KVCache.cut` can take back drafts."""
 
@@ -93,10 +97,11 @@ class Windows:
 
 @dataclass(eq=False)
 class KVBlock:
-    """64 tokens of one or more sequences, in layers that see equally far.
+    """64 tokens of one or more sequences, in layers that see equally far; or a `PART` of it.
 
     Attributes:
-        number: by which a `BlockMemory` knows its rows; 0 where another process has them.
+        number: by which a `BlockMemory` knows its rows; 0 where another process has them. A part
+            has that of its block.
         holders: the sequences that list it, the one that it counts for first.
     """
 
@@ -223,6 +228,9 @@ class BlockMemory(Protocol):
     def give_back(self, number: int) -> None:
         """The block is not used any more."""
 
+    def give_part_back(self, number: int, heads: HeadsOfLayers) -> None:
+        """Rows of these heads of a block, if there still is one, are not used any more."""
+
     def rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
         """The bytes of a layer's rows of a block: of keys (N, 64, D), then of values. They stay
         readable as long as somebody has them."""
@@ -253,7 +261,8 @@ class BlockPool:
         shapes: of the layers, as far as they are known; others are learned when they are written.
 
     Attributes:
-        shares: of a token's bytes, those of the layers that see so far: `ALL`, and each window.
+        shares: of a token's bytes, those of the layers that see so far: `ALL`, and each window; and
+            `PART`, if the policy is by heads.
     """
 
     def __init__(
@@ -266,9 +275,15 @@ class BlockPool:
         self.windows, self.policy = windows or Windows(), policy
         assert not (self.windows.of_layer and memory.counts_blocks), "all layers have these blocks"
         self.memory, self.form = memory, memory.form
-        self.shares = {ALL: 1 - sum(self.windows.shares.values()), **self.windows.shares}
+        whole = 1 - sum(self.windows.shares.values())
+        self.shares = {ALL: whole, **self.windows.shares}
+        if policy is not None and policy.by_heads:
+            assert not any(self.group_of(layer) for layer, _ in policy.heads)
+            self.shares |= {ALL: whole * policy.share, PART: whole * (1 - policy.share)}
         self._alive: dict[int, WeakSet[KVBlock]] = {group: WeakSet() for group in self.shares}
         self._shapes: dict[int, dict[LayerKey, Shape]] = {group: {} for group in self.shares}
+        self._whole: dict[LayerKey, np.ndarray] = {}
+        self._whole_of: dict[tuple[LayerKey, ...], np.ndarray] = {}
         for layer, shape in (shapes or {}).items():
             self.learn(layer, shape)
 
@@ -287,6 +302,40 @@ class BlockPool:
         finalize(block, self.memory.give_back, block.number).atexit = False
         self._alive[group].add(block)
         return block
+
+    def part_of(self, block: KVBlock) -> KVBlock:
+        """The `PART` of a new block, which nobody lists yet."""
+        assert self.policy is not None
+        part = KVBlock(block.number)
+        finalize(part, self.memory.give_part_back, block.number, self.policy.heads).atexit = False
+        self._alive[PART].add(part)
+        return part
+
+    def whole_heads(self, layers: Sequence[LayerKey]) -> np.ndarray | None:
+        """See `KVCache.whole_heads`."""
+        if PART not in self.shares:
+            return None
+        key = tuple(layers)
+        if (found := self._whole_of.get(key)) is None:
+            flags = [self.whole_flags(layer) for layer in layers]
+            places = [own.ctypes.data if own.any() else 0 for own in flags]
+            found = np.array(places, np.int64)
+            if all(map(len, flags)):  # else some layer is yet to be written
+                self._whole_of[key] = found
+        return found
+
+    def whole_flags(self, layer: LayerKey) -> np.ndarray:
+        """``(N,)`` uint8: 1 for key heads of a layer that attend to all under a policy by heads."""
+        assert self.policy is not None
+        if layer not in self._whole:
+            shape = self._shapes[self.group_of(layer)].get(layer)
+            if shape is None:  # not written yet
+                return np.zeros(0, np.uint8)
+            self._whole[layer] = np.ones(shape.heads, np.uint8)
+            for own, heads in self.policy.heads:
+                if own == layer:
+                    self._whole[layer][list(heads)] = 0
+        return self._whole[layer]
 
     def learn(self, layer: LayerKey, shape: Shape) -> None:
         """Further blocks have rows of this layer."""
@@ -397,7 +446,7 @@ class BlockKVCache(KVCache):
     def longest_fork(self, length: int) -> int:
         found = super().longest_fork(length)
         for window, holder in self._holders.items():
-            if holder.dropped and (window == ALL or found < holder.dropped * BLOCK + window):
+            if holder.dropped and (window <= ALL or found < holder.dropped * BLOCK + window):
                 return 0
         return found
 
@@ -444,10 +493,16 @@ class BlockKVCache(KVCache):
         super().prompt_read()
         self._due = self._pool.policy is not None
 
-    def seen_keys(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
+    def whole_heads(self, layers: Sequence[LayerKey]) -> np.ndarray | None:
+        return self._pool.whole_heads(layers)
+
+    def seen_mask(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
         if self._pool.group_of(layer) != ALL:
             return None
-        return super().seen_keys(layer, query, keys)
+        seen = super().seen_mask(layer, query, keys)
+        if seen is not None and PART in self._holders:
+            seen |= torch.from_numpy(self._pool.whole_flags(layer))[:, None].bool()
+        return seen
 
     def reserve(self, end: int) -> None:
         room = self.room
@@ -459,9 +514,17 @@ class BlockKVCache(KVCache):
                 if not self._keeps_all:
                     self._drop_unseen(group, holder)
                 while end > len(holder.blocks) * BLOCK:
-                    holder.add(self._pool.new_block(group))
+                    holder.add(self._new_block(group))
             self._place()
             self._due = False
+
+    def _new_block(self, group: int) -> KVBlock:
+        """A block behind those of a group. `ALL` comes first."""
+        if group != PART:
+            return self._pool.new_block(group)
+        block = self.blocks[len(self._holders[PART].blocks)]
+        assert block is not None, "given up whole under a policy by heads"
+        return self._pool.part_of(block)
 
     def _drop_unseen(self, window: int, holder: BlockHolder) -> None:
         """Give up blocks that no later query of the sequence sees."""
@@ -480,10 +543,10 @@ class BlockKVCache(KVCache):
     def _unseen(self, window: int) -> np.ndarray:
         """The blocks that no later query of the sequence sees, in the order of giving them up."""
         length = self.length if self._marked < 0 else min(self.length, self._marked)
-        if window != ALL:
+        if window > ALL:
             return np.arange(max(length - window - SLACK, 0) // BLOCK)
         policy = self._pool.policy
-        if policy is None or self._prompt is None:
+        if policy is None or self._prompt is None or policy.by_heads != (window == PART):
             return np.arange(0)
         return policy.given_up(self._prompt, max(length - SLACK, 0))
 
@@ -510,7 +573,7 @@ class BlockKVCache(KVCache):
             for block in holder.blocks[:whole]:
                 own.add(block)
             if length % BLOCK:
-                last = self._pool.new_block(group)
+                last = copy._new_block(group)
                 source = holder.blocks[whole]
                 assert source is not None
                 for layer, shape in self._shapes.items():
@@ -565,7 +628,7 @@ class BlockKVCache(KVCache):
             self._pool.learn(layer, shape)
         super().reserve(self.length + BLOCK)
         for group, holder in self._holders.items():
-            block = self._pool.new_block(group)
+            block = self._new_block(group)
             for layer, own in coded.items():
                 if self._pool.group_of(layer) == group:
                     self.memory.rows(block.number, layer, shapes[layer]).copy_(own)

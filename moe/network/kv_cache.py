@@ -231,13 +231,21 @@ class KVCache:
             return None
         return self.policy.row(self._prompt, position)
 
-    def seen_keys(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
-        """``(N, K)`` int64: the places of the keys that the last of ``(1, N, L, D)`` tokens attends
-        to with ``(1, Q, 1, D)`` queries in a layer; None: what its layer's rule lets it see."""
+    def whole_heads(self, layers: Sequence[LayerKey]) -> np.ndarray | None:
+        """``(layers,)`` int64, for compiled decode steps: the addresses of a byte for each key head
+        of these layers, 1 where the head attends to all tokens whatever `seen` says, or 0 where no
+        head does; None: in no layer."""
+        return None
+
+    def seen_mask(self, layer: LayerKey, query: Tensor, keys: Tensor) -> Tensor | None:
+        """``(N, L)`` bool: the keys that the last of ``(1, N, L, D)`` tokens attends to with
+        ``(1, Q, 1, D)`` queries in a layer; None: what its layer's rule lets it see."""
         row = self.seen(keys.shape[2] - 1)
         if row is None:
             return None
-        return seen_keys(row, query[0, :, 0], keys[0], turned=self.form.keys.turned)
+        places = seen_keys(row, query[0, :, 0], keys[0], turned=self.form.keys.turned)
+        seen = torch.zeros(keys.shape[1:3], dtype=torch.bool, device=keys.device)
+        return seen.scatter_(1, places.to(keys.device), True)
 
     def keep(self, kept: bool) -> None:
         """Let what it shares count for it rather than for sequences that run; or no longer."""

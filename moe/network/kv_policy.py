@@ -1,13 +1,16 @@
 """Which keys and values a token behind the prompt attends to, where a policy leaves some out.
 
 Prompts are read whole, with attention to all of their tokens. A lossy policy of a profile
-(`memory.kv_policy`) is written ``NAME:TOKENS``; a token behind the prompt then attends to at most
-``TOKENS`` tokens of each layer that sees all:
+(`memory.kv_policy`) is written ``NAME:TOKENS``, one by heads ``heads:TOKENS:COUNT``; a token behind
+the prompt then attends to at most ``TOKENS`` tokens of each layer that sees all:
 
 - ``window``: the first block and the last ones, as in StreamingLLM (2309.17453).
 - ``select``: half of them are the first block and those whose keys promise each key head the
   highest scores, as in Quest (2406.10774); half are the last ones. Each step chooses anew, so
   nothing is lost for later tokens.
+- ``heads``: as ``window``, but the ``COUNT`` key heads of the model that look up earlier text the
+  most attend to all, as in RazorAttention (2407.15891). `moe calibrate` finds them
+  (`moe.network.echoes`).
 
 Some models are made so themselves (`moe.network.own_cache.OwnCache.policy`), which loses nothing:
 
@@ -18,12 +21,14 @@ Some models are made so themselves (`moe.network.own_cache.OwnCache.policy`), wh
 follow from the token's position and the length of the prompt only. So a token's bits depend neither
 on how the prompt was cut, nor on drafts, nor on a preemption, and another rank knows what a
 sequence gives up. Keys keep the positions at which they were turned, which is not StreamingLLM's
-way: it counts positions within the window. What `window` and `answer` give up is freed. Legend: N
-key heads, Q query heads, D their size.
+way: it counts positions within the window. What `select` leaves out stays, what others leave out is
+freed. Legend: N key heads, Q query heads, D their size.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -57,17 +62,40 @@ class SeenRow(NamedTuple):
         return 0 < self.most < self.num_blocks
 
 
+HeadsOfLayers = tuple[tuple[int, tuple[int, ...]], ...]
+"""Key heads of some layers."""
+
+
+Echoes = Mapping[int, tuple[float, ...]]
+"""Of layers that see all tokens, how much each key head looks up (`moe.network.echoes`)."""
+
+
 class KVPolicy(NamedTuple):
-    """A policy by its name, and the most tokens that it leaves."""
+    """A policy by its name, and the most tokens that it leaves.
+
+    Attributes:
+        num_whole: key heads of the model that attend to all; 0: the policy is the same for all.
+        heads: of each layer that sees all, the key heads that the policy leaves ``tokens`` of.
+        share: of a token's bytes in layers that see all, those that the policy never gives up.
+    """
 
     name: str
     tokens: int
+    num_whole: int = 0
+    heads: HeadsOfLayers = ()
+    share: float = 0.0
 
     @classmethod
     def of(cls, spec: str) -> KVPolicy:
-        """From a profile's ``NAME:TOKENS``, which has been checked there."""
-        name, tokens = spec.split(":")
-        return cls(name, int(tokens))
+        """From a profile's text, which has been checked there. Which `heads` follow from a model's
+        calibration, and ``share`` from its shape."""
+        name, tokens, num_whole = f"{spec}:0".split(":")[:3]
+        return cls(name, int(tokens), int(num_whole))
+
+    @property
+    def by_heads(self) -> bool:
+        """Some key heads attend to all."""
+        return self.num_whole > 0
 
     @property
     def selects(self) -> bool:
@@ -80,21 +108,31 @@ class KVPolicy(NamedTuple):
         return self.name != "answer"
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.tokens}"
+        return f"{self.name}:{self.tokens}" + (f":{self.num_whole}" if self.by_heads else "")
 
     def held(self, length: int) -> int:
         """Most tokens that a sequence of this length holds whose prompt has been read, however much
         of it that is."""
-        return min(length, self.tokens + BLOCK) if self.name == "window" else length
+        if self.selects or not self.lossy:
+            return length
+        return self._left(length, min(length, self.tokens + BLOCK))
+
+    def read(self, length: int) -> int:
+        """Tokens that a step behind a sequence of this length attends to under a lossy policy, in
+        the mean of heads."""
+        return self._left(length, min(length, self.tokens))
+
+    def _left(self, length: int, tokens: int) -> int:
+        """What is left of a sequence if so many tokens are where the policy gives some up."""
+        return tokens + math.ceil(self.share * (length - tokens))
 
     def most_held(self, prompt: int, length: int) -> int:
         """Tokens that a sequence holds at most while it grows from its prompt to a length."""
         if self.selects:
             return length
-        most = max(prompt, self.tokens) + 3 * BLOCK
         if not self.lossy:  # parts of blocks, and those that are not given up at once
-            most = prompt + self.tokens + 6 * BLOCK
-        return min(length, most)
+            return min(length, prompt + self.tokens + 6 * BLOCK)
+        return self._left(length, min(length, max(prompt, self.tokens) + 3 * BLOCK))
 
     def most_forked(self, prompt: int, length: int) -> int:
         """Of the first ``length`` tokens of a sequence, those that another may have in its prompt.
@@ -104,7 +142,8 @@ class KVPolicy(NamedTuple):
 
     def given_up(self, prompt: int, position: int) -> np.ndarray:
         """The blocks that no token in the block of this position, behind a prompt of so many
-        tokens, attends to, nor any behind it. So they change where a block begins."""
+        tokens, attends to, nor any behind it; by heads: with the heads of which it leaves out
+        some. So they change where a block begins."""
         if self.selects:
             return np.arange(0, dtype=np.int32)
         first, end = 1, position // BLOCK + 2 - self.tokens // BLOCK
@@ -114,9 +153,10 @@ class KVPolicy(NamedTuple):
         return np.arange(first, max(first, end), dtype=np.int32)
 
     def row(self, prompt: int, position: int) -> SeenRow | None:
-        """What a token behind a prompt of so many tokens attends to; None: all."""
+        """What a token behind a prompt of so many tokens attends to; None: all. By heads: with
+        those that do not attend to all."""
         if self.lossy:
-            return _row(self, position // BLOCK)
+            return _row(self.name, self.tokens, position // BLOCK)
         begin = position + 1 - self.tokens
         if begin <= prompt:
             return None
@@ -124,13 +164,27 @@ class KVPolicy(NamedTuple):
 
 
 @lru_cache(maxsize=1024)
-def _row(policy: KVPolicy, own: int) -> SeenRow:
+def _row(name: str, tokens: int, own: int) -> SeenRow:
     """Of the tokens of one block."""
+    policy = KVPolicy(name, tokens)
     if policy.selects:
         most = policy.tokens // BLOCK
         return SeenRow(None, own + 1, most, most // 2)
     kept = np.delete(np.arange(own + 1, dtype=np.int32), policy.given_up(0, own * BLOCK))
     return SeenRow(kept, len(kept))
+
+
+def heads_without(echoes: Echoes, count: int) -> HeadsOfLayers:
+    """The key heads of each layer but the ``count`` ones that look up the most."""
+    order = sorted(
+        ((-echo, layer, head) for layer, own in echoes.items() for head, echo in enumerate(own)),
+    )
+    kept = {(layer, head) for _, layer, head in order[:count]}
+    heads = (
+        (layer, tuple(head for head in range(len(own)) if (layer, head) not in kept))
+        for layer, own in sorted(echoes.items())
+    )
+    return tuple((layer, own) for layer, own in heads if own)
 
 
 def seen_keys(row: SeenRow, query_QD: Tensor, key_NLD: Tensor, *, turned: bool) -> Tensor:

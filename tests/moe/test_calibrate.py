@@ -11,12 +11,20 @@ import pytest
 import torch
 
 from moe import MoE
-from moe.calibration.files import MANIFEST_FILE, PREDICTORS_FILE, load_calibration, load_trace
+from moe.calibration.files import (
+    CALIBRATION_FOLDER,
+    MANIFEST_FILE,
+    PREDICTORS_FILE,
+    CalibrationManifest,
+    load_calibration,
+    load_trace,
+)
 from moe.cli import main
 from moe.commands.calibrate.calibrate import LEAST_TOKENS, calibrate_model, token_vectors
 from moe.commands.calibrate.fit import HELD_OUT_EVERY
 from moe.commands.calibrate.record import record_trace
 from moe.errors import CalibrationError
+from moe.network.kv_policy import heads_without
 from routing import Routing
 from routing.predict.calibrated import PREDICTORS
 
@@ -79,6 +87,26 @@ def test_the_trace_comes_back(demo: MoE, folder: Path) -> None:
     alone = record_trace(demo.backbone, demo.experts, [tokens.tolist()])
     agreed = torch.stack([a == b for a, b in zip(alone.expert_ids, layers, strict=True)])
     assert float(agreed.float().mean()) > 0.99
+
+
+def test_a_model_loads_with_the_key_heads_that_look_up_the_most(
+    folder: Path, tmp_path: Path
+) -> None:
+    echoes = CalibrationManifest.model_validate_json((folder / MANIFEST_FILE).read_text()).echoes
+    assert heads_without(echoes, 2) == (
+        (0, (0, 1)), (1, (0, 1)), (2, (0, 1)), (3, (1,)), (4, (1,)), (5, (0, 1))
+    )  # fmt: skip
+    shutil.copytree(DEMO, tmp_path / "model")
+    shutil.copytree(folder, tmp_path / "model" / CALIBRATION_FOLDER)
+    settings = {"lossless": False, "memory.kv_policy": "heads:256:2"}
+    with MoE.from_pretrained(tmp_path / "model", settings) as model:
+        status = model.status()["keys_and_values"]
+        assert status["policy"] == "heads:256:2"
+        assert "256 tokens by heads, and with 2 key heads to all, equal to trans" in status["why"]
+        assert model.memory_plan.kv_policy is not None
+        assert model.memory_plan.kv_policy.share == pytest.approx(1 / 6)  # rows fill pages
+        kept = model.memory_plan.kv_bytes(2048) / model.memory_plan.kv_bytes_per_token
+        assert kept == pytest.approx(2048 / 6 + 320 * 5 / 6, abs=1)
 
 
 def test_only_what_is_asked_for_is_read(demo: MoE, folder: Path) -> None:

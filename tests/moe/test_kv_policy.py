@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,11 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
+from moe.calibration.files import (
+    CALIBRATION_FOLDER,
+    MANIFEST_FILE,
+    CalibrationManifest,
+    SavedRouterRule,
+    fingerprint,
+)
 from moe.commands.evaluate.scoring import price_kv_policy
 from moe.commands.plan.contexts import policy_prices
 from moe.decode.proof import prove_policy
@@ -25,12 +34,13 @@ from moe.engine.engine import Engine
 from moe.errors import ProfileError
 from moe.loader import _check_policy
 from moe.loading.memory_plan import ANY_LENGTH
-from moe.memory.kv_precision import choose_kv_precision
+from moe.memory.kv_precision import KVPrecision, choose_kv_precision
 from moe.memory.planning import planning
-from moe.network.host_blocks import HostBlocks
+from moe.network.echoes import measure_echoes
+from moe.network.host_blocks import HostBlocks, kept_share
 from moe.network.kv_blocks import BlockKVCache, BlockPool
-from moe.network.kv_cache import KVFormat
-from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys, turn
+from moe.network.kv_cache import KVFormat, Shape
+from moe.network.kv_policy import KVPolicy, SeenRow, heads_without, seen_keys, turn
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.sequence import Delta, RunningSequence
@@ -40,17 +50,33 @@ from routing import Phase
 
 NATIVE, WHY = choose_kernel()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason=WHY)
-NAMES = ("window", "select")
+NAMES = ("window", "select", "heads")
 IDS = [(7 * i * i + 3 * i) % 57 + 3 for i in range(700)]
 LOSSY = {"lossless": False, "memory.kv_bits": 16, "memory.kv_tokens": 8192}
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the heads' echoes beside it, as `moe calibrate` leaves them."""
     path, config = tmp_path_factory.mktemp("models"), tiny_config("qwen3_moe")
     config.max_position_embeddings = 2048
     tiny_model("qwen3_moe", config=config).save_pretrained(path)
+    heads = Shape(config.num_key_value_heads, 16, 16)
+    write_echoes(path, echoes_of(dict.fromkeys(range(config.num_hidden_layers), heads)))
     return path
+
+
+def write_echoes(path: Path, echoes: dict[int, tuple[float, ...]]) -> None:
+    config = AutoConfig.from_pretrained(path)
+    counts = (config.num_experts,) * config.num_hidden_layers
+    rule = SavedRouterRule(top_k=2, score="softmax", groups=1, groups_kept=1, group_score="max")
+    manifest = CalibrationManifest(
+        model=fingerprint(config), architecture="?", text="none", tokens=1, vocabulary=1,
+        num_experts=counts, rules=(rule,) * len(counts), unavailable={}, made_by={}, files={},
+        echoes=echoes,
+    )  # fmt: skip
+    (path / CALIBRATION_FOLDER).mkdir(exist_ok=True)
+    (path / CALIBRATION_FOLDER / MANIFEST_FILE).write_text(manifest.model_dump_json())
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +91,34 @@ def pool_of(model: MoE, spec: str | None, bits: int = 16) -> BlockPool:
     prefixes = model.engine().scheduler.prefixes
     while prefixes is not None and prefixes.evict():
         pass
-    policy = None if spec is None else KVPolicy.of(spec)
-    form = KVFormat.of_bits(bits, bounds=policy is not None and policy.selects)
     assert model.backbone.blocks is not None
-    pool = BlockPool(HostBlocks(NATIVE.kv, form), model.backbone.blocks.windows, policy)
+    windows, shapes = model.backbone.blocks.windows, shapes_of(model)
+    seeing = {layer: own for layer, own in shapes.items() if layer not in windows.of_layer}
+    policy = None if spec is None else KVPolicy.of(spec)
+    kv = KVPrecision(bits, "asked for", True, policy, echoes_of(seeing)).with_heads(shapes)
+    pool = BlockPool(HostBlocks(NATIVE.kv, kv.form), windows, kv.policy, shapes)
     model.backbone.blocks = pool
     return pool
+
+
+def spec_of(name: str, tokens: int) -> str:
+    return f"{name}:{tokens}" + (":1" if name == "heads" else "")
+
+
+@torch.inference_mode()
+def shapes_of(model: MoE) -> dict[int, Shape]:
+    cache = model.backbone.new_cache(BLOCK)
+    assert isinstance(cache, BlockKVCache)
+    read(model, cache, [7], "prefill")
+    return {layer: shape for layer, shape in cache.shapes.items() if isinstance(layer, int)}
+
+
+def echoes_of(shapes: Mapping[int, Shape]) -> dict[int, tuple[float, ...]]:
+    """Made up: the last head of the last layer looks up the most."""
+    return {
+        layer: tuple(layer + head / shape.heads for head in range(shape.heads))
+        for layer, shape in shapes.items()
+    }
 
 
 def blocks_of(kept: KVPolicy, position: int) -> list[int]:
@@ -114,7 +162,7 @@ def test_compiled_steps_attend_to_what_a_policy_leaves(
     model = tiny_moe(model_type)
     monkeypatch.setattr(model.backbone, "blocks", model.backbone.blocks)  # other tests use it
     check_views(model.backbone)
-    pool = pool_of(model, f"{name}:4096")
+    pool = pool_of(model, spec_of(name, 4096))
     gap = float(prove_policy(model.backbone, pool).split("difference ")[1].rstrip(")"))
     assert gap < 1e-4
     assert model.backbone.blocks is pool
@@ -190,9 +238,9 @@ def answers(
 def test_a_policy_that_keeps_all_changes_no_bit(model: MoE, name: str) -> None:
     pool_of(model, None)
     plain = answers(model, [IDS[:300]])
-    pool_of(model, f"{name}:1024")
+    pool_of(model, spec_of(name, 1024))
     assert answers(model, [IDS[:300]]) == plain
-    pool_of(model, f"{name}:256")
+    pool_of(model, spec_of(name, 256))
     assert answers(model, [IDS[:300]]) != plain
 
 
@@ -200,7 +248,7 @@ def test_a_policy_that_keeps_all_changes_no_bit(model: MoE, name: str) -> None:
 def test_neither_company_nor_preemption_nor_cuts_change_a_bit(model: MoE, name: str) -> None:
     """What a token attends to follows from its prompt and its position."""
     prompts = [IDS[:500], IDS[100:430], IDS[50:120]]
-    pool_of(model, f"{name}:256")
+    pool_of(model, spec_of(name, 256))
     alone = [answers(model, [prompt])[0] for prompt in prompts]
     assert answers(model, prompts) == alone
     assert answers(model, prompts[:2], preempt=True) == alone[:2]
@@ -212,7 +260,7 @@ def test_memory_that_is_given_up_is_free(model: MoE, name: str) -> None:
     """A sequence holds what it may attend to and a little more; the prefix cache keeps prompts
     whole and takes no other sequence."""
     params = SamplingParams(max_new_tokens=3 * BLOCK, temperature=0.0, ignore_eos=True)
-    pool, engine = pool_of(model, f"{name}:256"), model.engine()
+    pool, engine = pool_of(model, spec_of(name, 256)), model.engine()
     group = model.request(IDS[:600], params)
     engine.submit(group)
     assert engine.scheduler.prefixes is not None
@@ -226,10 +274,15 @@ def test_memory_that_is_given_up_is_free(model: MoE, name: str) -> None:
             plan = replace(model.memory_plan, kv_policy=pool.policy)
             length = -(-cache.length // BLOCK) * BLOCK
             planned = plan.kv_bytes(length) / plan.kv_bytes_per_token
-            assert pool.held_tokens == planned == (length if name == "select" else 256 + BLOCK)
+            assert pool.held_tokens == pytest.approx(planned, abs=1)
+            assert pool.policy is not None
+            share = {"select": 1.0, "window": 0.0, "heads": pool.policy.share}[name]
+            assert (0.1 < share < 0.9) == (name == "heads")
+            left = 256 + BLOCK + share * (length - 256 - BLOCK)
+            assert pool.held_tokens == pytest.approx(left, abs=1e-6)
             assert cache.whole == (name == "select")
             assert cache.longest_fork(600) == (600 if name == "select" else 0)
-            assert cache.held_tokens <= pool.held_tokens
+            assert cache.held_tokens <= pool.held_tokens + 1
         engine.step()
     first = group.sequences[0].token_ids
     for _ in range(2):  # from the prefix cache
@@ -269,7 +322,7 @@ def test_the_system_gets_back_what_is_given_up() -> None:
 def test_the_plan_prices_policies(checkpoint: Path) -> None:
     """Of any policy, whatever the profile has: what its sequences hold, and what a step reads."""
     found = {}
-    for spec in (None, "window:256", "select:256"):
+    for spec in (None, "window:256", "select:256", "heads:256:1"):
         profile = load_profile(overrides=LOSSY | {"memory.kv_policy": spec}).profile
         with planning(checkpoint, profile, torch.device("cpu"), lambda _: None) as planned:
             assert planned.memory.as_dict()["kv_policy"] == spec
@@ -290,6 +343,11 @@ def test_the_plan_prices_policies(checkpoint: Path) -> None:
     assert bounds > 0
     assert select.held_tokens == 2048
     assert select.step_bytes == 256 * (each + bounds) + (2048 - 256) * bounds
+    assert found["heads:256:1"][:3] == found["window:256"][:3]  # behind the shorter context
+    by_heads = found["heads:256:1"][-1]
+    assert (by_heads.context, by_heads.policy) == (2048, "heads:256:1")
+    assert window.held_bytes < by_heads.held_bytes < 2048 * each
+    assert window.step_bytes < by_heads.step_bytes < by_heads.held_bytes
 
 
 def test_a_policy_lets_answers_grow(model: MoE) -> None:
@@ -309,11 +367,11 @@ def finish(engine: Engine) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_drafts_change_no_bit(model: MoE, name: str, checkpoint: Path) -> None:
     """Each row of a step attends to what it would alone."""
-    pool_of(model, f"{name}:256")
+    pool_of(model, spec_of(name, 256))
     plain = answers(model, [IDS[:500]])
-    settings = LOSSY | {"speculation.mode": "ngram", "memory.kv_policy": f"{name}:256"}
+    settings = LOSSY | {"speculation.mode": "ngram", "memory.kv_policy": spec_of(name, 256)}
     with MoE.from_pretrained(checkpoint, settings) as drafting:
-        assert drafting.status()["keys_and_values"]["policy"] == f"{name}:256"
+        assert drafting.status()["keys_and_values"]["policy"] == spec_of(name, 256)
         assert answers(drafting, [IDS[:500]]) == plain
 
 
@@ -336,6 +394,10 @@ def test_a_cancelled_sequence_frees_all(model: MoE) -> None:
     ("spec", "message"),
     [
         ("windows:512", "must be NAME:TOKENS, NAME one of window, select"),
+        ("heads:512", "or heads:TOKENS:COUNT, COUNT key heads that keep all"),
+        ("heads:512:0", "heads:TOKENS:COUNT"),
+        ("heads:192:1", "a multiple of 64, 256 or more"),
+        ("window:512:1", "must be NAME:TOKENS"),
         ("window:192", "a multiple of 64, 256 or more"),
         ("select:1000", "a multiple of 64, 256 or more"),
         ("select", "as in select:2048"),
@@ -395,3 +457,145 @@ def test_eval_prices_a_policy(model: MoE) -> None:
     assert price_kv_policy(model, IDS) is None  # fewer than four times 256 tokens
     pool_of(model, None)
     assert price_kv_policy(model, [*IDS, *IDS]) is None
+
+
+@torch.inference_mode()
+def test_steps_by_heads_are_those_of_masked_attention(
+    model: MoE, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of transformers' own forward over the whole text, where a mask says what each head sees of
+    what lies before a token behind the prompt."""
+    before = model.backbone.blocks
+    pool = pool_of(model, "heads:256:2", 32)
+    assert pool.policy is not None
+    short = {(layer, head) for layer, own in pool.policy.heads for head in own}
+    prompt, end = 600, 690
+    position, key = torch.arange(end)[:, None], torch.arange(end)
+    whole = key <= position
+    window = whole & ((key < BLOCK) | (key >= (position // BLOCK - 256 // BLOCK + 2) * BLOCK))
+    window[:prompt] = whole[:prompt]
+
+    def attend(
+        module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: object, **how: float
+    ) -> tuple[Tensor, None]:
+        group = q.shape[1] // k.shape[1]
+        heads = [(module.layer_idx, head) for head in range(k.shape[1])]
+        masks = torch.stack([window if head in short else whole for head in heads])
+        scores = q @ k.repeat_interleave(group, 1).mT * how["scaling"]
+        scores = scores.masked_fill(~masks.repeat_interleave(group, 0), -torch.inf)
+        out = scores.softmax(-1) @ v.repeat_interleave(group, 1)
+        return out.transpose(1, 2).contiguous(), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "masked_by_heads", attend)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="masked_by_heads"
+    ).eval()
+    expected = oracle(torch.tensor([IDS[:end]]), use_cache=False).logits[0, prompt:].float()
+    cache = model.backbone.new_cache(700)
+    assert isinstance(cache, BlockKVCache)
+    read(model, cache, IDS[:prompt], "prefill")
+    cache.prompt_read()
+    found = [read(model, cache, [token], "decode") for token in IDS[prompt:end]]
+    assert cache.dropped_tokens
+    assert torch.allclose(torch.cat(found), expected, atol=2e-4)
+    model.backbone.blocks = before
+
+
+def test_heads_that_look_up_the_most_keep_all() -> None:
+    echoes = {2: (0.1, 0.5), 0: (0.5, 0.2), 5: (0.4,)}
+    assert heads_without(echoes, 1) == ((0, (1,)), (2, (0, 1)), (5, (0,)))
+    assert heads_without(echoes, 2) == ((0, (1,)), (2, (0,)), (5, (0,)))
+    assert heads_without(echoes, 4) == ((2, (0,)),)
+
+
+def test_echoes_are_the_attention_to_what_followed_the_same_token(
+    model: MoE, checkpoint: Path
+) -> None:
+    """Beside transformers' own attention weights, on the same random tokens."""
+    found = measure_echoes(model.backbone, model.experts.run, 256)
+    oracle = AutoModelForCausalLM.from_pretrained(
+        checkpoint, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    generator = torch.Generator().manual_seed(0)
+    total = [torch.zeros(len(own)) for own in found.values()]
+    for _ in range(2):
+        ids = torch.randint(oracle.config.vocab_size, (192,), generator=generator)
+        with torch.inference_mode():
+            own = oracle(torch.cat([ids, ids[:64]])[None], output_attentions=True).attentions
+        for layer, weights in enumerate(own):
+            echo = torch.stack([weights[0, :, 192 + t, t + 1] for t in range(64)]).mean(0)
+            total[layer] += echo.view(len(found[layer]), -1).mean(1) / 2
+    assert list(found) == list(range(oracle.config.num_hidden_layers))
+    for layer, echoes in found.items():
+        assert torch.allclose(torch.tensor(echoes), total[layer], rtol=0.01)  # keys in bf16
+    assert measure_echoes(model.backbone, model.experts.run, 128) == {}
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+def test_a_part_is_freed_by_the_last_sequence_that_lists_it(bits: int) -> None:
+    """Rows of heads that keep all stay, rows of others are there as long as a fork has them; of
+    what is given up, whole pages read as zeros."""
+    assert NATIVE is not None
+    shape, form = Shape(4, 128, 128), KVFormat.of_bits(bits)
+    shapes, given = dict.fromkeys(range(3), shape), ((0, (0, 1, 2, 3)), (1, (0, 1, 3)))
+    share = kept_share(form, shapes, given)
+    policy = KVPolicy("heads", 256, 2, given, share)
+    pool = BlockPool(HostBlocks(NATIVE.kv, form), None, policy, shapes)
+    cache = pool.new_cache(20 * BLOCK)
+    for _ in range(10):
+        for layer in shapes:
+            cache.write(layer, *torch.randn(2, 1, 4, BLOCK, 128))
+        cache.length += BLOCK
+    before = [[rows.clone() for rows in cache.read(layer, 640)] for layer in shapes]
+    fork = cache.fork(20 * BLOCK, 640)
+    cache.prompt_read()
+    cache.reserve(641)
+    assert cache.dropped_tokens == int(6 * BLOCK * (1 - share))
+    assert not cache.whole
+    assert fork.whole
+    for layer in shapes:
+        for rows, old in zip(cache.read(layer, 640), before[layer], strict=True):
+            assert torch.equal(rows, old)  # the fork's
+    held = pool.held_tokens
+    del fork
+    assert pool.held_tokens == pytest.approx(held - 6 * BLOCK * (1 - share))
+    freed = 0
+    for layer in shapes:
+        heads = [head for head in range(4) if head not in dict(given).get(layer, ())]
+        for rows, old in zip(cache.read(layer, 640), before[layer], strict=True):
+            assert torch.equal(rows[:, heads], old[:, heads])
+            assert torch.equal(rows[:, :, :64], old[:, :, :64])
+            assert torch.equal(rows[:, :, 7 * BLOCK :], old[:, :, 7 * BLOCK :])
+            freed += int((rows != old).any(-1).sum())
+    assert freed > 0.8 * 6 * BLOCK * 2 * 7
+    del cache
+    assert pool.held_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("echoes", "spec", "ranks", "why"),
+    [
+        (None, "heads:512:1", 1, "has no calibration.json: run moe calibrate"),
+        ({}, "heads:512:1", 1, "has not measured its key heads: run moe calibrate again"),
+        ({0: (1.0,)}, "heads:512:1", 1, "is of other layers than the model's"),
+        ({0: (1.0,) * 4}, "heads:512:1", 1, "attends with 4 key heads but keeps rows of 2"),
+        ({0: (1.0, 0.5)}, "heads:512:2", 1, "2 key heads see all tokens: let fewer of them"),
+        ({0: (1.0, 0.5)}, "heads:512:1", 2, "several ranks share the experts"),
+    ],
+)
+def test_heads_that_are_not_known_are_refused(
+    tmp_path: Path,
+    echoes: dict[int, tuple[float, ...]] | None,
+    spec: str,
+    ranks: int,
+    why: str,
+) -> None:
+    tiny_model("qwen3_moe").save_pretrained(tmp_path)
+    if echoes is not None:
+        write_echoes(tmp_path, echoes)
+    profile = load_profile(overrides=LOSSY | {"memory.kv_policy": spec}).profile
+    with (
+        pytest.raises(ProfileError, match=f"memory.kv_policy is {spec}, .*{why}"),
+        planning(tmp_path, profile, torch.device("cpu"), lambda _: None, ranks),
+    ):
+        pass

@@ -1,4 +1,5 @@
-"""``moe calibrate``: read a text with the model, fit predictors, and save them beside the model."""
+"""``moe calibrate``: read a text with the model, fit predictors, measure which key heads look up
+earlier text, and save all this beside the model."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from moe.commands.console import OnStep, step_bar
 from moe.errors import CalibrationError
 from moe.loading.hub import resolve_model
 from moe.model import MoE
+from moe.network.echoes import measure_echoes
 from moe.settings.profile import LoadedProfile
 from routing.predict.path import VECTOR
 
@@ -97,7 +99,10 @@ def calibrate(
             unavailable = unavailable_before(folder, model.config, trace)
         if unavailable is None:
             fitted = _fitted(model, trace, on_step)
-            save_calibration(folder, model.config, text.name, trace, fitted)
+            echoes = measure_echoes(model.backbone, model.experts.run, model.context_length)
+            windows = model.backbone.windows.of_layer
+            echoes = {layer: own for layer, own in echoes.items() if layer not in windows}
+            save_calibration(folder, model.config, text.name, trace, fitted, echoes)
             unavailable = fitted.unavailable
     if compression is not None:
         with step_bar() as on_step:

@@ -96,6 +96,8 @@ def policy_prices(planned: PlannedModel) -> list[PolicyPrice]:
     most = planned.context_length or CONTEXTS[-1]
     lengths = [times * tokens for times in (4, 16, 64) if times * tokens < most]
     policies = [None, *(KVPolicy(name, tokens) for name in KV_POLICIES)]
+    if own is not None and own.by_heads:
+        policies.append(own)
     return [
         policy_price(planned, policy, length)
         for length in [*lengths, most][:3]
@@ -111,7 +113,7 @@ def policy_price(planned: PlannedModel, policy: KVPolicy | None, length: int) ->
     by_rows = planned.memory.kv_bytes_per_token - (bounds if own is not None and own.selects else 0)
     each = by_rows + (bounds if selects else 0)
     plan = replace(planned.memory, kv_policy=policy, kv_bytes_per_token=each)
-    held, read = (length, length) if policy is None else (policy.held(length), policy.tokens)
+    held, read = (length, length) if policy is None else (policy.held(length), policy.read(length))
     size, step = plan.kv_bytes(length), plan.kv_bytes(length, held=min(read, length))
     if selects:  # of the others, the bounds
         step += (length - read) * bounds

@@ -1,0 +1,69 @@
+"""Which key heads look up what followed the same token before, and so need their far tokens.
+
+RazorAttention (2407.15891) finds its heads so: random tokens come again, and of each head the
+attention is measured that a token pays to the one that followed it the first time. Other heads
+lose little if they see a window. Legend: N key heads, Q query heads, T queries, L keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe.network.attention import MaskRule, attention_weights, first_keys, told_attention
+from moe.network.backbone import Backbone
+from moe.network.kv_policy import Echoes
+from moe.network.lanes import ExpertsRunner, Lane, run_lanes
+from moe.network.packed_pass import Work
+
+TOKENS, SEQUENCES = 2048, 2
+"""Tokens of a sequence, at most; its last quarter is the first one once more."""
+LEAST_TOKENS = 256
+
+
+@torch.inference_mode()
+def measure_echoes(backbone: Backbone, run: ExpertsRunner, most: int | None) -> Echoes:
+    """Measure all layers in one pass.
+
+    Args:
+        run: runs the experts.
+        most: tokens of a sequence; None: no limit.
+
+    Returns:
+        Of each layer whose attention sees all tokens; empty if the model's passes cannot be packed.
+    """
+    length = min(TOKENS, most or TOKENS) // 4 * 4
+    if not backbone.packed or length < LEAST_TOKENS:
+        return {}
+    again = length // 4
+    period = length - again
+    vocabulary = int(backbone.model.get_input_embeddings().num_embeddings)
+    generator = torch.Generator().manual_seed(0)
+    found: dict[int, list[Tensor]] = {}
+
+    def tell(layer: int, query: Tensor, keys: Tensor, rule: MaskRule, *how: Any) -> None:
+        first = first_keys(rule, again, length, query.device)
+        if first is None or bool(first.any()):
+            return
+        echo, end = torch.zeros(query.shape[1], device=query.device), 0
+        for rows in query[:, :, period:].split(128, 2):
+            after = torch.arange(end + 1, end + rows.shape[2] + 1, device=query.device)[:, None]
+            end += rows.shape[2]
+            weights = attention_weights(rows, keys[:, :, : period + end], rule, *how)
+            echo += weights.gather(-1, after.expand(*rows.shape[:3], 1)).sum((0, 2, 3)) / again
+        found.setdefault(layer, []).append(echo.view(keys.shape[1], -1).mean(1).cpu())
+
+    for _ in range(SEQUENCES):
+        ids = torch.randint(vocabulary, (period,), generator=generator).tolist()
+        work = [Work([*ids, *ids[:again]], backbone.new_cache(length))]
+
+        def read(work: list[Work] = work) -> list[Tensor]:
+            with told_attention(tell):
+                return backbone.forward_packed(work)
+
+        lane = Lane(read, "prefill")
+        run_lanes([lane], run)
+        lane.result()
+    return {layer: tuple(torch.stack(echoes).mean(0).tolist()) for layer, echoes in found.items()}
