@@ -33,7 +33,7 @@ from moe import MoE, SamplingParams
 from moe.describe.routers import find_selectors
 from moe.errors import UnsupportedModelError
 from moe.network.lanes import run_lanes
-from moe.network.own_cache import CACHE_ARGUMENT
+from moe.network.own_cache import CACHE_ARGUMENT, OwnCache
 from moe.network.packed_pass import Work
 
 PROMPT_LENGTHS = (23, 9)
@@ -150,11 +150,20 @@ def full_logits(reference: PreTrainedModel, token_ids: list[int]) -> Tensor:
     return logits
 
 
+@torch.no_grad()
 def greedy(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """Greedy tokens, every one from a whole forward pass over everything before it."""
-    token_ids = list(prompt)
+    """Greedy tokens, every one from a whole forward pass over everything before it; of a model that
+    sees a window of what it writes, by transformers' own cache, as only that knows the prompt."""
+    token_ids, cached, cache = list(prompt), OwnCache.of(reference).policy is not None, None
     for _ in range(NEW_TOKENS):
-        token_ids.append(int(full_logits(reference, token_ids)[-1].argmax()))
+        if cached:
+            new = token_ids if cache is None else token_ids[-1:]
+            inputs = {CACHE_ARGUMENT: cache, "use_cache": True}
+            output = reference(torch.tensor([new]), **inputs)
+            cache, logits = output[CACHE_ARGUMENT], output.logits[0]
+        else:
+            logits = full_logits(reference, token_ids)
+        token_ids.append(int(logits[-1].argmax()))
     return token_ids[len(prompt) :]
 
 

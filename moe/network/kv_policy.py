@@ -217,7 +217,7 @@ def seen_keys(row: SeenRow, query_QD: Tensor, key_NLD: Tensor, *, turned: bool) 
         blocks = torch.cat([first, middle.gather(1, order.sort(-1).values), last], 1)
     places = (blocks[..., None] * BLOCK + torch.arange(BLOCK)).flatten(1)
     places, (begin, end) = places[:, : places.shape[1] - (-length) % BLOCK], row.gap
-    return torch.cat([places[:, :begin], places[:, end:]], 1) if begin < end else places
+    return torch.cat([places[:, :begin], places[:, end:]], 1).to(key_NLD.device)
 
 
 def turn(rows: Tensor) -> Tensor:
