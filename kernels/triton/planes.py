@@ -373,29 +373,29 @@ def hold_loads():
 
 
 @triton.jit
-def add_pieces(
+def add_strips(
     sums, sums_b, own, own_b, from_x, unit, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
     GROUP: tl.constexpr, TWO: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
     LATER: tl.constexpr,
 ):  # fmt: skip
-    """`add_unit` to the sums of each piece of the rows, and with TWO to those of another block.
+    """`add_unit` to the sums of each strip of rows, and with TWO to those of another block.
 
-    While a piece is multiplied, the activations of the next one are on their way.
+    While a strip is multiplied, the activations of the next one are on their way.
     """
     more, more_b = (), ()
     following = load_all_rows(from_x[0], unit, K, COMPUTE, GROUP, TAIL, MASKED, LATER)
-    for piece in tl.static_range(len(from_x)):
+    for strip in tl.static_range(len(from_x)):
         x = following
-        if piece + 1 < len(from_x):
+        if strip + 1 < len(from_x):
             hold_loads()
             following = load_all_rows(
-                from_x[piece + 1], unit, K, COMPUTE, GROUP, TAIL, MASKED, LATER
+                from_x[strip + 1], unit, K, COMPUTE, GROUP, TAIL, MASKED, LATER
             )
-        ones = group_sums(x, tl.zeros_like(sums[piece]), KIND, COMPUTE, GROUP, TAIL)
-        one = add_unit(sums[piece], own, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, TAIL)
+        ones = group_sums(x, tl.zeros_like(sums[strip]), KIND, COMPUTE, GROUP, TAIL)
+        one = add_unit(sums[strip], own, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, TAIL)
         more = more + (one,)  # type: ignore[assignment]
-        one = sums_b[piece]
+        one = sums_b[strip]
         if TWO:
             one = add_unit(one, own_b, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, TAIL)
         more_b = more_b + (one,)  # type: ignore[assignment]
@@ -409,7 +409,7 @@ def sum_units(
     GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
     UNROLL: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Two times a tuple of (16, 8 or more) float32 for each piece of the rows: products of a block,
+    """Two times a tuple of (16, 8 or more) float32 for each strip of rows: products of a block,
     and with TWO of another one.
 
     A warp adds every unit number PARTS, whatever the tile; then its parts are added.
@@ -417,8 +417,8 @@ def sum_units(
     bases = plane_bases(begins, block, chunks, block_bytes, BITS, KIND)
     bases_b = plane_bases(begins_b, block_b, chunks, block_bytes, BITS, KIND)
     sums = ()
-    for piece in tl.static_range(len(from_x)):
-        zero = tl.zeros((PARTS, 16, 8 * from_x[piece].shape[1]), tl.float32)
+    for strip in tl.static_range(len(from_x)):
+        zero = tl.zeros((PARTS, 16, 8 * from_x[strip].shape[1]), tl.float32)
         sums = sums + (zero,)  # type: ignore[assignment]
     sums_b = sums
     part = tl.arange(0, PARTS)
@@ -434,7 +434,7 @@ def sum_units(
             bases, bases_b, unit, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
         )
         for index in tl.static_range(UNROLL):
-            sums, sums_b = add_pieces(
+            sums, sums_b = add_strips(
                 sums, sums_b, own[EACH * index], own[EACH * index + EACH - 1], from_x, unit, K,
                 BITS, KIND, PLANES, COMPUTE, GROUP, TWO, False, MASKED, index * PARTS,
             )  # fmt: skip
@@ -444,14 +444,14 @@ def sum_units(
         last_b = last
         if TWO:
             last_b = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True, 0)
-        sums, sums_b = add_pieces(
+        sums, sums_b = add_strips(
             sums, sums_b, last, last_b, from_x, unit, K,
             BITS, KIND, PLANES, COMPUTE, GROUP, TWO, True, True, 0,
         )  # fmt: skip
     all_sums, all_sums_b = (), ()
-    for piece in tl.static_range(len(from_x)):
-        all_sums = all_sums + (tl.sum(sums[piece], 0),)  # type: ignore[assignment]
-        all_sums_b = all_sums_b + (tl.sum(sums_b[piece], 0),)  # type: ignore[assignment]
+    for strip in tl.static_range(len(from_x)):
+        all_sums = all_sums + (tl.sum(sums[strip], 0),)  # type: ignore[assignment]
+        all_sums_b = all_sums_b + (tl.sum(sums_b[strip], 0),)  # type: ignore[assignment]
     return all_sums, all_sums_b
 
 
@@ -483,8 +483,8 @@ def planes_kernel(
     """PLANES: that all experts have; 0 if they differ, or are not known. With DENSE, `begin0` and
     its like stand for the only row of the table: nothing has to be loaded first."""
     wait_for_others(PDL)
-    PIECES: tl.constexpr = 1 if ROWS < 64 else ROWS // 16
-    EACH: tl.constexpr = ROWS // PIECES
+    STRIPS: tl.constexpr = 1 if ROWS < 64 else ROWS // 16
+    EACH: tl.constexpr = ROWS // STRIPS
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, EACH // 8)[None, :] * 8
     block, part = tl.program_id(1), tl.program_id(2)
     if DENSE:
@@ -520,8 +520,8 @@ def planes_kernel(
                 BITS, KIND, PLANES, GATED, TWO,
             )  # fmt: skip
     from_x = ()
-    for piece in tl.static_range(PIECES):
-        own = first + piece * EACH + from_position
+    for strip in tl.static_range(STRIPS):
+        own = first + strip * EACH + from_position
         if DENSE:
             own = tl.where(own < slots_in_all, own, 0)
         else:
@@ -530,7 +530,7 @@ def planes_kernel(
         # Rows that are not in use are those of slot 0: computed, but not written.
         from_x = from_x + (x + (own // share).to(tl.int64) * K,)  # type: ignore[assignment]
     # Of many rows the slots are looked up again at the end: they would take registers until then.
-    if PIECES == 1:
+    if STRIPS == 1:
         slots, used = slots_of(order, offsets, expert, first, slots_in_all, EACH, DENSE)
     block_b = block
     if TWO and not GATED:
@@ -573,17 +573,17 @@ def planes_kernel(
             BITS, KIND, 1, COMPUTE, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     units = block * 16 + tl.arange(0, 16)
-    for piece in tl.static_range(PIECES):
-        if PIECES > 1:
-            begin = first + piece * EACH
+    for strip in tl.static_range(STRIPS):
+        if STRIPS > 1:
+            begin = first + strip * EACH
             slots, used = slots_of(order, offsets, expert, begin, slots_in_all, EACH, DENSE)
         store(
-            sums[piece], more[piece], bias, output, expert, part, slots, used, units, width, N,
+            sums[strip], more[strip], bias, output, expert, part, slots, used, units, width, N,
             unit_stride, part_stride, slope, limit, offset, CURVE, GATED, HAS_BIAS, False,
         )  # fmt: skip
         if TWO and not GATED:
             store(
-                more[piece], more[piece], bias, output, expert, part, slots, used, units + 16,
+                more[strip], more[strip], bias, output, expert, part, slots, used, units + 16,
                 width, N, unit_stride, part_stride, slope, limit, offset,
                 CURVE, GATED, HAS_BIAS, False,
             )  # fmt: skip

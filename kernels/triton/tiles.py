@@ -79,8 +79,8 @@ class PlaneTile:
     def fits(self, codes: PlaneFormat, planes: int, dtype: torch.dtype) -> bool:
         """Whether registers hold the sums and all that ptxas reads ahead.
 
-        Float32, which has no matrix instructions, takes 8 rows. 64 rows are for codes that are one
-        number each, not two pieces, where activations are summed once a unit or not at all.
+        Float32, which has no matrix instructions, takes 8 rows. 64 rows are for codes of one piece
+        whose activations are summed once a unit, or not at all.
 
         Args:
             planes: that are read; 0 if experts differ.
@@ -97,9 +97,8 @@ class PlaneTile:
         """See `Tile.options`.
 
         Args:
-            large: on sm_90 and later. Before, ptxas saves registers so that one more program of few
-                rows runs, and then has too few. With a limit, which none of them reaches, it does
-                not.
+            large: on sm_90 and later. Before, ptxas saves registers of few rows so that one more
+                program runs, and then has too few. It does not where it is told a limit.
         """
         options = {"num_warps": parts, "num_stages": 1, "enable_fp_fusion": True}
         limited = not large and self.rows < 32 and dtype != torch.float32
