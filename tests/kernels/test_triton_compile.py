@@ -115,8 +115,8 @@ show(80, planes_kernel, tile.options(4, *HALF), **SYMMETRIC, **tile.constants(4)
      DENSE=False, EVEN=False, TAIL=True)  # experts of mixed bits, any number of columns
 asks = next(own for own in PLANES if own.fetch)
 built = show(90, planes_kernel, asks.options(4, torch.bfloat16, True), **SYMMETRIC,
-             **asks.constants(4), PLANES=3, COMPUTE=tl.bfloat16, GROUP=64, TWO=True, CURVE=0, GATED=True, HAS_BIAS=False,
-             DENSE=False, EVEN=True, TAIL=False)
+             **asks.constants(4), PLANES=3, COMPUTE=tl.bfloat16, GROUP=64, TWO=True, CURVE=0,
+             GATED=True, HAS_BIAS=False, DENSE=False, EVEN=True, TAIL=False)
 assert "cp.async.bulk.prefetch" in built.asm["ptx"]
 for tall, parts in ((tall, parts) for tall in TALL for parts in (1, 2) if tall.fits(parts)):
     built = show(90, tall_kernel, tall.options, **tall.constants, PLANES=3, COMPUTE=tl.bfloat16,
@@ -162,8 +162,8 @@ for pointer, compute, dtype in (("*fp32", tl.float32, torch.float32),
     shape = {"COMPUTE": compute, "ROWS": 16, "COLUMNS": 64, "DEPTH": DECODE[0].depth_of(dtype)}
     show(80, whole_kernel, DECODE[0].options, CURVE=1, GATED=True, HAS_BIAS=False, **shape)
     show(80, planes_kernel, tile.options(4, dtype, False), **SYMMETRIC, **tile.constants(4),
-         PLANES=3, GROUP=64, TWO=False, CURVE=-1, GATED=False, HAS_BIAS=False, DENSE=True, EVEN=True,
-         TAIL=False, COMPUTE=compute)
+         PLANES=3, GROUP=64, TWO=False, CURVE=-1, GATED=False, HAS_BIAS=False, DENSE=True,
+         EVEN=True, TAIL=False, COMPUTE=compute)
 POINTERS |= dict.fromkeys(("scores", "peak"), "*fp32") | {"enough": "*i1"}
 POINTERS |= dict.fromkeys(("temperature", "numbers", "sums", "totals"), "*fp64")
 POINTERS |= dict.fromkeys(("keys", "top_k", "ids"), "*i64")
