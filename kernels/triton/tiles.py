@@ -102,7 +102,7 @@ class PlaneTile:
         """
         options = {"num_warps": parts, "num_stages": 1, "enable_fp_fusion": True}
         limited = not large and self.rows < 32 and dtype != torch.float32
-        return options | {"maxnreg": 168} if limited else options
+        return options | {"maxnreg": 255} if limited else options
 
 
 @dataclass(frozen=True)
