@@ -100,7 +100,8 @@ class PlaneTile:
             large: on sm_90 and later. Before, ptxas saves registers of few rows so that one more
                 program runs, and then has too few. It does not where it is told a limit.
         """
-        options = {"num_warps": parts, "num_stages": 1, "enable_fp_fusion": True}
+        options: dict[str, int | bool] = {"num_warps": parts, "num_stages": 1}
+        options["enable_fp_fusion"] = True
         limited = not large and self.rows < 32 and dtype != torch.float32
         return options | {"maxnreg": 255} if limited else options
 
