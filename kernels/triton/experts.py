@@ -203,8 +203,9 @@ class _Projection:
         elif known and not self.in_panels:
             reference, some, more = PLANES[0], PLANES, PREFILL_PLANES
         many, parts = call.each >= _MANY_ROWS, 2 if self.epilogue.gated else 1
-        fit = [t for t in (more if many else some) if isinstance(t, PlaneTile) or t.fits(parts)]
-        candidates = [t for t in fit if rows is None or t.rows == rows]
+        fit = [tile for tile in (more if many else some) if self._fits(tile, x_XK.dtype, parts)]
+        # The rows of the first projection, where these weights have such a tile.
+        candidates = [tile for tile in fit if rows in (None, tile.rows)] or fit
         shape = (
             self.weights
             if isinstance(self.weights, PlaneLayout)
@@ -230,6 +231,12 @@ class _Projection:
             return of
 
         return choose(key, candidates or [reference], reference, prepare)
+
+    def _fits(self, tile: _AnyTile, dtype: torch.dtype, parts: int) -> bool:
+        if isinstance(tile, PlaneTile):
+            assert isinstance(self.weights, PlaneLayout)
+            return tile.fits(self.weights.format, self.call.plan.planes, dtype)
+        return tile.fits(parts, dtype) if isinstance(tile, Tile) else tile.fits(parts)
 
     @property
     def in_panels(self) -> bool:
@@ -308,7 +315,8 @@ def linear_forward(x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
 
     key = x_TK.device, x_TK.dtype, layout, planes, len(x_TK).bit_length() // 2
     tiles = PREFILL_PLANES if len(x_TK) >= _MANY_ROWS else PLANES
-    return prepare(choose(key, tiles, PLANES[0], lambda: prepare))()
+    fit = [tile for tile in tiles if tile.fits(layout.format, planes, x_TK.dtype)]
+    return prepare(choose(key, fit or PLANES[:1], PLANES[0], lambda: prepare))()
 
 
 def _linear_in_panels(

@@ -179,6 +179,7 @@ def project_whole(
     if output_SN is None:
         output_SN = x_XK.new_empty(blocks.order_S.shape[0], units)
     strides, columns = epilogue.strides(units), triton.cdiv(units, tile.columns)
+    dtype = torch.promote_types(x_XK.dtype, weight_PWK.dtype)
     given = (
         bias_EW, output_SN, blocks.order_S, blocks.offsets_E1, blocks.expert_B,
         blocks.expert_B if place_B is None else place_B, blocks.first_B,
@@ -186,8 +187,8 @@ def project_whole(
     )  # fmt: skip
     constants = {
         "CURVE": epilogue.curve, "HAS_BIAS": bias_EW is not None, "ROWS": tile.rows,
-        "COLUMNS": tile.columns, "DEPTH": tile.depth,
-        "COMPUTE": compute_type(x_XK.dtype, weight_PWK.dtype), **tile.options,
+        "COLUMNS": tile.columns, "DEPTH": tile.depth_of(dtype),
+        "COMPUTE": compute_type(dtype), **tile.options,
     }  # fmt: skip
     if tile.rows >= _DESCRIBED_ROWS and describable(x_XK, weight_PWK):
         parts = 2 if epilogue.gated else 1

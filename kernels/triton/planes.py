@@ -51,7 +51,7 @@ from kernels.triton.language import (
     wait_for_others,
 )
 from kernels.triton.routing import Blocks
-from kernels.triton.tiles import PlaneTile
+from kernels.triton.tiles import UNIT_COLUMNS, PlaneTile
 
 _ALIGNMENT = 16  # bytes
 _MOST_PLANES = 4
@@ -360,20 +360,67 @@ def load_units(
 
 
 @triton.jit
+def hold_loads():
+    """Keep loads behind this point: ptxas begins all of a unit's at once otherwise, and registers
+    overflow."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            """{
+            bar.warp.sync 0xffffffff;
+            mov.u32 $0, $1;
+            }""", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def add_strips(
+    sums, sums_b, own, own_b, from_x, unit, K,
+    BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
+    GROUP: tl.constexpr, TWO: tl.constexpr, TAIL: tl.constexpr, MASKED: tl.constexpr,
+    LATER: tl.constexpr,
+):  # fmt: skip
+    """`add_unit` to the sums of each strip of rows, and with TWO to those of another block.
+
+    While a strip is multiplied, the activations of the next one are on their way.
+    """
+    more, more_b = (), ()
+    following = load_all_rows(from_x[0], unit, K, COMPUTE, GROUP, TAIL, MASKED, LATER)
+    for strip in tl.static_range(len(from_x)):
+        x = following
+        if strip + 1 < len(from_x):
+            hold_loads()
+            following = load_all_rows(
+                from_x[strip + 1], unit, K, COMPUTE, GROUP, TAIL, MASKED, LATER
+            )
+        ones = group_sums(x, tl.zeros_like(sums[strip]), KIND, COMPUTE, GROUP, TAIL)
+        one = add_unit(sums[strip], own, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, TAIL)
+        more = more + (one,)  # type: ignore[assignment]
+        one = sums_b[strip]
+        if TWO:
+            one = add_unit(one, own_b, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, TAIL)
+        more_b = more_b + (one,)  # type: ignore[assignment]
+    return more, more_b
+
+
+@triton.jit
 def sum_units(
     begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, TWO: tl.constexpr, PARTS: tl.constexpr,
     UNROLL: tl.constexpr, EVEN: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Two times (16, ROWS) float32: products of a block, and with TWO of another one.
+    """Two times a tuple of (16, 8 or more) float32 for each strip of rows: products of a block,
+    and with TWO of another one.
 
     A warp adds every unit number PARTS, whatever the tile; then its parts are added.
     """
     bases = plane_bases(begins, block, chunks, block_bytes, BITS, KIND)
     bases_b = plane_bases(begins_b, block_b, chunks, block_bytes, BITS, KIND)
-    zero = tl.zeros((PARTS, 16, ROWS), tl.float32)
-    sums, sums_b = zero, zero
+    sums = ()
+    for strip in tl.static_range(len(from_x)):
+        zero = tl.zeros((PARTS, 16, 8 * from_x[strip].shape[1]), tl.float32)
+        sums = sums + (zero,)  # type: ignore[assignment]
+    sums_b = sums
     part = tl.arange(0, PARTS)
     units = chunks // 2
     MASKED: tl.constexpr = not EVEN
@@ -387,26 +434,38 @@ def sum_units(
             bases, bases_b, unit, units, BITS, KIND, PLANES, GROUP, TWO, PARTS, UNROLL, MASKED
         )
         for index in tl.static_range(UNROLL):
-            x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, False, MASKED, index * PARTS)
-            ones = group_sums(x, zero, KIND, COMPUTE, GROUP, False)
-            sums = add_unit(
-                sums, own[EACH * index], x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, False
-            )
-            if TWO:
-                sums_b = add_unit(
-                    sums_b, own[EACH * index + 1], x, ones,
-                    BITS, KIND, PLANES, COMPUTE, GROUP, False,
-                )  # fmt: skip
+            sums, sums_b = add_strips(
+                sums, sums_b, own[EACH * index], own[EACH * index + EACH - 1], from_x, unit, K,
+                BITS, KIND, PLANES, COMPUTE, GROUP, TWO, False, MASKED, index * PARTS,
+            )  # fmt: skip
     if TAIL:
         unit = units + part
-        x = load_all_rows(from_x, unit, K, COMPUTE, GROUP, True, True, 0)
         last = load_unit(bases, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True, 0)
-        ones = group_sums(x, zero, KIND, COMPUTE, GROUP, True)
-        sums = add_unit(sums, last, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, True)
+        last_b = last
         if TWO:
-            last = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True, 0)
-            sums_b = add_unit(sums_b, last, x, ones, BITS, KIND, PLANES, COMPUTE, GROUP, True)
-    return tl.sum(sums, 0), tl.sum(sums_b, 0)
+            last_b = load_unit(bases_b, unit, part == 0, BITS, KIND, PLANES, GROUP, True, True, 0)
+        sums, sums_b = add_strips(
+            sums, sums_b, last, last_b, from_x, unit, K,
+            BITS, KIND, PLANES, COMPUTE, GROUP, TWO, True, True, 0,
+        )  # fmt: skip
+    all_sums, all_sums_b = (), ()
+    for strip in tl.static_range(len(from_x)):
+        all_sums = all_sums + (tl.sum(sums[strip], 0),)  # type: ignore[assignment]
+        all_sums_b = all_sums_b + (tl.sum(sums_b[strip], 0),)  # type: ignore[assignment]
+    return all_sums, all_sums_b
+
+
+@triton.jit
+def slots_of(
+    order, offsets, expert, first, slots_in_all, ROWS: tl.constexpr, DENSE: tl.constexpr
+):  # fmt: skip
+    """`block_slots`; with DENSE, all rows are in order."""
+    if DENSE:
+        slots = first + tl.arange(0, ROWS)
+        used = slots < slots_in_all
+    else:
+        slots, used = block_slots(order, offsets, expert, first, ROWS)
+    return slots, used
 
 
 @triton.jit
@@ -424,7 +483,9 @@ def planes_kernel(
     """PLANES: that all experts have; 0 if they differ, or are not known. With DENSE, `begin0` and
     its like stand for the only row of the table: nothing has to be loaded first."""
     wait_for_others(PDL)
-    from_position = tl.arange(0, 8)[:, None] + tl.arange(0, ROWS // 8)[None, :] * 8
+    STRIPS: tl.constexpr = 1 if ROWS < 64 else ROWS // 16
+    EACH: tl.constexpr = ROWS // STRIPS
+    from_position = tl.arange(0, 8)[:, None] + tl.arange(0, EACH // 8)[None, :] * 8
     block, part = tl.program_id(1), tl.program_id(2)
     if DENSE:
         expert = 0
@@ -439,10 +500,6 @@ def planes_kernel(
                 BITS, KIND, PLANES, GATED, TWO,
             )  # fmt: skip
         first = tl.program_id(0) * ROWS
-        slots = first + tl.arange(0, ROWS)
-        used = slots < slots_in_all
-        own = first + from_position
-        own = tl.where(own < slots_in_all, own, 0)
     else:
         expert = tl.load(block_expert + tl.program_id(0))
         if expert < 0:
@@ -462,12 +519,19 @@ def planes_kernel(
                 begins, begins_b, block, N, chunks, block_bytes,
                 BITS, KIND, PLANES, GATED, TWO,
             )  # fmt: skip
-        own = first + from_position
-        inside = own < tl.load(offsets + expert + 1)
-        own = tl.load(order + own, mask=inside, other=0)
-        slots, used = block_slots(order, offsets, expert, first, ROWS)
-    # Rows that are not in use are those of slot 0: computed, but not written.
-    from_x = x + (own // share).to(tl.int64) * K
+    from_x = ()
+    for strip in tl.static_range(STRIPS):
+        own = first + strip * EACH + from_position
+        if DENSE:
+            own = tl.where(own < slots_in_all, own, 0)
+        else:
+            inside = own < tl.load(offsets + expert + 1)
+            own = tl.load(order + own, mask=inside, other=0)
+        # Rows that are not in use are those of slot 0: computed, but not written.
+        from_x = from_x + (x + (own // share).to(tl.int64) * K,)  # type: ignore[assignment]
+    # Of many rows the slots are looked up again at the end: they would take registers until then.
+    if STRIPS == 1:
+        slots, used = slots_of(order, offsets, expert, first, slots_in_all, EACH, DENSE)
     block_b = block
     if TWO and not GATED:
         block = block * 2
@@ -475,49 +539,54 @@ def planes_kernel(
     if PLANES > 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, PLANES, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
+            BITS, KIND, PLANES, COMPUTE, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     elif KIND > 0:
         if begins[1] != 0:
             sums, more = sum_units(
                 begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
+                BITS, KIND, 2, COMPUTE, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
             )  # fmt: skip
         else:
             sums, more = sum_units(
                 begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-                BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
+                BITS, KIND, 1, COMPUTE, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
             )  # fmt: skip
     elif begins[3] != 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 4, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
+            BITS, KIND, 4, COMPUTE, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     elif begins[2] != 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 3, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
+            BITS, KIND, 3, COMPUTE, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     elif begins[1] != 0:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 2, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
+            BITS, KIND, 2, COMPUTE, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     else:
         sums, more = sum_units(
             begins, block, begins_b, block_b, from_x, chunks, block_bytes, K,
-            BITS, KIND, 1, COMPUTE, ROWS, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
+            BITS, KIND, 1, COMPUTE, GROUP, TWO, PARTS, UNROLL, EVEN, TAIL,
         )  # fmt: skip
     units = block * 16 + tl.arange(0, 16)
-    store(
-        sums, more, bias, output, expert, part, slots, used, units, width, N,
-        unit_stride, part_stride, slope, limit, offset, CURVE, GATED, HAS_BIAS, False,
-    )  # fmt: skip
-    if TWO and not GATED:
+    for strip in tl.static_range(STRIPS):
+        if STRIPS > 1:
+            begin = first + strip * EACH
+            slots, used = slots_of(order, offsets, expert, begin, slots_in_all, EACH, DENSE)
         store(
-            more, more, bias, output, expert, part, slots, used, units + 16, width, N,
+            sums[strip], more[strip], bias, output, expert, part, slots, used, units, width, N,
             unit_stride, part_stride, slope, limit, offset, CURVE, GATED, HAS_BIAS, False,
         )  # fmt: skip
+        if TWO and not GATED:
+            store(
+                more[strip], more[strip], bias, output, expert, part, slots, used, units + 16,
+                width, N, unit_stride, part_stride, slope, limit, offset,
+                CURVE, GATED, HAS_BIAS, False,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -618,10 +687,10 @@ def project_planes(
     width = parts * layout.rows
     output_SN = x_XK.new_empty(slots, layout.rows if known else width)
     own = parts_of(layout, blocks is not None)
-    step = CHUNK_COLUMNS * 2 * own * tile.unroll
+    step = UNIT_COLUMNS * own * tile.unroll
     rows = layout.num_blocks if gated or not two else -(-layout.num_blocks // 2)
-    constants = tile.constants(own)
-    constants["FETCH"] &= large_instructions(x_XK.device)
+    constants, large = tile.constants(own), large_instructions(x_XK.device)
+    constants["FETCH"] &= large
     planes_kernel[count, rows, 1 if gated else parts](
         x_XK, table, *begins, bias_EW, output_SN, *where,
         share, slots, parts, width, layout.rows, layout.columns, chunks_of(layout),
@@ -630,7 +699,8 @@ def project_planes(
         CURVE=epilogue.curve, GATED=gated, HAS_BIAS=bias_EW is not None, DENSE=blocks is None,
         TWO=two, EVEN=layout.columns % step == 0,
         TAIL=chunks_of(layout) % 2 == 1,
-        **constants_of(layout), **constants, **tile.options(own), **overlap_options(),
+        **constants_of(layout), **constants, **overlap_options(),
+        **tile.options(own, x_XK.dtype, large),
     )  # fmt: skip
     return output_SN
 

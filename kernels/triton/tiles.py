@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
+from kernels.planes import CHUNK_COLUMNS, PlaneFormat
+from kernels.scales import has_float_codes
 from kernels.triton.language import INTERPRETED
+
+UNIT_COLUMNS = 2 * CHUNK_COLUMNS
+"""See kernels/triton/codes.py."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,15 @@ class Tile:
     depth: int = 64
     halves: bool = False
 
-    def fits(self, parts: int) -> bool:
-        """Whether registers hold the sums of so many parts: gate and up."""
-        return parts * self.columns <= 256
+    def fits(self, parts: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        """Whether registers hold the sums of so many parts: gate and up. Float32 has no matrix
+        instructions: each thread holds whole rows and columns of what it multiplies."""
+        most = 16 if dtype == torch.float32 else self.rows
+        return self.rows <= most and parts * self.columns <= 256
+
+    def depth_of(self, dtype: torch.dtype) -> int:
+        """`depth`; in float32 one that registers hold."""
+        return min(self.depth, 16) if dtype == torch.float32 else self.depth
 
     @property
     def options(self) -> dict[str, int | bool]:
@@ -65,9 +76,34 @@ class PlaneTile:
             "FETCH": self.fetch,
         }
 
-    def options(self, parts: int) -> dict[str, int | bool]:
-        """See `Tile.options`."""
-        return {"num_warps": parts, "num_stages": 1, "enable_fp_fusion": True}
+    def fits(self, codes: PlaneFormat, planes: int, dtype: torch.dtype) -> bool:
+        """Whether registers hold the sums and all that ptxas reads ahead.
+
+        Float32, which has no matrix instructions, takes 8 rows. 64 rows are for codes of one piece
+        whose activations are summed once a unit, or not at all.
+
+        Args:
+            planes: that are read; 0 if experts differ.
+        """
+        if dtype == torch.float32:
+            return self.rows == 8 and self.unroll == 1
+        if self.rows < 64 or has_float_codes(codes.scales):
+            return True
+        every = len(codes.plane_bits)
+        pieces = codes.bits > 4 and (planes or every) >= every
+        return not pieces and codes.group_size >= UNIT_COLUMNS
+
+    def options(self, parts: int, dtype: torch.dtype, large: bool) -> dict[str, int | bool]:
+        """See `Tile.options`.
+
+        Args:
+            large: on sm_90 and later. Before, ptxas saves registers of few rows so that one more
+                program runs, and then has too few. It does not where it is told a limit.
+        """
+        options: dict[str, int | bool] = {"num_warps": parts, "num_stages": 1}
+        options["enable_fp_fusion"] = True
+        limited = not large and self.rows < 32 and dtype != torch.float32
+        return options | {"maxnreg": 255} if limited else options
 
 
 @dataclass(frozen=True)
@@ -129,7 +165,6 @@ PLANES = (
 PREFILL_PLANES = (
     PlaneTile(16, two=True),
     PlaneTile(32, two=True),
-    PlaneTile(64),
     PlaneTile(64, two=True),
 )
 # Bit planes of 32 rows and more of an expert.

@@ -16,7 +16,16 @@ from triton.runtime.interpreter import InterpretedFunction
 import kernels
 from experts.weights import ExpertShape, from_expert_blobs
 from kernels import QuantizedExperts
-from kernels.planes import PLANE_BITS, PREFIX_BITS, PlaneLayout, arranged, dequantize, pack, unpack
+from kernels.planes import (
+    PLANE_BITS,
+    PREFIX_BITS,
+    PlaneFormat,
+    PlaneLayout,
+    arranged,
+    dequantize,
+    pack,
+    unpack,
+)
 from kernels.triton import experts as triton_experts
 from kernels.triton.arrange import arrange
 from kernels.triton.codes import WIDTH, in_order, load_words, symmetric_numbers, whole_numbers
@@ -220,6 +229,44 @@ def test_prompts_decode_each_weight_once(
         assert_close(experts_forward(case.hidden, case.ids, case.weights, layer.for_device(CUDA)),
                      whole)  # fmt: skip
     assert len(called) == 2 * 2 + 1  # 40 columns are no whole unit
+
+
+@pytest.mark.parametrize("activation", ["clamped interleaved gate", "squared relu, no gate"])
+def test_experts_of_many_rows_are_read_in_strips(
+    activation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of more and fewer rows than a program has, of mixed bits, with biases and unused slots."""
+    monkeypatch.setattr(triton_experts, "PLANES", (PlaneTile(64, two=True),))
+    monkeypatch.setattr(triton_experts, "_MANY_ROWS", 1000)
+    case = make_case(
+        90, 2, 2, 100, 24, torch.bfloat16, activation=activation, biased=True, unused=0.3
+    )
+    layer, whole = quantize_case(case, 32, (4, 2), "interleaved" in activation)
+    actual = experts_forward(case.hidden, case.ids, case.weights, layer.for_device(CUDA))
+    assert_close(actual, whole)
+
+
+@pytest.mark.parametrize(
+    ("codes", "planes", "fits"),
+    [
+        (PlaneFormat(), 3, True),
+        (PlaneFormat(), 4, False),
+        (PlaneFormat(), 0, False),
+        (PlaneFormat(32), 3, False),
+        (PlaneFormat(128, 4, "offset"), 1, True),
+        (PlaneFormat(32, 4, "super-offset"), 1, False),
+        (PlaneFormat(128, 6, "offset"), 1, True),
+        (PlaneFormat(128, 6, "offset"), 2, False),
+        (PlaneFormat(32, 4, "mxfp4"), 1, True),
+    ],
+)
+def test_64_rows_are_for_codes_of_one_piece_and_sum(
+    codes: PlaneFormat, planes: int, fits: bool
+) -> None:
+    assert PlaneTile(64, two=True).fits(codes, planes, torch.bfloat16) == fits
+    assert PlaneTile(32, two=True).fits(codes, planes, torch.bfloat16)
+    assert not PlaneTile(32, two=True).fits(codes, planes, torch.float32)
+    assert PlaneTile(8).fits(codes, planes, torch.float32)
 
 
 def test_turned_columns_are_those_of_a_thread() -> None:

@@ -160,7 +160,7 @@ def test_projections_are_timed_without_routing(timed: Timed) -> None:
 
 def test_prompts_of_offloaded_layers_choose_among_tall_tiles(timed: Timed) -> None:
     """Slots of all layers are no reason for tiles of a few rows: a layer has two experts."""
-    case = make_case(64, 2, 1, hidden=16, width=16)
+    case = make_case(64, 2, 1, hidden=16, width=16, dtype=torch.bfloat16)
     many = replace(
         case.experts,
         gate_up_EGH=case.experts.gate_up_EGH.repeat(9, 1, 1),
