@@ -154,7 +154,8 @@ def full_logits(reference: PreTrainedModel, token_ids: list[int]) -> Tensor:
 def greedy(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
     """Greedy tokens, every one from a whole forward pass over everything before it; of a model that
     sees a window of what it writes, by transformers' own cache, as only that knows the prompt."""
-    token_ids, cached, cache = list(prompt), OwnCache.of(reference).policy is not None, None
+    token_ids, cached = list(prompt), OwnCache.of(reference).policy is not None
+    cache: Any = None
     for _ in range(NEW_TOKENS):
         if cached:
             new = token_ids if cache is None else token_ids[-1:]
