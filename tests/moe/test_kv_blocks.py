@@ -148,7 +148,7 @@ class Sequences(RuleBasedStateMachine):
         length = cache.longest_fork(data.draw(st.integers(0, len(rows))))
         before = self.pool.held_tokens
         self.known.append((cache.fork(CAPACITY, length), rows[:length]))
-        assert self.pool.held_tokens - before <= BLOCK  # of what is shared, nothing is copied
+        assert self.pool.held_tokens - before <= BLOCK + 1e-6  # what is shared is not copied
 
     @precondition(lambda self: self.known)
     @rule(data=st.data())
