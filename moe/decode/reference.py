@@ -232,10 +232,9 @@ class _Plain:
         seen = self._seen(a.layer, k, v, None if a.view.span else q)
         for row, (keys, values, mask) in zip(q, seen, strict=True):
             keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-            scores = (keys @ row[:, :, None])[..., 0]
             if mask is not None:
-                scores = scores.masked_fill(~mask.repeat_interleave(group, 0), -torch.inf)
-            probabilities = _softmax(scores, a.view)
+                mask = mask.repeat_interleave(group, 0)
+            probabilities = _softmax((keys @ row[:, :, None])[..., 0], a.view, mask)
             outputs.append((probabilities[:, None] @ values)[:, 0])
         return self.project(a.o, torch.stack(outputs).flatten(1))
 
@@ -303,13 +302,15 @@ class _Plain:
             first += len(k)
 
 
-def _softmax(scores: Tensor, view: View) -> Tensor:
-    """Probabilities ``(Q, L)`` of one row's keys, the newest last."""
+def _softmax(scores: Tensor, view: View, mask: Tensor | None = None) -> Tensor:
+    """Probabilities ``(Q, L)`` of one row's keys, the newest last; of ``mask`` only."""
     scores = scores * view.scale
     if view.softcap is not None:
         scores = view.softcap * torch.tanh(scores / view.softcap)
     keys = scores.shape[-1]
     scores[..., : view.first_key(keys)] = -float("inf")
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -float("inf"))
     if view.sinks is not None:
         scores = torch.cat([scores, view.sinks[:, None]], -1)
     return scores.softmax(-1)[..., :keys]
