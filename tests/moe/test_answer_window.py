@@ -325,7 +325,7 @@ def test_steps_that_see_more_are_refused(checkpoint: Path, monkeypatch: pytest.M
     with MoE.from_pretrained(checkpoint, MEMORY | {"engine.fused": "off"}) as model:
         backbone = model.backbone
         with monkeypatch.context() as changed:
-            changed.setattr(CachePlaces, "_seen", lambda *_: None)
+            changed.setattr(CachePlaces, "_seen", lambda *_: (None, None))
             fused = enable_fused(backbone, model.experts)
         assert not fused.enabled
         assert "differ" in fused.reason
