@@ -17,12 +17,12 @@ SYSTEMS = """ExpertFlow; Layered prefill; MC-MoE, PMQ; MC-MoE, ODP; EAC-MoE; Sli
 MoE-SpeQ; MoE-Spec (; MoESD; Read-ME; DES; OEA; SmallThinker; M2R2; 2408.15664; 2512.03915;
 Sinkhorn; Similarity- and attention-aware; SCMoE; OpenMoE; Local routing consistency;
 CloudMatrix384; EPLB; BlockFFN; SpecMQuant; SpecKV; SpecDec++; SmartSpec, TurboSpec; PEARL; DySpec;
-S2D; EasySpec; FlexDraft; MTP; SWIFT; Kangaroo; FFN-SkipLLM; SkipDecode; LoRA-Drop; Duo-LLM; Token
-Recycling; BitStack; Sparsing law; STEM; SARATHI; DistServe; Splitwise; NanoFlow; TokenWeave;
-Cache-MoE; SE-MoE; Pregated-MoE; TLP, SLP; GPTQ; BSP; Quant-SD; EAGLE; Medusa; DEED; Lookahead
-decoding; NAEE; ReMoE; Expert Choice; StreamingLLM; SnapKV, H2O; Quest, TokenSelect; ShadowKV;
-RazorAttention, DuoAttention; CompressKV; KIVI, GEAR; RotateKV, OScaR; Mustafar; MiniCache;
-CacheGen; Hydragen, BatchLLM"""
+S2D; EasySpec; FlexDraft; MTP; SWIFT; Kangaroo; FFN-SkipLLM; SkipDecode; LoRA-Drop; Duo-LLM;
+Token Recycling; BitStack; Sparsing law; STEM; SARATHI; DistServe; Splitwise; NanoFlow; TokenWeave;
+Cache-MoE; SE-MoE; Pregated-MoE; TLP, SLP; GPTQ; BSP; Quant-SD; EAGLE; Medusa; DEED;
+Lookahead decoding; NAEE; ReMoE; Expert Choice; StreamingLLM; SnapKV, H2O; Quest, TokenSelect;
+ShadowKV; RazorAttention, DuoAttention; CompressKV; KIVI, GEAR; RotateKV, OScaR; Mustafar;
+MiniCache; CacheGen; Hydragen, BatchLLM"""
 
 
 @pytest.mark.parametrize("system", re.split(r";\s+", SYSTEMS))
