@@ -23,12 +23,12 @@ from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
+from moe.commands.calibrate.induction import measure_induction
 from moe.memory.kv_precision import KVPrecision
-from moe.network.echoes import measure_echoes
 from moe.network.host_blocks import HostBlocks
 from moe.network.kv_blocks import BlockKVCache, BlockPool
 from moe.network.kv_cache import Shape
-from moe.network.kv_policy import Echoes, KVPolicy
+from moe.network.kv_policy import InductionScores, KVPolicy
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 
@@ -42,16 +42,16 @@ def policy_pool(
     bits: int,
     spec: str | None,
     shapes: Mapping[int, Shape] | None = None,
-    echoes: Echoes | None = None,
+    induction: InductionScores | None = None,
 ) -> BlockPool:
     """
     Args:
-        shapes, echoes: of the model, for a policy by heads.
+        shapes, induction: of the model, for a policy by heads.
     """
     kernel, why = choose_kernel()
     assert kernel is not None, why
     policy = None if spec is None else KVPolicy.of(spec)
-    kv = KVPrecision(bits, "a contender", True, policy, echoes or {}).with_heads(shapes or {})
+    kv = KVPrecision(bits, "a contender", True, policy, induction or {}).with_heads(shapes or {})
     return BlockPool(HostBlocks(kernel.kv, kv.form), None, kv.policy, shapes)
 
 
@@ -123,13 +123,13 @@ def policy_quality(per_text: int, sizes: Sequence[int]) -> list[dict[str, Any]]:
         sizes: tokens that policies leave; where text comes again, 512.
     """
     steps, rows = Steps(per_text), []
-    echoes = measure_echoes(steps.model.backbone, steps.model.experts.run, WINDOW)
+    induction = measure_induction(steps.model.backbone, steps.model.experts.run, WINDOW)
     ways: list[tuple[int, str | None]] = [(16, None), (8, None)]
     ways += [(16, f"{name}:{size}") for size in sizes for name in NAMES]
     ways += [(8, f"select:{sizes[-1]}"), *((bits, spec) for spec in HEADS for bits in (16, 8))]
 
     def scored(way: tuple[int, str | None]) -> Score:
-        return steps.score(policy_pool(*way, steps.shapes, echoes))
+        return steps.score(policy_pool(*way, steps.shapes, induction))
 
     scores = {way: scored(way) for way in ways}
     steps.windows = [[*w[: -WINDOW // 4], *w[: WINDOW // 4]] for w in steps.windows]
@@ -199,11 +199,11 @@ def policy_speed(
         shape: [torch.randn(1, shape[0], 512, n) for n in shape[1:]] for shape in shapes.values()
     }
     # Which heads keep all changes no time; as many of ten are kept as the papers keep.
-    echoes = {layer: tuple(map(float, range(shape.heads))) for layer, shape in shapes.items()}
-    kept = max(sum(map(len, echoes.values())) // 10, 1)
+    induction = {layer: tuple(map(float, range(shape.heads))) for layer, shape in shapes.items()}
+    kept = max(sum(map(len, induction.values())) // 10, 1)
 
     def filled(context: int, bits: int, spec: str | None) -> BlockKVCache:
-        cache = policy_pool(bits, spec, shapes, echoes).new_cache(context + 64)
+        cache = policy_pool(bits, spec, shapes, induction).new_cache(context + 64)
         while cache.length < context:
             for layer, shape in shapes.items():
                 keys, values = rows[shape]

@@ -82,8 +82,8 @@ class CalibrationManifest(BaseModel):
     rules: tuple[SavedRouterRule, ...]
     unavailable: dict[str, str]
     """Evidence sources that this model does not have, and why."""
-    echoes: dict[int, tuple[float, ...]] = Field(default_factory=dict)
-    """How much key heads look up earlier text (`moe.network.echoes`), by layer."""
+    induction: dict[int, tuple[float, ...]] = Field(default_factory=dict)
+    """How much key heads look up earlier text (`moe.commands.calibrate.induction`), by layer."""
     made_by: dict[str, str]
     """Versions; for people."""
     files: dict[str, str]
@@ -105,14 +105,14 @@ def save_calibration(
     text: str,
     trace: Trace,
     fitted: FittedPredictors,
-    echoes: Mapping[int, tuple[float, ...]] | None = None,
+    induction: Mapping[int, tuple[float, ...]] | None = None,
 ) -> None:
     """Replace the calibration in `folder`.
 
     Args:
         config: of the model.
         text: name of the text that was read.
-        echoes: see `CalibrationManifest`; None: they have not been measured.
+        induction: see `CalibrationManifest`; None: they have not been measured.
 
     Raises:
         CalibrationError: the folder cannot be written.
@@ -137,7 +137,7 @@ def save_calibration(
                 for rule in model.rules
             ),
             unavailable=fitted.unavailable,
-            echoes=dict(echoes or {}),
+            induction=dict(induction or {}),
             made_by={name: version(name) for name in ("torch", "transformers")},
             files={name: _digest(folder / name) for name in files},
         )

@@ -12,7 +12,7 @@ from kernels.triton import triton_status
 from moe.errors import ProfileError
 from moe.network.host_blocks import kept_share
 from moe.network.kv_cache import KVFormat, Shape
-from moe.network.kv_policy import Echoes, KVPolicy, heads_without
+from moe.network.kv_policy import InductionScores, KVPolicy, heads_without
 from moe.settings import Profile
 
 
@@ -25,14 +25,14 @@ class KVPrecision:
         why: what decided, for people.
         in_blocks: attention reads them in blocks; else they are in buffers of the network's dtype.
         policy: which blocks decode steps attend to; None: all.
-        echoes: of the model, as `moe calibrate` has measured them, for a policy by heads.
+        induction: of the model, as `moe calibrate` has measured them, for a policy by heads.
     """
 
     bits: int
     why: str
     in_blocks: bool
     policy: KVPolicy | None = None
-    echoes: Echoes = field(default_factory=dict)
+    induction: InductionScores = field(default_factory=dict)
 
     @property
     def form(self) -> KVFormat:
@@ -47,27 +47,31 @@ class KVPrecision:
             shapes: of the layers of attention.
 
         Raises:
-            ProfileError: the echoes are of another model, or too few.
+            ProfileError: the scores are of another model, or too few.
         """
-        policy, echoes, heads = self.policy, self.echoes, sum(map(len, self.echoes.values()))
+        policy, induction, heads = (
+            self.policy,
+            self.induction,
+            sum(map(len, self.induction.values())),
+        )
         if policy is None or not policy.by_heads:
             return self
         wanted = f"memory.kv_policy is {policy}"
-        if not echoes:
+        if not induction:
             raise ProfileError(
                 f"{wanted}, and the model's calibration has not measured its key heads: run moe "
                 "calibrate again, or set memory.kv_policy: null"
             )
-        for layer, own in echoes.items():
+        for layer, own in induction.items():
             if layer in shapes and shapes[layer].heads < len(own):
                 raise ProfileError(
                     f"{wanted}, and layer {layer} attends with {len(own)} key heads but keeps rows "
                     f"of {shapes[layer].heads}, so that none can keep its own; set "
                     "memory.kv_policy: null"
                 )
-        seeing = {layer: shape for layer, shape in shapes.items() if layer in echoes}
+        seeing = {layer: shape for layer, shape in shapes.items() if layer in induction}
         known = {layer: shape.heads for layer, shape in seeing.items()}
-        if known != {layer: len(own) for layer, own in echoes.items()}:
+        if known != {layer: len(own) for layer, own in induction.items()}:
             raise ProfileError(
                 f"{wanted}, and the calibration is of other layers than the model's: run moe "
                 "calibrate again, or set memory.kv_policy: null"
@@ -76,7 +80,7 @@ class KVPrecision:
             raise ProfileError(
                 f"{wanted}, and {heads} key heads see all tokens: let fewer of them keep all"
             )
-        left = heads_without(echoes, policy.num_whole)
+        left = heads_without(induction, policy.num_whole)
         share = kept_share(self.form, seeing, left)
         return replace(self, policy=policy._replace(heads=left, share=share))
 

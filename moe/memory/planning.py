@@ -40,7 +40,7 @@ from moe.memory.footprint import Footprint, measure_footprint
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
 from moe.network.block_diffusion import set_generation, writes_blocks
 from moe.network.hidden import KEPT
-from moe.network.kv_policy import Echoes, KVPolicy
+from moe.network.kv_policy import InductionScores, KVPolicy
 from moe.network.mtp import take_head, width_of
 from moe.network.own_cache import OwnCache
 from moe.network.seam import experts_modules
@@ -118,7 +118,7 @@ def planning(
         )
         towers = _towers(path, config, network, profile, device, ranks)
         if kv.policy is not None and kv.policy.by_heads:
-            kv = replace(kv, echoes=_echoes(path, config, network, kv.policy, ranks))
+            kv = replace(kv, induction=_induction_scores(path, config, network, kv.policy, ranks))
         footprint, memory = _plan_waves(
             network, weights, towers, profile, device, kv, offloadable, host, ranks
         )
@@ -141,9 +141,9 @@ def planning(
         )
 
 
-def _echoes(
+def _induction_scores(
     path: Path, config: PreTrainedConfig, network: PreTrainedModel, policy: KVPolicy, ranks: int
-) -> Echoes:
+) -> InductionScores:
     """What `moe calibrate` has measured of a model's key heads, for a policy by heads."""
     if ranks > 1:  # rank 0 would have to know of parts of the blocks that others hold
         raise ProfileError(
@@ -152,7 +152,7 @@ def _echoes(
         )
     counts = [module.num_experts for _, module in experts_modules(network)]
     try:
-        return load_manifest(path / CALIBRATION_FOLDER, config, counts).echoes
+        return load_manifest(path / CALIBRATION_FOLDER, config, counts).induction
     except CalibrationError as error:
         raise ProfileError(
             f"memory.kv_policy is {policy}, and moe calibrate finds the key heads that keep all: "

@@ -118,20 +118,20 @@ def packed_pass(cache: PackedCache) -> Iterator[None]:
         current_pass.reset(token)
 
 
-Tell = Callable[..., None]
-"""Hears of a sequence's queries in a layer: ``(layer, (1, Q, T, D) queries, (1, N, L, D) keys,
-rule, scaling, sinks, softcap)``."""
-_tell: ContextVar[Tell | None] = ContextVar("tell", default=None)
+AttentionObserver = Callable[..., None]
+"""Called for each sequence and layer: ``(layer, (1, Q, T, D) queries, (1, N, L, D) keys, rule,
+scaling, sinks, softcap)``."""
+_observer: ContextVar[AttentionObserver | None] = ContextVar("observer", default=None)
 
 
 @contextmanager
-def told_attention(tell: Tell) -> Iterator[None]:
-    """Let ``tell`` hear of all attention of a pass."""
-    token = _tell.set(tell)
+def observed_attention(observer: AttentionObserver) -> Iterator[None]:
+    """Call ``observer`` with the queries and keys of all packed attention within."""
+    token = _observer.set(observer)
     try:
         yield
     finally:
-        _tell.reset(token)
+        _observer.reset(token)
 
 
 def packed_attention(
@@ -169,9 +169,9 @@ def packed_attention(
         raise TypeError(f"expected the layer's mask rule, got {type(attention_mask).__name__}")
     seen = _per_sequence(cache, layer, key, value)
     how = attention_mask, scaling, kwargs.get("s_aux"), kwargs.get("softcap")
-    if (tell := _tell.get()) is not None:
+    if (observer := _observer.get()) is not None:
         for q, own in zip(query.split(cache.sizes, dim=2), seen, strict=True):
-            tell(layer, q, own.read()[0], *how)
+            observer(layer, q, own.read()[0], *how)
     if cache.rows_pass is not None and not cache.watched and not any(map(_leaves_out, seen)):
         made = None if seen[0].cached is not None else (key, value)
         rule, scale, sinks, softcap = how

@@ -10,7 +10,7 @@ the prompt then attends to at most ``TOKENS`` tokens of each layer that sees all
   nothing is lost for later tokens.
 - ``heads``: as ``window``, but the ``COUNT`` key heads of the model that look up earlier text the
   most attend to all, as in RazorAttention (2407.15891). `moe calibrate` finds them
-  (`moe.network.echoes`).
+  (`moe.commands.calibrate.induction`).
 
 Some models are made so themselves (`moe.network.own_cache.OwnCache.policy`), which loses nothing:
 
@@ -66,8 +66,9 @@ HeadsOfLayers = tuple[tuple[int, tuple[int, ...]], ...]
 """Key heads of some layers."""
 
 
-Echoes = Mapping[int, tuple[float, ...]]
-"""Of layers that see all tokens, how much each key head looks up (`moe.network.echoes`)."""
+InductionScores = Mapping[int, tuple[float, ...]]
+"""Of layers that see all tokens, the score of each key head: how much it looks up earlier text
+(`moe.commands.calibrate.induction`)."""
 
 
 class KVPolicy(NamedTuple):
@@ -174,15 +175,19 @@ def _row(name: str, tokens: int, own: int) -> SeenRow:
     return SeenRow(kept, len(kept))
 
 
-def heads_without(echoes: Echoes, count: int) -> HeadsOfLayers:
+def heads_without(induction: InductionScores, count: int) -> HeadsOfLayers:
     """The key heads of each layer but the ``count`` ones that look up the most."""
     order = sorted(
-        ((-echo, layer, head) for layer, own in echoes.items() for head, echo in enumerate(own)),
+        (
+            (-score, layer, head)
+            for layer, own in induction.items()
+            for head, score in enumerate(own)
+        ),
     )
     kept = {(layer, head) for _, layer, head in order[:count]}
     heads = (
         (layer, tuple(head for head in range(len(own)) if (layer, head) not in kept))
-        for layer, own in sorted(echoes.items())
+        for layer, own in sorted(induction.items())
     )
     return tuple((layer, own) for layer, own in heads if own)
 

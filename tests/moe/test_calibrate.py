@@ -92,8 +92,10 @@ def test_the_trace_comes_back(demo: MoE, folder: Path) -> None:
 def test_a_model_loads_with_the_key_heads_that_look_up_the_most(
     folder: Path, tmp_path: Path
 ) -> None:
-    echoes = CalibrationManifest.model_validate_json((folder / MANIFEST_FILE).read_text()).echoes
-    assert heads_without(echoes, 2) == (
+    induction = CalibrationManifest.model_validate_json(
+        (folder / MANIFEST_FILE).read_text()
+    ).induction
+    assert heads_without(induction, 2) == (
         (0, (0, 1)), (1, (0, 1)), (2, (0, 1)), (3, (1,)), (4, (1,)), (5, (0, 1))
     )  # fmt: skip
     shutil.copytree(DEMO, tmp_path / "model")

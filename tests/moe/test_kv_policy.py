@@ -26,6 +26,7 @@ from moe.calibration.files import (
     SavedRouterRule,
     fingerprint,
 )
+from moe.commands.calibrate.induction import measure_induction
 from moe.commands.evaluate.scoring import price_kv_policy
 from moe.commands.plan.contexts import policy_prices
 from moe.decode.proof import prove_policy
@@ -36,7 +37,6 @@ from moe.loader import _check_policy
 from moe.loading.memory_plan import ANY_LENGTH
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
 from moe.memory.planning import planning
-from moe.network.echoes import measure_echoes
 from moe.network.host_blocks import HostBlocks, kept_share
 from moe.network.kv_blocks import BlockKVCache, BlockPool
 from moe.network.kv_cache import KVFormat, Shape
@@ -57,23 +57,23 @@ LOSSY = {"lossless": False, "memory.kv_bits": 16, "memory.kv_tokens": 8192}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the heads' echoes beside it, as `moe calibrate` leaves them."""
+    """With the heads' scores beside it, as `moe calibrate` leaves them."""
     path, config = tmp_path_factory.mktemp("models"), tiny_config("qwen3_moe")
     config.max_position_embeddings = 2048
     tiny_model("qwen3_moe", config=config).save_pretrained(path)
     heads = Shape(config.num_key_value_heads, 16, 16)
-    write_echoes(path, echoes_of(dict.fromkeys(range(config.num_hidden_layers), heads)))
+    write_scores(path, scores_of(dict.fromkeys(range(config.num_hidden_layers), heads)))
     return path
 
 
-def write_echoes(path: Path, echoes: dict[int, tuple[float, ...]]) -> None:
+def write_scores(path: Path, induction: dict[int, tuple[float, ...]]) -> None:
     config = AutoConfig.from_pretrained(path)
     counts = (config.num_experts,) * config.num_hidden_layers
     rule = SavedRouterRule(top_k=2, score="softmax", groups=1, groups_kept=1, group_score="max")
     manifest = CalibrationManifest(
         model=fingerprint(config), architecture="?", text="none", tokens=1, vocabulary=1,
         num_experts=counts, rules=(rule,) * len(counts), unavailable={}, made_by={}, files={},
-        echoes=echoes,
+        induction=induction,
     )  # fmt: skip
     (path / CALIBRATION_FOLDER).mkdir(exist_ok=True)
     (path / CALIBRATION_FOLDER / MANIFEST_FILE).write_text(manifest.model_dump_json())
@@ -95,7 +95,7 @@ def pool_of(model: MoE, spec: str | None, bits: int = 16) -> BlockPool:
     windows, shapes = model.backbone.blocks.windows, shapes_of(model)
     seeing = {layer: own for layer, own in shapes.items() if layer not in windows.of_layer}
     policy = None if spec is None else KVPolicy.of(spec)
-    kv = KVPrecision(bits, "asked for", True, policy, echoes_of(seeing)).with_heads(shapes)
+    kv = KVPrecision(bits, "asked for", True, policy, scores_of(seeing)).with_heads(shapes)
     pool = BlockPool(HostBlocks(NATIVE.kv, kv.form), windows, kv.policy, shapes)
     model.backbone.blocks = pool
     return pool
@@ -113,7 +113,7 @@ def shapes_of(model: MoE) -> dict[int, Shape]:
     return {layer: shape for layer, shape in cache.shapes.items() if isinstance(layer, int)}
 
 
-def echoes_of(shapes: Mapping[int, Shape]) -> dict[int, tuple[float, ...]]:
+def scores_of(shapes: Mapping[int, Shape]) -> dict[int, tuple[float, ...]]:
     """Made up: the last head of the last layer looks up the most."""
     return {
         layer: tuple(layer + head / shape.heads for head in range(shape.heads))
@@ -502,17 +502,17 @@ def test_steps_by_heads_are_those_of_masked_attention(
 
 
 def test_heads_that_look_up_the_most_keep_all() -> None:
-    echoes = {2: (0.1, 0.5), 0: (0.5, 0.2), 5: (0.4,)}
-    assert heads_without(echoes, 1) == ((0, (1,)), (2, (0, 1)), (5, (0,)))
-    assert heads_without(echoes, 2) == ((0, (1,)), (2, (0,)), (5, (0,)))
-    assert heads_without(echoes, 4) == ((2, (0,)),)
+    induction = {2: (0.1, 0.5), 0: (0.5, 0.2), 5: (0.4,)}
+    assert heads_without(induction, 1) == ((0, (1,)), (2, (0, 1)), (5, (0,)))
+    assert heads_without(induction, 2) == ((0, (1,)), (2, (0,)), (5, (0,)))
+    assert heads_without(induction, 4) == ((2, (0,)),)
 
 
-def test_echoes_are_the_attention_to_what_followed_the_same_token(
+def test_induction_scores_are_the_attention_to_what_followed_the_same_token(
     model: MoE, checkpoint: Path
 ) -> None:
     """Beside transformers' own attention weights, on the same random tokens."""
-    found = measure_echoes(model.backbone, model.experts.run, 256)
+    found = measure_induction(model.backbone, model.experts.run, 256)
     oracle = AutoModelForCausalLM.from_pretrained(
         checkpoint, dtype=torch.float32, attn_implementation="eager"
     ).eval()
@@ -526,9 +526,9 @@ def test_echoes_are_the_attention_to_what_followed_the_same_token(
             echo = torch.stack([weights[0, :, 192 + t, t + 1] for t in range(64)]).mean(0)
             total[layer] += echo.view(len(found[layer]), -1).mean(1) / 2
     assert list(found) == list(range(oracle.config.num_hidden_layers))
-    for layer, echoes in found.items():
-        assert torch.allclose(torch.tensor(echoes), total[layer], rtol=0.01)  # keys in bf16
-    assert measure_echoes(model.backbone, model.experts.run, 128) == {}
+    for layer, induction in found.items():
+        assert torch.allclose(torch.tensor(induction), total[layer], rtol=0.01)  # keys in bf16
+    assert measure_induction(model.backbone, model.experts.run, 128) == {}
 
 
 @pytest.mark.parametrize("bits", [32, 16, 8, 4])
@@ -573,7 +573,7 @@ def test_a_part_is_freed_by_the_last_sequence_that_lists_it(bits: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("echoes", "spec", "ranks", "why"),
+    ("induction", "spec", "ranks", "why"),
     [
         (None, "heads:512:1", 1, "has no calibration.json: run moe calibrate"),
         ({}, "heads:512:1", 1, "has not measured its key heads: run moe calibrate again"),
@@ -585,14 +585,14 @@ def test_a_part_is_freed_by_the_last_sequence_that_lists_it(bits: int) -> None:
 )
 def test_heads_that_are_not_known_are_refused(
     tmp_path: Path,
-    echoes: dict[int, tuple[float, ...]] | None,
+    induction: dict[int, tuple[float, ...]] | None,
     spec: str,
     ranks: int,
     why: str,
 ) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
-    if echoes is not None:
-        write_echoes(tmp_path, echoes)
+    if induction is not None:
+        write_scores(tmp_path, induction)
     profile = load_profile(overrides=LOSSY | {"memory.kv_policy": spec}).profile
     with (
         pytest.raises(ProfileError, match=f"memory.kv_policy is {spec}, .*{why}"),

@@ -20,12 +20,12 @@ from moe.calibration.files import (
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.compression import analyse
 from moe.commands.calibrate.fit import HELD_OUT_EVERY, find_gates, fit_predictors
+from moe.commands.calibrate.induction import measure_induction
 from moe.commands.calibrate.record import record_trace
 from moe.commands.console import OnStep, step_bar
 from moe.errors import CalibrationError
 from moe.loading.hub import resolve_model
 from moe.model import MoE
-from moe.network.echoes import measure_echoes
 from moe.settings.profile import LoadedProfile
 from routing.predict.path import VECTOR
 
@@ -99,10 +99,10 @@ def calibrate(
             unavailable = unavailable_before(folder, model.config, trace)
         if unavailable is None:
             fitted = _fitted(model, trace, on_step)
-            echoes = measure_echoes(model.backbone, model.experts.run, model.context_length)
+            induction = measure_induction(model.backbone, model.experts.run, model.context_length)
             windows = model.backbone.windows.of_layer
-            echoes = {layer: own for layer, own in echoes.items() if layer not in windows}
-            save_calibration(folder, model.config, text.name, trace, fitted, echoes)
+            induction = {layer: own for layer, own in induction.items() if layer not in windows}
+            save_calibration(folder, model.config, text.name, trace, fitted, induction)
             unavailable = fitted.unavailable
     if compression is not None:
         with step_bar() as on_step:

@@ -1,8 +1,9 @@
 """Which key heads look up what followed the same token before, and so need their far tokens.
 
-RazorAttention (2407.15891) finds its heads so: random tokens come again, and of each head the
-attention is measured that a token pays to the one that followed it the first time. Other heads
-lose little if they see a window. Legend: N key heads, Q query heads, T queries, L keys.
+They are induction heads. RazorAttention (2407.15891) finds them so: a sequence of random tokens
+repeats its beginning, and a head's score is the attention that a repeated token pays to the token
+behind its first occurrence. Other heads lose little if they see a window.
+Legend: N key heads, Q query heads, T queries, L keys.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.network.attention import MaskRule, attention_weights, first_keys, told_attention
+from moe.network.attention import MaskRule, attention_weights, first_keys, observed_attention
 from moe.network.backbone import Backbone
-from moe.network.kv_policy import Echoes
+from moe.network.kv_policy import InductionScores
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.packed_pass import Work
 
@@ -24,7 +25,7 @@ LEAST_TOKENS = 256
 
 
 @torch.inference_mode()
-def measure_echoes(backbone: Backbone, run: ExpertsRunner, most: int | None) -> Echoes:
+def measure_induction(backbone: Backbone, run: ExpertsRunner, most: int | None) -> InductionScores:
     """Measure all layers in one pass.
 
     Args:
@@ -43,27 +44,29 @@ def measure_echoes(backbone: Backbone, run: ExpertsRunner, most: int | None) -> 
     generator = torch.Generator().manual_seed(0)
     found: dict[int, list[Tensor]] = {}
 
-    def tell(layer: int, query: Tensor, keys: Tensor, rule: MaskRule, *how: Any) -> None:
+    def observe(layer: int, query: Tensor, keys: Tensor, rule: MaskRule, *how: Any) -> None:
         first = first_keys(rule, again, length, query.device)
         if first is None or bool(first.any()):
             return
-        echo, end = torch.zeros(query.shape[1], device=query.device), 0
+        score, end = torch.zeros(query.shape[1], device=query.device), 0
         for rows in query[:, :, period:].split(128, 2):
             after = torch.arange(end + 1, end + rows.shape[2] + 1, device=query.device)[:, None]
             end += rows.shape[2]
             weights = attention_weights(rows, keys[:, :, : period + end], rule, *how)
-            echo += weights.gather(-1, after.expand(*rows.shape[:3], 1)).sum((0, 2, 3)) / again
-        found.setdefault(layer, []).append(echo.view(keys.shape[1], -1).mean(1).cpu())
+            score += weights.gather(-1, after.expand(*rows.shape[:3], 1)).sum((0, 2, 3)) / again
+        found.setdefault(layer, []).append(score.view(keys.shape[1], -1).mean(1).cpu())
 
     for _ in range(SEQUENCES):
         ids = torch.randint(vocabulary, (period,), generator=generator).tolist()
         work = [Work([*ids, *ids[:again]], backbone.new_cache(length))]
 
         def read(work: list[Work] = work) -> list[Tensor]:
-            with told_attention(tell):
+            with observed_attention(observe):
                 return backbone.forward_packed(work)
 
         lane = Lane(read, "prefill")
         run_lanes([lane], run)
         lane.result()
-    return {layer: tuple(torch.stack(echoes).mean(0).tolist()) for layer, echoes in found.items()}
+    return {
+        layer: tuple(torch.stack(induction).mean(0).tolist()) for layer, induction in found.items()
+    }
