@@ -4,8 +4,9 @@ Read from ``/proc`` and ``/sys`` at the time of asking, and never larger than wh
 control groups (version 1 and 2) allow. ``root`` replaces ``/`` in tests. Elsewhere than on Linux
 the facts that cannot be read are None or empty.
 
-`keep_freed_memory` is about this process only: it tells glibc to keep what is freed. `code_digest`
-tells one version of our code from another.
+`keep_freed_memory` and `spread_memory` are about this process only: the one tells glibc to keep
+what is freed, the other tells Linux which memory nodes to take memory from. `code_digest` tells
+one version of our code from another.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +29,10 @@ KEPT = 2**30
 _STEP = 2**28
 """Bytes by which the heap grows at least."""
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4  # names of mallopt(3), from malloc.h
+
+# System calls to set and to get a thread's memory policy, by `uname -m`: libc does not wrap them.
+_MEMORY_POLICY_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_DEFAULT, _INTERLEAVE = 0, 3  # from linux/mempolicy.h
 
 # What our CPU kernels and torch's can use, by the names in /proc/cpuinfo.
 INSTRUCTION_SETS = {
@@ -71,13 +77,48 @@ def cpu_maker(root: Path = ROOT) -> str:
 def memory_nodes(root: Path = ROOT) -> list[frozenset[int]]:
     """The usable CPUs of each memory controller (NUMA node) that has some, in their order; all in
     one where the system does not say."""
-    usable = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
-    lists = sorted(
-        (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"),
-        key=lambda file: int(file.parent.name[4:]),
-    )
-    found = [frozenset(_cpus(_read(file) or "")) & usable for file in lists]
-    return [cpus for cpus in found if cpus] or [usable]
+    return list(_nodes(root).values()) or [_usable()]
+
+
+def _usable() -> frozenset[int]:
+    return frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
+
+
+def _nodes(root: Path) -> dict[int, frozenset[int]]:
+    """The usable CPUs of each memory node that has some, by its number."""
+    usable, found = _usable(), {}
+    for file in (root / "sys/devices/system/node").glob("node[0-9]*/cpulist"):
+        found[int(file.parent.name[4:])] = frozenset(_cpus(_read(file) or "")) & usable
+    return {number: found[number] for number in sorted(found) if found[number]}
+
+
+def spread_memory(root: Path = ROOT) -> bool:
+    """Take new memory from all memory nodes that have usable CPUs, page by page in turn.
+
+    By default Linux takes a page from the node of the thread that first writes it. A thread that
+    reads a model's files would so put all weights on one node, and threads of all nodes would then
+    share that node's bandwidth. This holds for the calling thread and for those that it starts
+    from now on. A policy that the user chose (``numactl``) stays.
+
+    Returns:
+        True if pages come from several nodes in turn now.
+    """
+    nodes = _nodes(root)
+    calls = _MEMORY_POLICY_CALLS.get(platform.machine())
+    if len(nodes) < 2 or calls is None or platform.system() != "Linux":
+        return False
+    set_policy, get_policy = calls
+    system = ctypes.CDLL(None)
+    policy = ctypes.c_int()
+    if system.syscall(get_policy, ctypes.byref(policy), None, 0, None, 0) != 0:
+        return False
+    if policy.value != _DEFAULT:
+        return policy.value == _INTERLEAVE
+    words = (ctypes.c_ulong * (max(nodes) // 64 + 1))()
+    for number in nodes:
+        words[number // 64] |= 1 << number % 64
+    # The kernel reads one bit less than it is told.
+    return bool(system.syscall(set_policy, _INTERLEAVE, words, len(words) * 64 + 1) == 0)
 
 
 def physical_cores(root: Path = ROOT) -> list[frozenset[int]]:

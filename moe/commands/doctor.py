@@ -153,7 +153,7 @@ def check_threads() -> Finding:
         return Finding("threads", "warning", detail, f"slower than --set threads={most}")
     if (nodes := len(machine.memory_nodes())) > 1:
         ranks = f"deepspeed --num_gpus {nodes} --module moe serve MODEL --profile expert-parallel"
-        remedy = f"one process reads much of its memory from another node; a rank for each: {ranks}"
+        remedy = f"one process reads half of its memory or more from afar; a rank a node: {ranks}"
         return Finding("threads", "warning", f"{detail}, on {nodes} memory nodes", remedy)
     return Finding("threads", "ok", detail)
 

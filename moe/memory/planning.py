@@ -28,7 +28,7 @@ from moe.loading.mtp import NOT_ASKED
 from moe.loading.progress import Report
 from moe.loading.quantized import decoding_notices
 from moe.loading.sources import WeightSource, open_source
-from moe.machine import memory_available, memory_total
+from moe.machine import memory_available, memory_total, spread_memory
 from moe.memory.budget import (
     WAVES,
     available_for,
@@ -95,12 +95,17 @@ def planning(
 ) -> Iterator[PlannedModel]:
     """Plan the model in a directory; its files stay open in the context.
 
+    On a CPU this process takes memory from all memory nodes from now on, for the weights as for
+    what a plan measures.
+
     Args:
         ranks: that share the experts; each holds its part in memory.
 
     Raises:
         CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.network.seam`.
     """
+    if device.type == "cpu":
+        spread_memory()
     config = read_config(path)
     network = build_meta_model(config, dtype=_backbone_dtype(profile, device))
     if writes_blocks(network):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -83,6 +84,69 @@ def test_memory_nodes_are_those_of_usable_cpus(
     root = tree(tmp_path, {f"{folder}/node{at}/cpulist": text for at, text in lists.items()})
     assert machine.memory_nodes(root) == [{0, 1, 9}, {5}, {12}]
     assert machine.memory_nodes(tmp_path / "nothing") == [{0, 1, 5, 9, 12}]
+
+
+SPREAD = """
+import ctypes, platform, sys, threading
+from pathlib import Path
+from moe import machine
+
+get = machine._MEMORY_POLICY_CALLS[platform.machine()][1]
+system = ctypes.CDLL(None)
+
+def policy():
+    mode, words = ctypes.c_int(), (ctypes.c_ulong * 16)()
+    if system.syscall(get, ctypes.byref(mode), words, 1024, None, 0) != 0:
+        sys.exit(77)  # containers may forbid it
+    return mode.value, words[0]
+
+assert policy() == (0, 0)
+spread = machine.spread_memory(Path(sys.argv[1]))
+seen = [policy()]
+other = threading.Thread(target=lambda: seen.append(policy()))
+other.start()
+other.join()
+assert machine.spread_memory(Path(sys.argv[1])) == spread
+print(spread, *(mode for mode, _ in seen), seen[0][1] & 1)
+"""
+
+
+KEEPS = """
+import ctypes, platform, sys
+from pathlib import Path
+from moe import machine
+
+set_policy, get_policy = machine._MEMORY_POLICY_CALLS[platform.machine()]
+system, mode, node = ctypes.CDLL(None), ctypes.c_int(), ctypes.c_ulong(1)
+if system.syscall(set_policy, 2, ctypes.byref(node), 65) != 0:  # numactl --membind=0
+    sys.exit(77)
+spread = machine.spread_memory(Path(sys.argv[1]))
+assert system.syscall(get_policy, ctypes.byref(mode), None, 0, None, 0) == 0
+print(spread, mode.value)
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="memory policies are Linux's")
+@pytest.mark.parametrize(
+    ("code", "nodes", "expected"),
+    [
+        (SPREAD, {0: "0-4095"}, "False 0 0 0"),
+        (SPREAD, {0: "0-4095", 1: "0-4095", 70: ""}, "True 3 3 1"),
+        (KEEPS, {0: "0-4095", 1: "0-4095"}, "False 2"),
+    ],
+)
+def test_memory_comes_from_all_nodes_in_turn(
+    tmp_path: Path, code: str, nodes: dict[int, str], expected: str
+) -> None:
+    """Of made-up nodes the kernel leaves those out that this machine does not have."""
+    folder = "sys/devices/system/node"
+    root = tree(tmp_path, {f"{folder}/node{at}/cpulist": text for at, text in nodes.items()})
+    command = [sys.executable, "-c", code, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 77:
+        pytest.skip("this container forbids memory policies")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == expected
 
 
 def cores_of(root: Path, siblings: dict[str, str]) -> list[frozenset[int]]:
