@@ -13,6 +13,7 @@ import json
 import os
 import random
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -53,7 +54,8 @@ def fault(kind: str, source: str) -> str:
     """Why a structure cannot be compiled, or "" if it can; tried in another process.
 
     Raises:
-        TimeoutError: the process got too little of the processor to say; nothing is remembered.
+        TimeoutError: the process got too little of the processor to say, or something else on
+            this machine killed it (as Linux does where memory runs out); nothing is remembered.
     """
     try:
         done = subprocess.run(
@@ -66,7 +68,9 @@ def fault(kind: str, source: str) -> str:
         )
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"not compiled within {WALL_SECONDS} s") from error
-    if done.returncode < 0:
+    if done.returncode == -signal.SIGKILL:
+        raise TimeoutError("not compiled: something killed the process")
+    if done.returncode < 0:  # by its own limits
         return _TOO_COMPLEX
     assert done.returncode == 0, done.stderr
     return str(json.loads(done.stdout))
@@ -113,7 +117,8 @@ def _is_quick(matcher: LLMatcher) -> bool:
 
 def limited_fault(kind: str, source: str) -> str:
     """`fault` in a thread of this process, whose limits hold from now on."""
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+    # Behind the first limit the process gets SIGXCPU, behind the second SIGKILL.
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK)

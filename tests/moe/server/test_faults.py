@@ -226,6 +226,20 @@ def test_c13_what_is_known_of_grammars_is_bounded_and_recursion_refused() -> Non
     assert fault("grammar", 'start: "(" start ")" | "x"') == ""
 
 
+def test_a_check_of_a_grammar_that_the_system_kills_says_nothing_of_the_grammar(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As Linux does with some process where memory runs out."""
+    killed, source = tmp_path / "python", 'start: "c13"'
+    killed.write_text("#!/bin/sh\nkill -9 $$\n")
+    killed.chmod(0o700)
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.executable", str(killed))
+        with pytest.raises(TimeoutError, match="something killed the process"):
+            fault("grammar", source)
+    assert fault("grammar", source) == ""
+
+
 def test_a_request_ends_with_what_is_there_when_its_time_is_up(
     serve: Any, wait_for: Any, gate: Any
 ) -> None:
