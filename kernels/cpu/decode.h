@@ -225,8 +225,8 @@ struct Pass {
     if (window < 0) return (own - 1) / -window * -window;
     return window && own > window ? own - window : 0;
   }
-  // Keys that the queries of a key head attend to, without entries. What knows no policy leaves out
-  // the head.
+  // Keys that the queries of a key head attend to, without entries. Only a policy tells heads apart:
+  // without one any head will do.
   long keys(long b, long kv_head = 0) const {
     if (const Seen* own = seen(b, kv_head))
       return blocks(*own) * kv::TOKENS - (-length(b) & (kv::TOKENS - 1)) - (own->gap_end - own->gap);

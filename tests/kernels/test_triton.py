@@ -20,6 +20,7 @@ from kernels.triton.experts import experts_forward, linear_forward, supports, su
 from kernels.triton.grouped import describable
 from kernels.triton.language import INTERPRETED
 from kernels.triton.tiles import Tile
+from tests.amounts import amount
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import (
     ACTIVATIONS,
@@ -110,7 +111,7 @@ def test_an_activation_of_torchs(dtype: torch.dtype) -> None:
     assert_close(experts_forward(case.hidden, case.ids, case.weights, planes), whole)
 
 
-@settings(max_examples=6)
+@settings(max_examples=amount(6, in_ci=3))
 @given(
     tokens=st.sampled_from((1, 3, 6)),
     hidden=st.integers(1, 80),

@@ -205,6 +205,7 @@ def innermost(built):
 # Linear layers of few and of many rows, and the first projections of experts.
 uses = [(tile, gated) for gated in (False, True) for tile in PLANES + PREFILL_PLANES]
 begin, end = map(int, sys.argv[3].split(":"))
+parts = int(sys.argv[4])  # of K, a warp each (`parts_of`)
 for architecture in map(int, sys.argv[1].split()):
     for tile, gated in uses[begin:end]:
         for name in sys.argv[2].split():
@@ -213,9 +214,9 @@ for architecture in map(int, sys.argv[1].split()):
             if not tile.fits(own, int(planes), torch.bfloat16):
                 continue
             two = gated or tile.two
-            constants = tile.constants(4)
+            constants = tile.constants(parts)
             constants["FETCH"] &= architecture >= 90
-            options = tile.options(4, torch.bfloat16, architecture >= 90)
+            options = tile.options(parts, torch.bfloat16, architecture >= 90)
             built = build(architecture, planes_kernel, options, **constants,
                           BITS=int(bits), KIND=SCALES.index(scales), PLANES=int(planes),
                           COMPUTE=tl.bfloat16, GROUP=int(group), TWO=two, GATED=gated,
@@ -402,9 +403,9 @@ def test_kernels_compile() -> None:
         assert int(shared) <= most, name
 
 
-def check_planes(architectures: str, codes: list[str], tiles: str) -> None:
+def check_planes(architectures: str, codes: list[str], tiles: str, parts: int = 4) -> None:
     """Print the table of tiles, and hold them to the limits."""
-    lines = lines_of(_PLANES, architectures, " ".join(codes), tiles)
+    lines = lines_of(_PLANES, architectures, " ".join(codes), tiles, str(parts))
     heads = ["sm", "rows", "blocks", "experts", "unroll", "fetch", "codes", "registers", "spilled",
              "instructions", "loads"]  # fmt: skip
     for words in (heads, *lines):
@@ -456,6 +457,7 @@ def test_every_tile_of_planes_takes_few_instructions() -> None:
     """`-s` prints the table; some minutes."""
     check_planes("80 89 90", [*_SYMMETRIC, *_FILES], "0:6")
     check_planes("80 89 90", [_SYMMETRIC[2], _AWQ, _Q4_K, _MXFP4], "6:18")
+    check_planes("80 90", [_SYMMETRIC[2], _AWQ, _Q4_K], "0:9", parts=8)  # wide linear layers
 
 
 def test_states_of_recurrent_layers_stay_in_registers() -> None:

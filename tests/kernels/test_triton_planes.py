@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import kernels
 from experts.weights import ExpertShape, from_expert_blobs
-from kernels import QuantizedExperts
+from kernels import PlaneMatrix, QuantizedExperts
 from kernels.planes import (
     PLANE_BITS,
     PREFIX_BITS,
@@ -321,16 +322,23 @@ def test_every_code_has_the_bits_of_its_number(planes: int, dtype: torch.dtype) 
         assert torch.equal(found[2], codes.double() - 136)
 
 
+@cache
+def by_the_first_tile(columns: int) -> tuple[PlaneMatrix, Tensor, Tensor]:
+    """A matrix, rows, and their product as the first tile computes it."""
+    matrix = quantize_matrix(torch.randn(20, columns), 32).for_device(CUDA)
+    x = torch.randn(11, columns)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_experts, "PLANES", PLANES[:1])
+        return matrix, x, linear_forward(x, matrix)
+
+
 @pytest.mark.parametrize("tile", VARIANTS, ids=str)
 @pytest.mark.parametrize("columns", [64, 352, 960])
 def test_every_tile_adds_the_same_numbers(
     columns: int, tile: PlaneTile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several units a warp, of some that only a few warps have, and of half a unit."""
-    matrix = quantize_matrix(torch.randn(40, columns), 32).for_device(CUDA)
-    x = torch.randn(11, columns)
-    monkeypatch.setattr(triton_experts, "PLANES", (PLANES[0],))
-    expected = linear_forward(x, matrix)
+    matrix, x, expected = by_the_first_tile(columns)
     monkeypatch.setattr(triton_experts, "PLANES", (tile,))
     # The interpreter's products round as numpy's do, by the number of rows.
     torch.testing.assert_close(linear_forward(x, matrix), expected, rtol=1e-5, atol=1e-4)
