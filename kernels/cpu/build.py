@@ -2,12 +2,12 @@
 
 A wheel has one library for each kind of CPU (kernels/cpu/compiler.py); `load_library` loads the one
 for this CPU. A source checkout has none: `load_library` compiles plain C++ (no torch headers, no
-build system, a minute of CPU time in all) to `moe-inference/<key>/kernels.so` in $XDG_CACHE_HOME or
-~/.cache. The key hashes what the machine code depends on: sources, flags, compiler, CPU, torch.
-Processes that start together wait for the one that compiles. A build runs in a temporary directory
-and is renamed into place when complete, under a file lock that ends with the process, so a killed
-build leaves neither a lock nor half a library. Each build deletes the libraries that were unused
-for longest; processes that run them keep their file open.
+build system, one to four minutes of CPU time in all) to `moe-inference/<key>/kernels.so` in
+$XDG_CACHE_HOME or ~/.cache. The key hashes what the machine code depends on: sources, flags,
+compiler, CPU, torch. Processes that start together wait for the one that compiles. A build runs in
+a temporary directory and is renamed into place when complete, under a file lock that ends with the
+process, so a killed build leaves neither a lock nor half a library. Each build deletes the
+libraries that were unused for longest; processes that run them keep their file open.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -30,6 +31,7 @@ from kernels.cpu.compiler import BuildError
 from kernels.cpu.interface import check_layouts, compiled_layouts
 
 _KEPT = 8
+_logger = logging.getLogger("moe")
 
 
 def load_library(target: Sequence[str] | None = None) -> ctypes.CDLL:
@@ -69,6 +71,7 @@ def _built(target: Sequence[str]) -> Path:
     if not library.exists():
         with _alone(directory):
             if not library.exists():
+                _logger.warning("compiling the CPU kernels for this machine, once; takes minutes")
                 compiler.compile_library(command, target, library)
                 _prune(directory.parent)
     with suppress(OSError):  # a read-only cache

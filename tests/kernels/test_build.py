@@ -100,6 +100,7 @@ def test_of_processes_that_start_together_one_builds_into_a_private_directory(
     script.write_text("from kernels.cpu.build import load_library; load_library()")
     with launch(2, [script], XDG_CACHE_HOME=str(cache), CXX=str(copying)) as both:
         assert both.codes() == [0, 0], both.everything()
+        assert both.everything().count("compiling the CPU kernels for this machine, once") == 1
     assert (
         len(log.read_text().splitlines()) == len(compiler.sources()) + 1
     )  # each once, and together
