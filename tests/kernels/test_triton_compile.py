@@ -371,11 +371,11 @@ _MOST_SHARED = 227 << 10  # on sm_90
 
 _SYMMETRIC = [f"8/symmetric/64/{planes}" for planes in (1, 2, 3, 4)]
 _AWQ, _Q4_K = "4/offset/128/1", "4/super-offset/32/1"
+_Q8_0, _Q6_K = "8/centred/32/2", "6/super/16/2"
 _FP8, _MXFP4 = "8/fp8/128/1", "4/mxfp4/32/1"
-_FILES = [_AWQ, _Q4_K, "8/centred/32/2", "6/super/16/2", _FP8, _MXFP4]
+_FILES = [_AWQ, _Q4_K, _Q8_0, _Q6_K, _FP8, _MXFP4]
 """Codes: their bits, scales (kernels/scales.py), columns of a scale, and planes that there are."""
-_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 6, _Q4_K: 6.5, "8/centred/32/2": 6, _FILES[3]: 15, _MXFP4: 6.5}
-_MOST_INSTRUCTIONS[_FP8] = 5.1
+_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 6, _Q4_K: 6.5, _Q8_0: 6, _Q6_K: 15, _MXFP4: 6.5, _FP8: 5.1}
 """Of a thread for each code; else 5."""
 _MOST_OF_64_ROWS = 10
 """Each code meets 64 rows there: as many matrix instructions as codes."""
@@ -458,7 +458,7 @@ def test_every_tile_of_planes_takes_few_instructions() -> None:
     """`-s` prints the table; some minutes."""
     check_planes("80 89 90", [*_SYMMETRIC, *_FILES], "0:6")
     check_planes("80 89 90", [_SYMMETRIC[2], _AWQ, _Q4_K, _MXFP4], "6:18")
-    check_planes("80 89 90", [_SYMMETRIC[3], "8/centred/32/2", "6/super/16/2", _FP8], "6:18")
+    check_planes("80 89 90", [_SYMMETRIC[3], _Q8_0, _Q6_K, _FP8], "6:18")
     # Wide linear layers. 64 rows of 4 bits have 8 instructions on local memory on sm_90.
     check_planes("80 90", [_SYMMETRIC[2], _AWQ, _Q4_K], "0:8", parts=8)
 
