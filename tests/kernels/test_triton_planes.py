@@ -38,7 +38,7 @@ from kernels.triton.tall import turned
 from kernels.triton.tiles import PLANES, PREFILL_PLANES, PlaneTile, TallTile
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import assert_close, make_case
-from tests.kernels.plane_cases import quantize_matrix
+from tests.kernels.plane_cases import first_bits, quantize_matrix
 from tests.launches import Launches
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
@@ -344,6 +344,18 @@ def test_every_tile_adds_the_same_numbers(
     torch.testing.assert_close(linear_forward(x, matrix), expected, rtol=1e-5, atol=1e-4)
     whole = x.double() @ dequantize(matrix.planes, matrix.scales, matrix.layout).double().T
     torch.testing.assert_close(expected.double(), whole, rtol=1e-4, atol=1e-3)
+
+
+def test_a_matrix_of_eight_parts_is_read_in_strips(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 32 rows, not of 16."""
+    matrix = first_bits(quantize_matrix(torch.randn(20, 2048), 64), 4).for_device(CUDA)
+    assert parts_of(matrix.layout, expert=False) == 8
+    x = torch.randn(40, 2048, dtype=torch.bfloat16)
+    found = {}
+    for tile in (PlaneTile(32, two=True), PlaneTile(64, two=True)):
+        monkeypatch.setattr(triton_experts, "PREFILL_PLANES", (tile,))
+        found[tile.rows] = linear_forward(x, matrix).float()
+    torch.testing.assert_close(found[64], found[32])
 
 
 def test_the_matrix_alone_decides_the_parts() -> None:
