@@ -483,7 +483,8 @@ def planes_kernel(
     """PLANES: that all experts have; 0 if they differ, or are not known. With DENSE, `begin0` and
     its like stand for the only row of the table: nothing has to be loaded first."""
     wait_for_others(PDL)
-    # As many rows of a strip as registers hold beside their sums.
+    # ptxas spills on sm_90 where eight parts read symmetric codes for four strips (see the table
+    # in tests/kernels/test_triton_compile.py).
     STRIPS: tl.constexpr = 1 if ROWS < 64 else ROWS // (32 if PARTS == 8 and KIND == 0 else 16)
     EACH: tl.constexpr = ROWS // STRIPS
     from_position = tl.arange(0, 8)[:, None] + tl.arange(0, EACH // 8)[None, :] * 8

@@ -49,11 +49,8 @@ class KVPrecision:
         Raises:
             ProfileError: the scores are of another model, or too few.
         """
-        policy, induction, heads = (
-            self.policy,
-            self.induction,
-            sum(map(len, self.induction.values())),
-        )
+        policy, induction = self.policy, self.induction
+        heads = sum(map(len, induction.values()))
         if policy is None or not policy.by_heads:
             return self
         wanted = f"memory.kv_policy is {policy}"
