@@ -21,6 +21,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.kernels.kernel_cases import AMX_TARGETS, TARGETS
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "build" / "sanitize"
 _FLAGS = {
@@ -81,8 +83,10 @@ def main(kind: str, arguments: list[str]) -> int:
         "XDG_CACHE_HOME": str(folder),
         "OMP_NUM_THREADS": "1" if kind == "thread" else "2",
     }
-    build = "from kernels.cpu.build import _built; print(_built(['-march=native']))"
-    subprocess.run([sys.executable, "-c", build], cwd=ROOT, env=environment, check=True)
+    targets = AMX_TARGETS if kind == "address" else TARGETS
+    for target in (target for target in targets if "x86" not in target):
+        build = f"from kernels.cpu.build import _built; print(_built({target.split()}))"
+        subprocess.run([sys.executable, "-c", build], cwd=ROOT, env=environment, check=True)
     # Other instruction sets would be compiled in the middle of a test. -s: a finding ends the
     # process, and with it what pytest holds back.
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:cacheprovider"]

@@ -3,14 +3,15 @@
 #include <cstdint>
 #include <initializer_list>
 
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VNNI__) && defined(__linux__)
+#if defined(EMULATED_AMX)
+#define USES_AMX
+#include "amx_emulated.h"
+#elif defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VNNI__) && defined(__linux__)
 #define USES_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
 
 namespace amx {
-
-constexpr int ROWS = 16, ROW_BYTES = 64;  // of a register
 
 static bool ask() {
   constexpr int REQUEST = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
@@ -19,26 +20,11 @@ static bool ask() {
 
 inline const bool ready = ask();
 
-struct Shape {
-  long rows, bytes;  // of a row
-};
-
-// Sets the shapes of the registers for its lifetime.
-struct alignas(64) Shapes {
-  static constexpr int REGISTERS = 8;
-  uint8_t palette = 1, start = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};  // of a row
-  uint8_t rows[16] = {};
-
-  // The first registers get the shapes `some`, the others their full size.
-  explicit Shapes(std::initializer_list<Shape> some = {}) {
-    for (int i = 0; i < REGISTERS; ++i) rows[i] = ROWS, bytes[i] = ROW_BYTES;
-    int i = 0;
-    for (const Shape& own : some) rows[i] = uint8_t(own.rows), bytes[i++] = uint16_t(own.bytes);
-    __asm__ volatile("ldtilecfg %0" : : "m"(*this));
-  }
-  ~Shapes() { __asm__ volatile("tilerelease"); }
-};
+template <class Config>
+static inline void configure(const Config& config) {
+  __asm__ volatile("ldtilecfg %0" : : "m"(config));
+}
+static inline void release() { __asm__ volatile("tilerelease"); }
 
 // The compilers' intrinsics take literal registers only, and GCC 12's do not declare what they read.
 template <int R>
@@ -62,6 +48,35 @@ template <int SUM, int A, int B>
 static inline void multiply_bf16() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(SUM), "i"(A), "i"(B));
 }
+
+}  // namespace amx
+#endif
+
+#if defined(USES_AMX)
+namespace amx {
+
+constexpr int ROWS = 16, ROW_BYTES = 64;  // of a register
+
+struct Shape {
+  long rows, bytes;  // of a row
+};
+
+// Sets the shapes of the registers for its lifetime.
+struct alignas(64) Shapes {
+  static constexpr int REGISTERS = 8;
+  uint8_t palette = 1, start = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};  // of a row
+  uint8_t rows[16] = {};
+
+  // The first registers get the shapes `some`, the others their full size.
+  explicit Shapes(std::initializer_list<Shape> some = {}) {
+    for (int i = 0; i < REGISTERS; ++i) rows[i] = ROWS, bytes[i] = ROW_BYTES;
+    int i = 0;
+    for (const Shape& own : some) rows[i] = uint8_t(own.rows), bytes[i++] = uint16_t(own.bytes);
+    configure(*this);
+  }
+  ~Shapes() { release(); }
+};
 
 // `rounds` products of whatever the registers hold, for limits.cpp.
 static inline void multiply_only(long rounds) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,11 +14,22 @@ from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
 
 from kernels import ExpertWeights
+from kernels.cpu.build import load_library
+from kernels.cpu.compiler import cpu_flags
 
 # The instruction sets that one source serves, by the flags that choose them.
 TARGETS = ["-march=native"]
 if platform.machine() == "x86_64":
     TARGETS += ["-march=x86-64", "-march=x86-64-v3"]
+# And AMX, whose tiles are plain C++ here (kernels/cpu/amx_emulated.h), where its vectors run.
+AMX_TARGETS = list(TARGETS)
+if {"avx512bw", "avx512_vnni"} <= cpu_flags():
+    AMX_TARGETS.append("-march=native -DEMULATED_AMX")
+
+
+def load_target(target: str) -> CDLL:
+    """The kernels, built for one of the targets."""
+    return load_library(tuple(target.split()))
 
 
 def _halves(curve: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.cpu.build import load_library
 from kernels.cpu.dense import NativeAttention
-from tests.kernels.kernel_cases import TARGETS
+from tests.kernels.kernel_cases import AMX_TARGETS, load_target
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=AMX_TARGETS)
 def native(request: pytest.FixtureRequest) -> NativeAttention:
-    return NativeAttention(load_library((request.param,)))
+    return NativeAttention(load_target(request.param))
 
 
 def expected(

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 import kernels
 from kernels import PlaneMatrix, planes, reference
-from kernels.cpu.build import load_library
 from kernels.cpu.experts import NativePlanes
 from kernels.planes import PREFIX_BITS, PlaneLayout
-from tests.kernels.kernel_cases import ACTIVATIONS, TARGETS
+from tests.kernels.kernel_cases import ACTIVATIONS, AMX_TARGETS, load_target
 from tests.kernels.plane_cases import (
     Expected,
     LayerCase,
@@ -27,9 +26,9 @@ from tests.kernels.plane_cases import (
 )
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=AMX_TARGETS)
 def native(request: pytest.FixtureRequest) -> NativePlanes:
-    return NativePlanes(load_library((request.param,)))
+    return NativePlanes(load_target(request.param))
 
 
 @given(
