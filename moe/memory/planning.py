@@ -7,6 +7,7 @@ says what to change.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -328,13 +329,21 @@ def _plan(
         footprint,
         profile,
         place=str(device) if on_cuda else "memory",
-        available_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available(),
+        available_bytes=_free_on(device) if on_cuda else memory_available(),
         context_length=_context_length(network.config, profile),
         logits_size=network.get_output_embeddings().weight.shape[0],
         offloadable=None if isinstance(offloadable, str) else offloadable,
         host_bytes=host_bytes,
         kv_policy=kv_policy,
     )
+
+
+def _free_on(device: torch.device) -> int:
+    """Free bytes of a GPU. What torch keeps of closed models would count as taken: it goes back to
+    the system first."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _backbone_dtype(profile: Profile, device: torch.device) -> torch.dtype | None:

@@ -32,7 +32,7 @@ from moe.memory.footprint import (
     tensor_bytes,
 )
 from moe.memory.kv_precision import choose_kv_precision
-from moe.memory.planning import _plan_waves, check_fit
+from moe.memory.planning import _free_on, _plan_waves, check_fit
 from moe.network.backbone import Backbone
 from moe.network.host_blocks import HostBlocks
 from moe.network.kv_blocks import BlockKVCache
@@ -195,6 +195,13 @@ def test_nothing_is_read_of_a_model_that_does_not_fit(
     with pytest.raises(DoesNotFitError, match=r"it needs [\d.]+ MiB and +0.95 MiB are available"):
         MoE.from_pretrained(tiny_checkpoint("mixtral"), on_plan=seen.append)
     assert not seen[0].fits
+
+
+def test_what_torch_keeps_of_closed_models_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [3 * GIB]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * GIB - sum(kept), 8 * GIB))
+    assert _free_on(torch.device("cuda")) == 8 * GIB
 
 
 def test_the_refusal_says_what_to_change() -> None:
