@@ -166,6 +166,7 @@ def _validate(settings: Mapping[str, tuple[Any, str]]) -> Profile:
             places = [str(part) for part in problem["loc"] if isinstance(part, int)]
             place = f"{settings[key][1]}: {'.'.join([key, *places])}"
             rule = re.sub(r"^(Input|String) should", "must", problem["msg"])
+            rule = rule.replace("a valid tuple", "a list, as in [one, two]")
             rules.setdefault((place, reprlib.repr(problem["input"])), []).append(rule)
         lines = [
             f"{place} {' or '.join(wanted)}; got {value}" if wanted else place

@@ -64,6 +64,8 @@ class RunPlan:
         settings = [f"--set {shlex.quote(f'{k}={_yaml(v)}')}" for k, v in self.settings.items()]
         profile = ["--profile offload"] if self.choice.offload else []
         serving = ["moe serve", shlex.quote(self.served), *profile, *settings]
+        if self.choice.from_store:  # else clients would have to ask for the store's folder
+            serving.append(f"--served-model-name {shlex.quote(public_name(self.name))}")
         if not self.choice.convert:
             return [" ".join(serving)]
         places = f"{shlex.quote(self.source)} {shlex.quote(self.served)}"

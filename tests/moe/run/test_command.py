@@ -100,6 +100,7 @@ def test_what_the_user_sets_is_kept(
     assert convert.split()[:2] == ["moe", "convert"]
     assert convert.endswith("--bits 8")
     assert "--set engine.max_batch_size=3 --set memory.device_gib=2" in serve
+    assert serve.endswith(f"--served-model-name {Path(name).name}")
     assert not served
 
 
