@@ -156,6 +156,12 @@ class PrefixCache:
         return self._held.total() + sum(room.tokens for room in self._coming)
 
     @property
+    def evictable_tokens(self) -> int:
+        """Of `num_tokens`, those that become free if all is evicted; the others are those of
+        running sequences, too."""
+        return self.num_tokens - sum(entry.kv.lent_tokens for entry in self._entries.values())
+
+    @property
     def _held(self) -> Counter[str]:
         held = self._by_salt
         if held is None:

@@ -151,10 +151,7 @@ class Scheduler:
         size = len(self.running) + len(first.sequences)
         if size > self.engine.max_batch_size:
             return True
-        prefixes = self.prefixes.num_tokens if self.prefixes is not None else 0
-        freed = prefixes + sum(map(self.account.half_read, self.waiting[1:]))
-        needed = size + self.account.to_come(first)
-        return self.num_used_tokens() - freed + needed > self.kv_tokens
+        return not self._can_free(size + self.account.to_come(first), self.waiting[1:])
 
     def update(self, ended: Collection[RunningSequence]) -> None:
         """After a step: remove the sequences that ended in it.
@@ -260,11 +257,22 @@ class Scheduler:
         if size > self.engine.max_batch_size:
             return False
         needed = size + sum(map(self.account.to_come, groups))
+        if self.running and not self._can_free(needed, others):
+            return False
         while self.num_used_tokens() + needed > self.kv_tokens:
             if not self._free_read(others):
                 # Alone it fits (`submit`), whatever the ends of its blocks take.
                 return self.account.unit > 1 and not self.running and len(groups) == 1
         return True
+
+    def _can_free(self, needed: float, others: Sequence[SequenceGroup]) -> bool:
+        """Whether `_free_read` can make room for so many tokens: what it frees in vain is read
+        again."""
+        missing = self.num_used_tokens() + needed - self.kv_tokens
+        missing -= sum(group.num_read for group in others)
+        if missing <= 0 or self.prefixes is None:
+            return missing <= 0
+        return missing <= self.prefixes.num_tokens and missing <= self.prefixes.evictable_tokens
 
     def _free_read(self, groups: Sequence[SequenceGroup]) -> bool:
         """Free a cached prefix, or else the last half-read prompt of ``groups``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -249,3 +250,30 @@ def test_the_room_of_samples_counts_their_prompt_once(
         prompt = [5] * (3 * KV_BLOCK)
         params = SamplingParams(max_new_tokens=4, temperature=1.0, seed=1, n=8)
         assert len(model.generate([prompt], params)) == 8
+
+
+def test_a_prompt_that_cannot_start_yet_evicts_nothing(
+    tiny_checkpoint: Callable[[str], Path],
+) -> None:
+    """The first prompt is cached, too, and evicting it would free nothing while it runs."""
+    memory = {"kv_tokens": 5 * KV_BLOCK, "prefix_tokens": 4 * KV_BLOCK}
+    with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory=memory) as model:
+        engine, params = model.engine(), replace(GREEDY, max_new_tokens=40)
+        prefixes = engine.scheduler.prefixes
+        assert prefixes is not None
+        running, chat, big = (
+            model.request([kind] * (blocks * KV_BLOCK), params if kind == 5 else GREEDY)
+            for kind, blocks in ((5, 2), (6, 1), (7, 3))
+        )
+        for group in (running, chat):
+            engine.submit(group)
+        while not chat.sequences[0].finish_reason:
+            engine.step()
+        engine.submit(big)
+        while not running.sequences[0].finish_reason:
+            assert not big.sequences[0].first_scheduled_ns
+            assert not prefixes.evictions
+            engine.step()
+        while not engine.idle:
+            engine.step()
+        assert prefixes.evictions

@@ -58,6 +58,21 @@ def test_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
     assert order == [old, young]
 
 
+def test_a_prompt_that_cannot_start_yet_undoes_no_reading() -> None:
+    planner = scheduler("chunked", kv_tokens=40)
+    running, half_read, big = group(6, 30), group(20, 1), group(34, 2)
+    big.sequences[0].priority = -9
+    for each in (running, half_read):
+        planner.submit(each)
+        run_step(planner)
+    planner.submit(big)
+    run_step(planner)
+    assert planner.waiting == [big, half_read]
+    assert half_read.num_read
+    while not planner.idle:
+        run_step(planner)
+
+
 def test_a_dropped_group_gets_nothing_and_others_go_on() -> None:
     planner = scheduler("layered")
     first, second = group(6, 2), group(6, 2)
