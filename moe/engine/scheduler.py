@@ -94,7 +94,7 @@ class Scheduler:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group. Raises `RequestError` if it could never run."""
-        group.keeps_all = self.account.keeps_all(group, self.prefixes)
+        group.keeps_all = self.account.keeps_all(group, self.prefixes, self.kv_tokens)
         room = self.kv_tokens - (self.account.unit - 1) * (len(group.sequences) - 1)
         group.check_fits(self.account.most(group), room, self.engine.max_batch_size)
         self._num_arrived += 1
@@ -262,7 +262,7 @@ class Scheduler:
         while self.num_used_tokens() + needed > self.kv_tokens:
             if not self._free_read(others):
                 # Alone it fits (`submit`), whatever the ends of its blocks take.
-                return self.account.unit > 1 and not self.running and len(groups) == 1
+                return not self.running and len(groups) == 1
         return True
 
     def _can_free(self, needed: float, others: Sequence[SequenceGroup]) -> bool:
@@ -298,7 +298,7 @@ class Scheduler:
             self.running.pop()
             last.release()
             again = SequenceGroup([last])
-            again.keeps_all = self.account.keeps_all(again, self.prefixes)
+            again.keeps_all = self.account.keeps_all(again, self.prefixes, self.kv_tokens)
             insort(self.waiting, again, key=_queue_key)
         else:
             return False
