@@ -97,6 +97,13 @@ class KVAccount:
         whole = group.num_kv(self._block_tokens) + len(group.sequences)
         return group.num_tokens <= prefixes.max_tokens and whole <= kv_tokens
 
+    def will_be_kept(self, group: SequenceGroup, prefixes: PrefixCache) -> bool:
+        """Whether the prefix cache takes a prompt once it has been read."""
+        most = len(group.token_ids)
+        if not group.keeps_all:
+            most = self._left_by_windows(group, most)
+        return most <= prefixes.max_tokens
+
     def _when_read(self, group: SequenceGroup) -> int:
         """What the sequences of a group hold at most when their prompt has been read."""
         most = self._left_by_policy(group, group.num_tokens)

@@ -11,7 +11,7 @@ A prompt whose beginning is being read from disk waits, and others overtake it.
 
 `KVAccount` counts the memory of sequences, in tokens. A prompt of which most is being read by a
 batch already waits for that batch, and then goes on from the prefix cache: requests that arrive
-together with a common prompt read it once.
+together with a common prompt read it once, if the prefix cache has room for that prompt.
 """
 
 from __future__ import annotations
@@ -227,15 +227,16 @@ class Scheduler:
         self.waiting = [group for group in self.waiting if group not in taken]
         return None if builder is None else builder.build(self._pauses)
 
-    @staticmethod
     def _must_wait(
-        group: SequenceGroup, prefixes: PrefixCache, taken: Sequence[SequenceGroup]
+        self, group: SequenceGroup, prefixes: PrefixCache, taken: Sequence[SequenceGroup]
     ) -> bool:
-        """Whether most of a prompt is being read from disk, or will be by these groups' batch."""
+        """Whether most of a prompt is being read from disk, or will be by these groups' batch and
+        then be in the prefix cache."""
         asks = not group.num_read and group.prompt_logprobs is None
         if asks and not group.look_up(prefixes):
             return True
-        return any(map(group.is_expected_from, taken))
+        expected = filter(group.is_expected_from, taken)
+        return any(self.account.will_be_kept(other, prefixes) for other in expected)
 
     def _has_read(self) -> bool:
         """Wait a moment for prefixes that are being read from disk; returns whether one came."""

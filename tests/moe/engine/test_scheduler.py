@@ -60,6 +60,33 @@ def test_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
     assert order == [old, young]
 
 
+@pytest.mark.parametrize(
+    ("common", "own", "kept", "window", "begun"),
+    [
+        (48, 1, 49, None, 1),
+        (48, 1, 48, None, 3),  # the prefix cache has no room for a prompt
+        (960, 40, 1000, 20, 1),
+        (960, 40, 800, 20, 1),  # of a prompt it keeps the end of windows, from where others go on
+        (800, 200, 800, 20, 3),  # and not what is before that
+        (960, 40, 200, 20, 3),
+    ],
+)
+def test_prompts_wait_for_a_common_beginning_that_the_prefix_cache_will_have(
+    common: int, own: int, kept: int, window: int | None, begun: int
+) -> None:
+    planner = scheduler("whole")
+    planner.prefill = planner.prefill.model_copy(update={"wave_tokens": 4096})
+    planner.prefixes = PrefixCache(kept)
+    windows = None if window is None else Windows.of({0: window}, {0: 1})
+    planner.account = KVAccount(64, block_tokens=64, windows=windows)
+    for number in range(3):
+        ids = [*range(common), *[-number] * own]
+        planner.submit(SequenceGroup([FakeSequence(ids, 1)]))  # type: ignore[list-item]
+    batch = planner.schedule().prefill
+    assert batch is not None
+    assert len(batch.chunks) == begun
+
+
 def test_a_prompt_that_cannot_start_yet_undoes_no_reading() -> None:
     planner = scheduler("chunked", kv_tokens=40)
     running, half_read, big = group(6, 30), group(20, 1), group(34, 2)
