@@ -293,6 +293,12 @@ def test_both_ways_to_set_the_pool_are_refused() -> None:
         load_profile({"memory": {"kv_tokens": 5, "kv_gib": 1}}, environ={})
 
 
+def test_the_prefix_cache_is_part_of_the_pool() -> None:
+    for wanted, kept in ((50, 50), (500, 100)):
+        found = plan(Profile(memory=memory(kv_tokens=100, prefix_tokens=wanted)))
+        assert (found.kv_tokens, found.prefix_tokens) == (100, kept)
+
+
 def test_the_engine_gets_the_pool_of_the_plan(tiny_checkpoint: Callable[[str], Path]) -> None:
     model = MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory={"kv_gib": 0.001})
     assert model.memory_plan.kv_tokens == int(0.001 * GIB) // 512
