@@ -233,6 +233,18 @@ def test_split_files_are_one_model(write: Write, tmp_path: Path) -> None:
         resolve_model(tmp_path / "alone.gguf")
 
 
+@pytest.mark.parametrize("blobs", ["cba", "bac"])
+def test_parts_in_a_hub_cache_keep_their_order(blobs: str, write: Write, tmp_path: Path) -> None:
+    """There each part is a link to a file whose name is a hash."""
+    write(reference("qwen3_moe"), parts=3)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    whole = MoE.from_pretrained(parts[0], engine=PLAIN).logits(IDS)
+    for part, blob in zip(parts, blobs, strict=True):
+        part.rename(tmp_path / blob)
+        part.symlink_to(blob)
+    assert torch.equal(MoE.from_pretrained(parts[0], engine=PLAIN).logits(IDS), whole)
+
+
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"), reason="the extra gguf wants 5.18"
 )
