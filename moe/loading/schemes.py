@@ -131,7 +131,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def decode_fp8(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """``(..., N, K)`` float8 times one scale for each block of rows and columns.
 
-    Scales of one byte are exponents (E8M0).
+    Scales of one byte are exponents (E8M0), which some files call F8_E8M0 and others U8.
     """
     rows, columns = weight.shape[-2:]
     spread = powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
