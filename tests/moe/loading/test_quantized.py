@@ -201,6 +201,26 @@ def test_logits_are_those_of_the_decoded_model(method: str, tmp_path: Path) -> N
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
 
 
+CACHE_SCALES = {
+    "fp8": METHODS["fp8"],
+    "compressed-tensors": METHODS["compressed-tensors"],
+    "compressed-tensors of FP8": (float8_rows, FLOAT8_ROWS),
+}
+
+
+@pytest.mark.parametrize("method", CACHE_SCALES)
+def test_scales_of_keys_and_values_are_left_out(method: str, tmp_path: Path) -> None:
+    """They are of caches in 8 bits, which others keep."""
+    small, _ = quantised(tmp_path, method.split(" ")[0], way=CACHE_SCALES[method])
+    expected = MoE.from_pretrained(small).logits(IDS)
+    tensors = load_file(small / "model.safetensors")
+    ends = ("q_scale", "k_scale", "v_scale", "k_proj.output_scale", "prob_output_scale")
+    for layer in range(4):
+        tensors |= {f"model.layers.{layer}.self_attn.{end}": torch.ones(1) for end in ends}
+    save_file(tensors, small / "model.safetensors")
+    assert torch.equal(MoE.from_pretrained(small).logits(IDS), expected)
+
+
 @pytest.mark.parametrize(
     ("method", "bits"),
     [("gptq", 8), ("awq", 8), ("compressed-tensors", 8), ("compressed-tensors", 4)],
