@@ -87,7 +87,8 @@ class ModelSettings(Settings):
     """Most pixels of all images of a prompt together, before the model's processor scales them."""
 
     check_finite: bool = False
-    """Refuse weights that contain NaN or infinity. Costs one more pass over them while loading."""
+    """Refuse weights that contain NaN or infinity. Costs one more pass over them while loading; of
+    experts on disk, each is looked at when it is first read."""
 
     verify: bool = False
     """Compare a store's files with their checksums. Costs one more pass over them."""
