@@ -144,7 +144,8 @@ class SamplingParams:
     seed: int | None = None
     """In [0, 2**63 - 1]; None takes a new one each time."""
     stop: tuple[str, ...] = ()
-    """Text ends before the first of these strings; a single string may be given as it is."""
+    """Text ends before the first of these strings; a single string may be given as it is. One that
+    is the name of a special token, such as ``<|im_end|>``, also ends it before that token."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end generation, in addition to the model's own end tokens."""
     ignore_eos: bool = False

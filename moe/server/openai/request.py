@@ -122,7 +122,8 @@ class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
     """Token id -> number added to its logit, from -100 to 100."""
     seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
     stop: StopList = Field(default_factory=list)
-    """A string or a list of strings; text ends before the first of them."""
+    """A string or a list of strings; text ends before the first of them. The name of a special
+    token ends it before that token, too."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     """Only with stream."""

@@ -120,6 +120,21 @@ def test_stop_and_penalties_are_those_of_the_library(client: openai.OpenAI, mode
     assert got.choices[0].text == model.generate("hello", params)[0].text
 
 
+def test_a_special_token_may_be_a_stop_string(client: openai.OpenAI, model: MoE) -> None:
+    assert model.codec.tokenizer is not None
+    for name in ("<pad>", "</s>"):  # the second is also the model's own end token
+        token_id = model.codec.tokenizer.convert_tokens_to_ids(name)
+        asked: Any = {
+            **{"model": "tiny", "prompt": "a", "max_tokens": 3, "temperature": 0},
+            **{"logit_bias": {str(token_id): 100}, "extra_body": {"ignore_eos": True}},
+        }
+        whole = client.completions.create(**asked, stop=[name, "z"])
+        assert (whole.choices[0].finish_reason, whole.choices[0].text) == ("stop", "")
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 1
+        assert client.completions.create(**asked).choices[0].finish_reason == "length"
+
+
 def test_logprobs_are_those_of_the_library(client: openai.OpenAI, model: MoE) -> None:
     params = SamplingParams(max_new_tokens=4, temperature=0, logprobs=3)
     expected = model.generate("hello", params)[0].tokens
