@@ -238,8 +238,10 @@ class CompletionAnswer(OpenAIAnswer):
         }
 
     def _top(self, token: Token) -> dict[str, float | None]:
+        """The likeliest tokens and this one, which OpenAI's API always adds."""
         top: dict[str, float | None] = {}
-        for token_id, logprob in token.top or ():  # the likeliest of tokens with the same text
+        # Of tokens with the same text, the likeliest.
+        for token_id, logprob in (*(token.top or ()), (token.id, token.logprob)):
             top.setdefault(self._text(token_id), finite(logprob))
         return top
 

@@ -232,7 +232,8 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     """Begin the text with the prompt, and the logprobs with those of its tokens."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """Report each token's log probability, and those of this many likeliest tokens."""
+    """Report each token's log probability, and those of this many likeliest tokens (with the token
+    itself, up to one more)."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> CompletionRequest:

@@ -146,6 +146,17 @@ def test_logprobs_are_those_of_the_library(client: openai.OpenAI, model: MoE) ->
     assert [sorted(top.values()) for top in logprobs.top_logprobs] == [
         sorted(value for _, value in t.top or ()) for t in expected
     ]
+    for few in (0, 1):  # the chosen token is there, likely or not
+        asked: Any = {"model": "tiny", "prompt": "hello", "max_tokens": 12, "logprobs": few}
+        hot = client.completions.create(**asked, temperature=2, seed=3).choices[0].logprobs
+        assert hot is not None
+        assert hot.tokens is not None
+        assert hot.top_logprobs is not None
+        chosen = zip(hot.tokens, hot.token_logprobs or (), strict=True)
+        for (token, logprob), top in zip(chosen, hot.top_logprobs, strict=True):
+            assert top.pop(token) == logprob
+            assert len(top) <= few
+            assert all(value >= logprob for value in top.values())
     assert logprobs.text_offset == [0, 1, 2, 3]
     ids: Any = model.codec.encode("hello")
     streamed = client.completions.create(
