@@ -18,6 +18,8 @@ KINDS = {
     "grammar": "grammar",
 }
 MAX_SOURCE = 2**16
+MAX_GENERATED = 2**18
+"""Characters of a grammar that is made of several structures; the last few hundred are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +50,14 @@ class Structure:
             raise RequestError(
                 f"a {name} must be a text that is not empty, got {self.source!r:.80}"
             )
-        if len(self.source) > MAX_SOURCE:
+        if not self.parts and len(self.source) > MAX_SOURCE:
             raise RequestError(
                 f"a {name} may have {MAX_SOURCE} characters, got {len(self.source)}; shorten it"
+            )
+        if len(self.source) > MAX_GENERATED:
+            raise RequestError(
+                f"the schemas of a request may make a grammar of {MAX_GENERATED} characters, got "
+                f"{len(self.source)}; shorten them, or send fewer tools"
             )
         if not _is_unicode(self.source):
             raise RequestError(f"a {name} must be valid Unicode, got a lone surrogate; remove it")
