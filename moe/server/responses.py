@@ -178,7 +178,7 @@ class ResponsesRequest(LabelFields, TranslatedRequest):
     max_output_tokens: TokenCount | None = None
     """Most tokens to generate, reasoning included."""
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     tools: list[Annotated[ResponsesTool, run_by_client("function")]] = Field(
         default_factory=list, max_length=MAX_TOOLS
     )
