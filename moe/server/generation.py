@@ -198,6 +198,7 @@ async def _events(
             added = await run_in_threadpool(answer.more, token)
         for event in added:
             yield event
-        memory.give_back(job, bytes_of(token))
+        if not answer.keeps_tokens:
+            memory.give_back(job, bytes_of(token))
     for last in answer.end():
         yield last

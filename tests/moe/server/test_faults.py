@@ -206,6 +206,20 @@ def test_d7_answers_have_a_limit_on_memory(wait_for: Any, serve: Any, stream: bo
         wait_for(lambda: server.service.queue.memory.held == 0, "all to be given back")
 
 
+def test_d7_what_the_end_of_a_stream_repeats_is_counted(wait_for: Any, serve: Any) -> None:
+    include = ["message.output_text.logprobs"]
+    wish = {"input": "hello", "max_output_tokens": 100, "include": include, "stream": True}
+    with serve() as server:
+        server.service.queue.memory.allow(300_000)
+        fits = server.http.post("/v1/responses", json=wish)
+        assert '"type":"response.incomplete"' in fits.text
+        wish |= {"top_logprobs": 20}
+        refused = server.http.post("/v1/responses", json=wish)
+        assert '"type":"response.failed"' in refused.text
+        assert "answers that are not sent yet may hold" in refused.text
+        wait_for(lambda: server.service.queue.memory.held == 0, "all to be given back")
+
+
 def test_c2_half_sent_bodies_have_a_limit_on_memory(wait_for: Any, serve: Any) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000000\r\n"
     head += b"content-type: application/json\r\n\r\n"
@@ -282,7 +296,7 @@ def test_the_time_of_a_request_counts_while_its_text_and_images_are_prepared(
     async def endless(*_: Any) -> None:
         await asyncio.sleep(60)
 
-    chat = {**CHAT, "messages": CHAT["messages"][:1]}
+    chat = {**CHAT, "messages": [{"role": "user", "content": "x"}]}
     held_up: list[tuple[Any, str, Any]] = [(TextCodec, "encode", held)]
     held_up.append((generation, "fetch_images", endless))
     with serve() as server:
