@@ -260,8 +260,8 @@ class StopStrings:
         Args:
             token_id: the last token, which may be a stop string itself.
         """
-        if token_id in self.tokens:
-            self.matched = self.tokens[token_id]
+        if token_id is not None:
+            self.matched = self.tokens.get(token_id)
         held, self._held = self._held, ""
         return held
 

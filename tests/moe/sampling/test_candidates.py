@@ -38,7 +38,8 @@ def expected_probabilities(scores: Sequence[float], params: SamplingParams) -> n
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     if params.top_k:
         order = order[: params.top_k]
-    total, mass, nucleus = sum(weights[order]), 0.0, []
+    total, mass = sum(weights[order]), 0.0
+    nucleus: list[int] = []
     for i in order:
         if not nucleus or params.top_p == 1.0 or mass < params.top_p * total - 1e-12:
             nucleus.append(i)

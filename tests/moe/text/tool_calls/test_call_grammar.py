@@ -90,16 +90,18 @@ NAMED = ["properties", "patternProperties", "$defs", "definitions", "dependentSc
 @st.composite
 def noted(draw: st.DrawFn, depth: int = 3) -> tuple[Any, Any]:
     """A schema, and the same with notes for readers."""
-    values = {"title": "kept", "description": ["kept"]}
+    values: Any = {"title": "kept", "description": ["kept"]}
     leaf = st.sampled_from([True, {"type": "string"}, {"const": values}, {"enum": [values]}])
     if depth == 0 or draw(st.booleans()):
-        plain = draw(leaf)
+        plain: Any = draw(leaf)
         return plain, plain if plain is True else {**plain, **draw(NOTES)}
     inner = draw(st.lists(noted(depth - 1), min_size=1, max_size=2))
     word = draw(st.sampled_from([*NAMED, "items", "not", "then", "anyOf", "prefixItems"]))
     if word in NAMED:  # a property may be called as notes are
         names = draw(st.permutations(["title", "description", "a"]))
-        pair = tuple({n: each[i] for n, each in zip(names, inner, strict=False)} for i in (0, 1))
+        pair: Any = tuple(
+            {n: each[i] for n, each in zip(names, inner, strict=False)} for i in (0, 1)
+        )
     elif word in ("anyOf", "prefixItems"):
         pair = tuple([each[i] for each in inner] for i in (0, 1))
     else:
