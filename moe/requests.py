@@ -54,8 +54,7 @@ def make_group(
     check_length(loaded, len(ids), num_new)
     _check_biased(loaded, params.logit_bias)
     check_priority(priority)
-    if params.stop:
-        loaded.codec.require_tokenizer("stop strings")
+    stop_tokens = loaded.codec.special_tokens(params.stop) if params.stop else {}
     if params.structure is not None:
         loaded.structures.check(params.structure)
     constraint = loaded.structures.constraint(params)
@@ -68,7 +67,7 @@ def make_group(
             ids,
             Sampler(params, ids, loaded.logits_size, index, constraint and constraint.fork()),
             loaded.codec.decoder(shown, behind),
-            StopStrings(params.stop),
+            StopStrings(params.stop, stop_tokens),
             stop_token_ids,
             num_new,
             salt,

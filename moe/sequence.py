@@ -182,7 +182,7 @@ class RunningSequence:
         assert self.finish_reason is None
         is_full = self.ends_next
         self.token_ids.append(token.id)
-        is_end = token.id in self._stop_token_ids
+        is_end = token.id in self._stop_token_ids or token.id in self._stop_strings.tokens
         if is_end or token.is_last:
             self.finish_reason = "stop"
         elif is_full:
@@ -207,5 +207,5 @@ class RunningSequence:
         if self._stop_strings.matched is not None:
             self.finish_reason = "stop"
         elif self.finish_reason is not None:
-            text += self._stop_strings.finish()
+            text += self._stop_strings.finish(token_id)
         return text

@@ -24,7 +24,7 @@ from moe.images.towers import PlannedTowers, plan_towers
 from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, size_text
-from moe.loading.meta_model import build_meta_model
+from moe.loading.meta_model import build_meta_model, has_towers
 from moe.loading.mtp import NOT_ASKED
 from moe.loading.progress import Report
 from moe.loading.quantized import decoding_notices
@@ -298,8 +298,10 @@ def _towers(
     ranks: int,
 ) -> PlannedTowers | str:
     """What reads images, if the profile wants that; else why nothing does."""
+    if not has_towers(network):
+        return "this model reads text only"
     if not profile.model.images:
-        return "it is loaded without what reads images (model.images=true loads it)"
+        return "this model is loaded without what reads images (model.images=true loads it)"
     if ranks > 1:
         return (
             "several ranks share the experts, and images are read by one process only: start "

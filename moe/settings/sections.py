@@ -127,9 +127,9 @@ class GenerationSettings(Settings):
     """Divisor of the logits before sampling. 0: always the most likely token (greedy). null: the
     model's value, else 0."""
 
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Sample among the most likely tokens whose probabilities add up to this. 1: all tokens. null:
-    the model's value, else 1."""
+    top_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Sample among the most likely tokens whose probabilities add up to this. 1: all tokens; 0: the
+    most likely one. null: the model's value, else 1."""
 
     top_k: int | None = Field(default=None, ge=0)
     """Sample among this many most likely tokens. 0: all tokens. null: the model's value, else 0."""
@@ -142,7 +142,7 @@ class GenerationSettings(Settings):
     """Above 1, tokens of the prompt and the answer become less likely to repeat. 1: no penalty.
     null: the model's value, else 1."""
 
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Seed of the sampling. null: a new one for each request."""
 
 

@@ -53,7 +53,7 @@ from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import ModelFiles, reach_model, read_config
 from moe.loading.load import plan_weights
 from moe.loading.memory_plan import size_text
-from moe.loading.meta_model import build_meta_model
+from moe.loading.meta_model import build_meta_model, has_towers
 from moe.loading.mtp import plan_mtp
 from moe.loading.progress import Report, reporting
 from moe.loading.quantized import decoding_notices, open_checkpoint
@@ -191,7 +191,7 @@ class _Conversion:
 
     def _write_towers(self, checkpoint: Checkpoint, on_notice: Callable[[str], object]) -> None:
         """Write what reads images of a multimodal model, as it is stored."""
-        if "text_config" not in self._network.config.sub_configs:
+        if not has_towers(self._network):
             return
         towers = read_towers(self._network, checkpoint)
         if isinstance(towers, str):
