@@ -150,7 +150,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """In [-2, 2]; subtracted once for each time that a token was generated."""
     seed: int | None = None
-    """In [-2**63, 2**63 - 1]; None takes a new one each time. -1 is a seed like any other."""
+    """In [-2**63, 2**63 - 1]; None takes a new one each time, and so does -1, as in vLLM and
+    llama.cpp."""
     stop: tuple[str, ...] = ()
     """Text ends before the first of these strings; a single string may be given as it is. One that
     is the name of a special token, such as ``<|im_end|>``, also ends it before that token."""
@@ -190,7 +191,8 @@ class SamplingParams:
         if self.max_new_tokens is not None:
             checked["max_new_tokens"] = _whole("max_new_tokens", self.max_new_tokens, 1)
         if self.seed is not None:
-            checked["seed"] = _whole("seed", self.seed, MIN_SEED, MAX_SEED, "None picks one")
+            seed = _whole("seed", self.seed, MIN_SEED, MAX_SEED, "None picks one")
+            checked["seed"] = None if seed == -1 else seed
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 checked[name] = _whole(name, count, 0, MAX_LOGPROBS)

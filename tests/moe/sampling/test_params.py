@@ -72,6 +72,7 @@ def test_equal_requests_compare_equal_however_they_were_written() -> None:
     assert written == SamplingParams(temperature=1.0, stop=("x",), stop_token_ids=(2,), seed=3)
     assert type(written.temperature) is float
     assert type(written.seed) is int
+    assert SamplingParams(seed=-1).seed is None  # as vLLM's and llama.cpp's clients mean it
     assert hash(written) == hash(dataclasses.replace(written))
     biased = SamplingParams(logit_bias={np.int64(5): 1})  # type: ignore[dict-item]
     assert biased == SamplingParams(logit_bias={5: 1.0})

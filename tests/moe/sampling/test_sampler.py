@@ -83,7 +83,7 @@ def test_logprobs_zero_and_none_report_no_alternatives() -> None:
     assert (silent.logprob, silent.top) == (None, None)
 
 
-@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 3))
+@given(st.integers(-(2**63), 2**63 - 1).filter(lambda seed: seed != -1), st.integers(0, 3))
 @settings(max_examples=20)
 def test_a_seed_fixes_a_sequence_whoever_else_is_sampled(seed: int, company: int) -> None:
     params = SamplingParams(seed=seed, n=2, top_p=0.9)
