@@ -150,10 +150,12 @@ class SequenceGroup:
         self.looked_up, keys = True, first.prompt_keys
         if keys is None:
             return True
-        if prefixes.read_ahead(first.salt, keys, again=again):
+        if prefixes.read_ahead(first.salt, keys, self.hashes, again=again):
             return False
-        self.snapshots = prefixes.snapshots(first.salt, keys)
-        cached = prefixes.match(first.salt, keys, first.capacity, again=self.counted)
+        self.snapshots = prefixes.snapshots(first.salt, keys, self.hashes)
+        cached = prefixes.match(
+            first.salt, keys, first.capacity, again=self.counted, hashes=self.hashes
+        )
         self.counted = True
         if cached is not None:
             self.begin(cached)

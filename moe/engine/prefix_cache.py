@@ -204,7 +204,13 @@ class PrefixCache:
             self.evict()
 
     def match(
-        self, salt: str, token_ids: Sequence[int], capacity: int, *, again: bool = False
+        self,
+        salt: str,
+        token_ids: Sequence[int],
+        capacity: int,
+        *,
+        again: bool = False,
+        hashes: Sequence[bytes] | None = None,
     ) -> KVCache | None:
         """A copy of the longest cached proper prefix, or None.
 
@@ -212,9 +218,10 @@ class PrefixCache:
 
         Args:
             again: the request has asked before, and waits.
+            hashes: `block_hashes` of the tokens, if they are known.
         """
         self.asked_tokens += 0 if again else len(token_ids)
-        entry, length = self._longest(salt, token_ids)
+        entry, length = self._longest(salt, token_ids, hashes)
         if entry is None:
             return None
         self._use(entry)
@@ -239,10 +246,13 @@ class PrefixCache:
         self._coming = [other for other in self._coming if other is not room]
         return not room.stop.is_set()
 
-    def read_ahead(self, salt: str, token_ids: Sequence[int], *, again: bool = False) -> bool:
+    def read_ahead(
+        self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes], *, again: bool = False
+    ) -> bool:
         """Begin to read from disk what is known there of a prompt and not here.
 
         Args:
+            hashes: `block_hashes` of the tokens.
             again: the request has asked before.
 
         Returns:
@@ -252,10 +262,10 @@ class PrefixCache:
         if self.store is None:
             return False
         ids = list(token_ids[:-1][: self.max_tokens])
-        digests = block_hashes(salt, ids)[_STORED - 1 :: _STORED]
+        digests = hashes[: len(ids) // BLOCK][_STORED - 1 :: _STORED]
         if not digests or again:
             return bool(digests) and digests[-1] in self._reads
-        entry, length = self._longest(salt, token_ids)
+        entry, length = self._longest(salt, token_ids, hashes)
         if entry is not None and entry.kv.recurrent:
             return False
         first = min(length, len(ids)) // STORED_TOKENS
@@ -304,16 +314,20 @@ class PrefixCache:
     def _save(store: PrefixStore, entry: _Entry, *, wait: bool = False) -> None:
         store.save(entry.kv, entry.hashes[_STORED - 1 :: _STORED], entry.token_ids, wait=wait)
 
-    def snapshots(self, salt: str, token_ids: Sequence[int]) -> list[int]:
-        """Positions of a prompt, in order, where its recurrent states are worth keeping."""
+    def snapshots(self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
+        """Positions of a prompt, in order, where its recurrent states are worth keeping.
+
+        Args:
+            hashes: `block_hashes` of the tokens.
+        """
         if not self._recurrent:
             return []
         before_end = max(len(token_ids) - BLOCK, 0)
-        return sorted({self._parting(salt, token_ids), before_end} - {0, len(token_ids)})
+        parting = self._parting(salt, token_ids, hashes)
+        return sorted({parting, before_end} - {0, len(token_ids)})
 
-    def _parting(self, salt: str, token_ids: Sequence[int]) -> int:
+    def _parting(self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes]) -> int:
         """Where a prompt parts from the cached prompt that is the most like it, or 0."""
-        hashes = block_hashes(salt, token_ids)
         for digest in reversed(hashes):
             entry = self._index.get(digest)
             if entry is not None and entry.salt == salt:
@@ -330,11 +344,14 @@ class PrefixCache:
         known = entry is not None and length == len(token_ids)
         return entry.kv.fork(length, length) if entry is not None and known else None
 
-    def _longest(self, salt: str, token_ids: Sequence[int]) -> tuple[_Entry | None, int]:
+    def _longest(
+        self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes] | None = None
+    ) -> tuple[_Entry | None, int]:
         ids = list(token_ids[:-1])
-        hashes = block_hashes(salt, ids)
+        if hashes is None:
+            hashes = block_hashes(salt, ids)
         best: tuple[_Entry | None, int] = None, 0
-        for blocks in range(len(hashes), 0, -1):
+        for blocks in range(len(ids) // BLOCK, 0, -1):
             entry, length = self._index.get(hashes[blocks - 1]), blocks * BLOCK
             if entry is None or entry.salt != salt or entry.token_ids[:length] != ids[:length]:
                 continue
