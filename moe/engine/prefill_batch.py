@@ -146,14 +146,18 @@ class SequenceGroup:
     def look_up(self, prefixes: PrefixCache) -> bool:
         """Begin with the longest prefix of the prompt that is cached, if there is one; False: one
         is being read from disk, look again later."""
-        first, again = self.sequences[0], self.looked_up
-        self.looked_up, keys = True, first.prompt_keys
-        if keys is None:
+        first, hashes = self.sequences[0], self.hashes
+        if (keys := first.prompt_keys) is None:
+            self.looked_up = True
             return True
-        if prefixes.read_ahead(first.salt, keys, again=again):
+        if prefixes.is_being_read(first.salt, keys, hashes):
             return False
-        self.snapshots = prefixes.snapshots(first.salt, keys)
-        cached = prefixes.match(first.salt, keys, first.capacity, again=self.counted)
+        if not self.looked_up:
+            self.looked_up = True
+            if prefixes.read_ahead(first.salt, keys, hashes):
+                return False
+        self.snapshots = prefixes.snapshots(first.salt, keys, hashes)
+        cached = prefixes.match(first.salt, keys, first.capacity, again=self.counted, hashes=hashes)
         self.counted = True
         if cached is not None:
             self.begin(cached)

@@ -99,11 +99,13 @@ class _Entry:
 
 @dataclass(eq=False)
 class _Read:
-    """Blocks of a prompt that are being read from disk, behind the first ``begin`` tokens."""
+    """Blocks of a prompt that are being read from disk, behind the first ``begin`` tokens; named by
+    ``digests``."""
 
     salt: str
     token_ids: list[int]
     begin: int
+    digests: frozenset[bytes]
     blocks: Future[list[StoredBlock]]
     room: Reservation
 
@@ -138,7 +140,7 @@ class PrefixCache:
         self._recurrent = recurrent
         self._reread = reread
         self.store, self._new_cache = store, new_cache
-        self._reads: dict[bytes, _Read] = {}
+        self._reads: list[_Read] = []
         self._coming: list[Reservation] = []
         self.restored_tokens = 0
         self.hit_tokens = 0
@@ -204,7 +206,13 @@ class PrefixCache:
             self.evict()
 
     def match(
-        self, salt: str, token_ids: Sequence[int], capacity: int, *, again: bool = False
+        self,
+        salt: str,
+        token_ids: Sequence[int],
+        capacity: int,
+        *,
+        again: bool = False,
+        hashes: Sequence[bytes] | None = None,
     ) -> KVCache | None:
         """A copy of the longest cached proper prefix, or None.
 
@@ -212,9 +220,10 @@ class PrefixCache:
 
         Args:
             again: the request has asked before, and waits.
+            hashes: `block_hashes` of the tokens, if they are known.
         """
         self.asked_tokens += 0 if again else len(token_ids)
-        entry, length = self._longest(salt, token_ids)
+        entry, length = self._longest(salt, token_ids, hashes)
         if entry is None:
             return None
         self._use(entry)
@@ -239,47 +248,60 @@ class PrefixCache:
         self._coming = [other for other in self._coming if other is not room]
         return not room.stop.is_set()
 
-    def read_ahead(self, salt: str, token_ids: Sequence[int], *, again: bool = False) -> bool:
-        """Begin to read from disk what is known there of a prompt and not here.
+    def is_being_read(self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes]) -> bool:
+        """Whether what follows the longest cached prefix of a prompt is being read from disk, for
+        this prompt or for another: look again later.
 
         Args:
-            again: the request has asked before.
-
-        Returns:
-            Whether it is being read: ask again later.
+            hashes: `block_hashes` of the tokens.
         """
         self._take_read()
-        if self.store is None:
+        if not self._reads:
             return False
-        ids = list(token_ids[:-1][: self.max_tokens])
-        digests = block_hashes(salt, ids)[_STORED - 1 :: _STORED]
-        if not digests or again:
-            return bool(digests) and digests[-1] in self._reads
-        entry, length = self._longest(salt, token_ids)
-        if entry is not None and entry.kv.recurrent:
+        missing, _ = self._missing(token_ids, hashes, self._longest(salt, token_ids, hashes)[1])
+        return bool(missing) and any(missing[0] in read.digests for read in self._reads)
+
+    def read_ahead(self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes]) -> bool:
+        """Begin to read from disk what is known there of a prompt and not here; False: nothing is,
+        or there is no room for it.
+
+        Args:
+            hashes: `block_hashes` of the tokens.
+        """
+        if self.store is None or self._recurrent:
             return False
-        first = min(length, len(ids)) // STORED_TOKENS
-        count = self.store.num_stored(digests[first:])
-        if digests[-1] in self._reads:
-            return True
-        room = self.reserve(count * STORED_TOKENS) if count else None
+        entry, length = self._longest(salt, token_ids, hashes)
+        missing, begin = self._missing(token_ids, hashes, length)
+        size = self.store.num_stored(missing) * STORED_TOKENS
+        if entry is not None and begin and len(entry.token_ids) + size > self.max_tokens:
+            return False  # it would evict what it goes on from
+        room = self.reserve(size) if size else None
         if room is None:
             return False
-        end = first + count
-        ids = ids[: end * STORED_TOKENS]
-        blocks = self.store.read(digests[first:end], ids[first * STORED_TOKENS :])
-        self._reads[digests[-1]] = _Read(salt, ids, first * STORED_TOKENS, blocks, room)
+        ids, missing = list(token_ids[: begin + size]), missing[: size // STORED_TOKENS]
+        blocks = self.store.read(missing, ids[begin:])
+        self._reads.append(_Read(salt, ids, begin, frozenset(missing), blocks, room))
         return True
+
+    def _missing(
+        self, token_ids: Sequence[int], hashes: Sequence[bytes], length: int
+    ) -> tuple[Sequence[bytes], int]:
+        """The hashes of the store's blocks of a prompt behind its first ``length`` tokens, as far
+        as the cache has room for such a prefix; and the first token of these blocks."""
+        first = length // STORED_TOKENS
+        most = min(len(token_ids) - 1, self.max_tokens) // STORED_TOKENS
+        return hashes[_STORED - 1 :: _STORED][first:most], first * STORED_TOKENS
 
     def wait_for_read(self, seconds: float) -> bool:
         """Wait for what is being read from disk; whether something has come."""
-        reading = [read.blocks for read in self._reads.values()]
+        reading = [read.blocks for read in self._reads]
         return bool(reading and wait(reading, seconds, FIRST_COMPLETED).done)
 
     def _take_read(self) -> None:
         """Add what has come from disk."""
-        for digest in [digest for digest, read in self._reads.items() if read.blocks.done()]:
-            read = self._reads.pop(digest)
+        come = [read for read in self._reads if read.blocks.done()]
+        self._reads = [read for read in self._reads if read not in come]
+        for read in come:
             wanted = self.release(read.room)
             entry, length = self._longest(read.salt, [*read.token_ids, 0])
             if not wanted or length < read.begin:  # its beginning has been evicted meanwhile
@@ -304,16 +326,20 @@ class PrefixCache:
     def _save(store: PrefixStore, entry: _Entry, *, wait: bool = False) -> None:
         store.save(entry.kv, entry.hashes[_STORED - 1 :: _STORED], entry.token_ids, wait=wait)
 
-    def snapshots(self, salt: str, token_ids: Sequence[int]) -> list[int]:
-        """Positions of a prompt, in order, where its recurrent states are worth keeping."""
+    def snapshots(self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes]) -> list[int]:
+        """Positions of a prompt, in order, where its recurrent states are worth keeping.
+
+        Args:
+            hashes: `block_hashes` of the tokens.
+        """
         if not self._recurrent:
             return []
         before_end = max(len(token_ids) - BLOCK, 0)
-        return sorted({self._parting(salt, token_ids), before_end} - {0, len(token_ids)})
+        parting = self._parting(salt, token_ids, hashes)
+        return sorted({parting, before_end} - {0, len(token_ids)})
 
-    def _parting(self, salt: str, token_ids: Sequence[int]) -> int:
+    def _parting(self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes]) -> int:
         """Where a prompt parts from the cached prompt that is the most like it, or 0."""
-        hashes = block_hashes(salt, token_ids)
         for digest in reversed(hashes):
             entry = self._index.get(digest)
             if entry is not None and entry.salt == salt:
@@ -330,11 +356,14 @@ class PrefixCache:
         known = entry is not None and length == len(token_ids)
         return entry.kv.fork(length, length) if entry is not None and known else None
 
-    def _longest(self, salt: str, token_ids: Sequence[int]) -> tuple[_Entry | None, int]:
+    def _longest(
+        self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes] | None = None
+    ) -> tuple[_Entry | None, int]:
         ids = list(token_ids[:-1])
-        hashes = block_hashes(salt, ids)
+        if hashes is None:
+            hashes = block_hashes(salt, ids)
         best: tuple[_Entry | None, int] = None, 0
-        for blocks in range(len(hashes), 0, -1):
+        for blocks in range(len(ids) // BLOCK, 0, -1):
             entry, length = self._index.get(hashes[blocks - 1]), blocks * BLOCK
             if entry is None or entry.salt != salt or entry.token_ids[:length] != ids[:length]:
                 continue

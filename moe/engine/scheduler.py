@@ -148,7 +148,7 @@ class Scheduler:
             return True
         if self._expert_order is not None:
             return False
-        size = len(self.running) + len(first.sequences)
+        size = self._num_sequences([first])
         if size > self.engine.max_batch_size:
             return True
         return not self._can_free(size + self.account.to_come(first), self.waiting[1:])
@@ -233,6 +233,8 @@ class Scheduler:
         """Whether most of a prompt is being read from disk, or will be by these groups' batch and
         then be in the prefix cache."""
         asks = not group.num_read and group.prompt_logprobs is None
+        if group.counted and self._num_sequences([*taken, group]) > self.engine.max_batch_size:
+            asks = False  # it has asked, and asks again when there is a place for it
         if asks and not group.look_up(prefixes):
             return True
         expected = filter(group.is_expected_from, taken)
@@ -254,7 +256,7 @@ class Scheduler:
 
         Frees cached prefixes, and half-read prompts among ``others``, to make room.
         """
-        size = len(self.running) + sum(len(group.sequences) for group in groups)
+        size = self._num_sequences(groups)
         if size > self.engine.max_batch_size:
             return False
         needed = size + sum(map(self.account.to_come, groups))
@@ -265,6 +267,10 @@ class Scheduler:
                 # Alone it fits (`submit`), whatever the ends of its blocks take.
                 return not self.running and len(groups) == 1
         return True
+
+    def _num_sequences(self, groups: Sequence[SequenceGroup]) -> int:
+        """Sequences that run when the prompts of these groups have been read."""
+        return len(self.running) + sum(len(group.sequences) for group in groups)
 
     def _can_free(self, needed: float, others: Sequence[SequenceGroup]) -> bool:
         """Whether `_free_read` can make room for so many tokens: what it frees in vain is read

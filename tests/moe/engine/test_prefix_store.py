@@ -151,6 +151,35 @@ def test_others_get_tokens_while_a_prefix_is_read_from_disk(
         assert counters(model)["asked_tokens"] == len(PROMPT) + 3
 
 
+@pytest.mark.parametrize(("room", "known"), [(9, [3, 3, 3]), (3, [3, 2, 2])])
+def test_what_requests_have_in_common_is_read_from_disk_once(
+    load: Load, monkeypatch: pytest.MonkeyPatch, room: int, known: list[int]
+) -> None:
+    """As chats with one system prompt. What each has beside it is read where there is room."""
+    asked, read = threading.Event(), PrefixStore._read
+
+    def wait_and_read(*given: Any) -> Any:
+        assert asked.wait(20)
+        return read(*given)
+
+    monkeypatch.setattr(PrefixStore, "_read", wait_and_read)
+    chats = [[*PROMPT[: 2 * BLOCK], *[5 + number] * (BLOCK + 9)] for number in range(3)]
+    with load() as first:
+        answers = [ask(first, chat)[0] for chat in chats]
+    with load(prefix_tokens=room * BLOCK) as second:
+        engine, groups = second.engine(), [second.request(chat, GREEDY) for chat in chats]
+        for group in groups:
+            engine.submit(group)
+        engine.step()
+        asked.set()
+        while not engine.idle:
+            engine.step()
+        assert [group.sequences[0].token_ids for group in groups] == answers
+        cached = [group.sequences[0].num_cached_tokens for group in groups]
+        assert cached == [blocks * BLOCK for blocks in known]
+        assert counters(second)["restored_tokens"] == (sum(known) - 4) * BLOCK
+
+
 @pytest.mark.parametrize("harm", ["flip", "cut", "empty", "foreign", "head"])
 def test_a_damaged_file_is_dropped_with_a_notice(
     load: Load, tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture

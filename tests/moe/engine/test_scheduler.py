@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from moe.engine import prefill_batch, prefix_cache
 from moe.engine.kv_account import KVAccount
 from moe.engine.prefill_batch import SequenceGroup
-from moe.engine.prefix_cache import PrefixCache
+from moe.engine.prefix_cache import PrefixCache, block_hashes
 from moe.errors import RequestError
 from moe.network.kv_blocks import Windows
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step, scheduler
@@ -85,6 +88,28 @@ def test_prompts_wait_for_a_common_beginning_that_the_prefix_cache_will_have(
     batch = planner.schedule().prefill
     assert batch is not None
     assert len(batch.chunks) == begun
+
+
+def test_a_waiting_prompt_is_hashed_once_and_not_looked_up_while_the_batch_is_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hashed, looked_up = Mock(wraps=block_hashes), Mock(wraps=SequenceGroup.look_up)
+    for module in (prefix_cache, prefill_batch):
+        monkeypatch.setattr(module, "block_hashes", hashed)
+    monkeypatch.setattr(SequenceGroup, "look_up", lambda *given: looked_up(*given))
+    for batch, kv_tokens, times in ((1, None, 2), (2, 41, 20)):
+        planner = scheduler("whole", kv_tokens=kv_tokens, batch=batch)
+        planner.prefixes = PrefixCache(30)
+        running, waiting = group(3, 20), group(40, 1)
+        planner.submit(running)
+        run_step(planner)
+        planner.submit(waiting)
+        for mock in (hashed, looked_up):
+            mock.reset_mock()
+        while not planner.idle:
+            run_step(planner)
+        assert hashed.call_count == 1
+        assert looked_up.call_count == times
 
 
 def test_a_prompt_that_cannot_start_yet_undoes_no_reading() -> None:
