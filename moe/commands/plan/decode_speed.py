@@ -131,7 +131,8 @@ class DecodeEstimate:
         hit_ratio: share of the needed experts that are in device memory.
         host_hit_ratio: share that is in device or host memory; `hit_ratio` on a CPU.
         disk_bytes_per_token: read from disk.
-        seconds: of a step, by path: ``memory`` (computation included), ``disk``, ``to_device``.
+        seconds: of a step, by path: ``memory`` (computation included), ``disk`` (on a CPU with the
+            time from the call to the first byte, once for each layer that reads), ``to_device``.
         step_s: seconds of a step.
     """
 
@@ -197,6 +198,9 @@ def estimate_decode(
         expert_s, read_s = expert_s * sizes.expert_bytes, read_s * sizes.expert_bytes
         layer_s = layer_with_reads(distinct, hits, expert_s, read_s, speeds.read_s)
         step_s = trunk + beside + sizes.layers * layer_s
+        if from_disk:
+            reading = 1 - _chance(0, *_missing(distinct, hits))  # share of layers with a read
+            seconds["disk"] += sizes.layers * reading * speeds.read_s
     return DecodeEstimate(batch, tokens, hits, near, from_disk / tokens, seconds, step_s)
 
 
@@ -217,9 +221,8 @@ def layer_with_reads(
         read_s: to read one.
         begin_s: from the call to the first byte, if one is missing.
     """
-    count = max(round(distinct), 1)
-    expert_s *= distinct / count  # so many whole experts take as long, and as many are missing
-    missing = min((1 - hits) * distinct / count, 1.0)
+    count, missing = _missing(distinct, hits)
+    expert_s *= distinct / count  # so many whole experts take as long
     expected = 0.0
     for m in range(count + 1):
         apart = (count - m) / (m + 1)
@@ -230,6 +233,13 @@ def layer_with_reads(
             least = max(least, first, last)
         expected += _chance(m, count, missing) * least
     return expected
+
+
+def _missing(distinct: float, hits: float) -> tuple[int, float]:
+    """A whole number of experts that a layer needs, and the chance of each to be missing: as many
+    are missing as of the broken number."""
+    count = max(round(distinct), 1)
+    return count, min((1 - hits) * distinct / count, 1.0)
 
 
 def _chance(hits: int, draws: int, share: float) -> float:

@@ -57,6 +57,35 @@ def test_a_quarter_of_the_experts_hits_a_quarter_and_the_rest_comes_from_disk() 
     assert one.best_tokens_per_second == pytest.approx(1 / disk)
 
 
+@given(
+    batch=st.integers(1, 64),
+    slots=st.integers(0, SIZES.total),
+    memory=st.floats(1e9, 1e12),
+    disk=st.floats(1e8, 1e11),
+    read_s=st.floats(0, 1e-2),
+)
+def test_what_takes_most_of_a_step_bounds_it(
+    batch: int, slots: int, memory: float, disk: float, read_s: float
+) -> None:
+    """Paths that overlap take no less than the longest and no more than all, waits included."""
+    sizes = replace(SIZES, slots=slots)
+    speeds = Bandwidths(memory, disk, read_s=read_s)
+    one = estimate_decode(sizes, speeds, UniformRouting(sizes), batch)
+    longest = one.seconds[one.bound]
+    assert longest * (1 - 1e-6) <= one.step_s <= sum(one.seconds.values()) * (1 + 1e-6)
+    assert one.best_tokens_per_second == one.tokens / longest
+
+
+def test_a_step_that_waits_for_each_layers_first_byte_is_bound_by_the_disk() -> None:
+    sizes = replace(SIZES, slots=round(0.9 * SIZES.total))
+    fast = Bandwidths(memory=20e9, disk=20e9)
+    assert estimate_decode(sizes, fast, UniformRouting(sizes), 1).bound == "memory"
+    late = estimate_decode(sizes, replace(fast, read_s=5e-3), UniformRouting(sizes), 1)
+    assert late.bound == "disk"
+    waits = 48 * (1 - 0.9**8) * 5e-3
+    assert late.seconds["disk"] == pytest.approx(waits + 0.1 * 48 * 8 * 2_500_000 / 20e9, rel=1e-3)
+
+
 @pytest.mark.parametrize("read_s", [0.2, 1.0, 5.0])
 @pytest.mark.parametrize("hits", [0.0, 0.4, 0.9, 1.0])
 def test_a_layers_experts_run_in_order_while_others_are_read(read_s: float, hits: float) -> None:
