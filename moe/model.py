@@ -387,7 +387,8 @@ class MoE:
             priority: in [-100, 100]; lower numbers go first, and a waiting request moves forward
                 (``engine.priority_steps``).
             shown: special tokens that stay in the text (see `TextCodec.decoder`).
-            chat: the prompt is a conversation, so the text is an answer and does not continue it.
+            chat: the prompt is a conversation, and the text is an answer that does not continue its
+                last message: it may lose its first space.
 
         Raises:
             RequestError: the prompt or a parameter does not suit this model.
