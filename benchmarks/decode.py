@@ -12,7 +12,8 @@ and the choice of tokens; the peers run their forward pass only. The peer ``unfu
 transformers' own layers (``engine.fused`` off).
 
 ``bandwidth_fraction`` is bytes read a step (weights of the trunk, distinct experts, keys and
-values) over the step's time and the read bandwidth measured in the same run. llama.cpp is measured
+values) over the step's time and the read bandwidth, which is measured in each turn, too: on a
+shared machine it changes by the minute. llama.cpp is measured
 where the packages ``llama-cpp-python`` and ``gguf`` are installed. The last line is JSON: the
 figures of the first width, and those of the others in ``other_bits``.
 
@@ -53,9 +54,11 @@ BEHIND = 32  # tokens before decoding starts
 
 def measure(
     found: Sequence[Contender], vocab_size: int, options: argparse.Namespace
-) -> dict[str, dict[str, float]]:
-    """Median tokens a second of every contender, by point; in turns, alternating the order."""
+) -> tuple[dict[str, dict[str, float]], float]:
+    """Median tokens a second of every contender, by point, in turns, alternating the order; and
+    the median of what memory reads, bytes a second."""
     times: dict[str, dict[str, list[float]]] = {}
+    bandwidths = []
     draw = random.Random(0)
 
     def tokens(count: int) -> list[int]:
@@ -63,6 +66,7 @@ def measure(
 
     order = list(found)
     for _ in range(options.rounds):
+        bandwidths.append(read_speed())
         for batch in BATCHES:
             rows = [tokens(options.behind) for _ in range(batch)]
             following = [tokens(options.steps) for _ in range(batch)]
@@ -75,7 +79,8 @@ def measure(
                 point = times.setdefault(f"prompt {length}", {}).setdefault(each.name, [])
                 point.append(length / each.prefill(prompt))
         order.reverse()
-    return {point: {n: median(v) for n, v in by.items()} for point, by in times.items()}
+    rates = {point: {n: median(v) for n, v in by.items()} for point, by in times.items()}
+    return rates, median(bandwidths)
 
 
 def bytes_by_batch(found: Sequence[Contender]) -> dict[str, dict[int, float]]:
@@ -90,14 +95,14 @@ def bytes_by_batch(found: Sequence[Contender]) -> dict[str, dict[int, float]]:
     return read
 
 
-def run(path: Path, options: argparse.Namespace) -> Iterator[tuple[Any, Any]]:
-    """Rates and bytes of each group of contenders, which is gone before the next comes."""
+def run(path: Path, options: argparse.Namespace) -> Iterator[tuple[Any, float, Any]]:
+    """Rates, bandwidth and bytes of each group of contenders, which is gone before the next."""
     config = AutoConfig.from_pretrained(path).get_text_config()
     room = config.max_position_embeddings
     options.prompts = [length for length in options.prompts if length < room]
     for group in contenders(path, options):
         found = [make() for make in group]
-        yield measure(found, config.vocab_size, options), bytes_by_batch(found)
+        yield *measure(found, config.vocab_size, options), bytes_by_batch(found)
         for each in found:
             each.close()
         del found, each
@@ -156,18 +161,17 @@ def main() -> None:
     if options.bits is None:
         options.bits = [4, 2] if is_store(path) else [8, 4, 2]
     rates: dict[str, dict[str, float]] = {}
-    read: dict[str, dict[int, float]] = {}
-    for by_point, own in run(path, options):
+    shares: dict[str, dict[int, float]] = {}
+    bandwidths = []
+    for by_point, bandwidth, read in run(path, options):
         for point, by in by_point.items():
             rates.setdefault(point, {}).update(by)
-        read |= own
-    bandwidth = read_speed() / 1e9
-    shares = {
-        name: {b: size * rates[f"decode {b}"][name] / b / bandwidth / 1e9 for b, size in by.items()}
-        for name, by in read.items()
-    }
+        for name, sizes in read.items():
+            each = {b: size * by_point[f"decode {b}"][name] / b for b, size in sizes.items()}
+            shares[name] = {b: used / bandwidth for b, used in each.items()}
+        bandwidths.append(bandwidth / 1e9)
     print_table(
-        f"Tokens a second, {path.name}; memory reads {bandwidth:.1f} GB/s",
+        f"Tokens a second, {path.name}; memory reads {median(bandwidths):.1f} GB/s",
         ("", *rates),
         [[name, *(f"{by[name]:,.1f}" for by in rates.values())] for name in rates["decode 1"]],
     )
@@ -182,7 +186,7 @@ def main() -> None:
             **facts,
             "model": path.name,
             "behind": options.behind,
-            "bandwidth_gbps": round(bandwidth, 2),
+            "bandwidth_gbps": round(median(bandwidths), 2),
             **first,
             "other_bits": others,
             "prompt": {str(length): rates[f"prompt {length}"] for length in options.prompts},

@@ -183,7 +183,7 @@ class World:
 
     def auto(self) -> Speculator:
         self.thinking = self.costs.thinking
-        return self._speculator(AutoController(MODES, MAX_DEPTH), Asked(self))
+        return self._speculator(AutoController(MODES), Asked(self))
 
     def fixed(self, mode: Mode, depth: int) -> Speculator:
         free = [source for source in (Asked(self),) if source.mode == mode]

@@ -86,7 +86,7 @@ def contenders(
         drafts = ReplayedDrafts(model, layers, says, rates)
         return ReplayedSpeculator(controller, drafts, model_free)
 
-    auto = AutoController(MODES, MAX_DEPTH)
+    auto = AutoController(MODES)
     return [
         Contender("none", made(FixedDepth(MODES[0], 0)), 0),
         Contender("auto", made(auto, NGram()), None),

@@ -202,6 +202,12 @@ def dequantize_experts(experts: QuantizedExperts) -> ExpertWeights:
     return ExpertWeights(torch.stack(first), torch.stack(second), **beside_weights(experts))
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor that is not empty holds neither NaN nor infinity."""
+    low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)  # NaN spreads
+    return bool(torch.isfinite(low) & torch.isfinite(high))
+
+
 def beside_weights(experts: AnyExperts) -> dict[str, Any]:
     """The fields of a layer's experts that are not weights: the same whole and as planes."""
     names = ("activation", "gate_up_bias_EG", "down_bias_EH", "post_norm")

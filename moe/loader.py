@@ -235,7 +235,7 @@ def _prepare(
     stored = profile.memory.prefix_dir and not why_no_prefix_store(loaded, profile, ranks)
     return replace(
         loaded,
-        prefix_key=prefix_key(read.path, profile, kv.bits) if stored else "",
+        prefix_key=prefix_key(read.path, profile, read.device, kv.bits) if stored else "",
         notices=[
             *notices_of(loaded, profile, ranks),
             *tensor_notices(read.differences),

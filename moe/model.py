@@ -57,6 +57,9 @@ ProfileSource = str | Path | Mapping[str, Any] | Profile | LoadedProfile | None
 class MoE:
     """A loaded model, made by `from_pretrained`. Threads may share it: one runs a step at a time.
 
+    Each open stream, batch or `loop` takes keys and values up to the planned `memory.kv_tokens` by
+    itself: for many requests at once, submit them to one `loop`, as the server does.
+
     Attributes:
         profile: the settings in force, with the origin of each.
         codec: the model's tokenizer and vocabulary rules.

@@ -53,10 +53,9 @@ def make_group(
         size = loaded.blocks.canvas_length
         check_length(loaded, len(ids), math.ceil(num_new / size) * size)
     check_length(loaded, len(ids), num_new)
-    _check_token_ids(loaded, "logit_bias", params.logit_bias)
+    _check_biased(loaded, params.logit_bias)
     check_priority(priority)
-    if params.stop:
-        loaded.codec.require_tokenizer("stop strings")
+    stop_tokens = loaded.codec.special_tokens(params.stop) if params.stop else {}
     if params.structure is not None:
         loaded.structures.check(params.structure)
     constraint = loaded.structures.constraint(params)
@@ -69,7 +68,7 @@ def make_group(
             ids,
             Sampler(params, ids, loaded.logits_size, index, constraint and constraint.fork()),
             loaded.codec.decoder(shown, behind),
-            StopStrings(params.stop),
+            StopStrings(params.stop, stop_tokens),
             stop_token_ids,
             num_new,
             salt,
@@ -187,10 +186,10 @@ class Defaults:
         return room if most is None else min(most, room)
 
 
-def _check_token_ids(loaded: LoadedModel, name: str, token_ids: Iterable[int]) -> None:
+def _check_biased(loaded: LoadedModel, token_ids: Iterable[int]) -> None:
     size = loaded.logits_size
     if (largest := max(token_ids, default=0)) >= size:
-        raise RequestError(f"{name} names token {largest}; this model's ids end at {size - 1}")
+        raise RequestError(f"logit_bias names token {largest}; this model's ids end at {size - 1}")
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

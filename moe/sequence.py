@@ -185,7 +185,7 @@ class RunningSequence:
         assert self.finish_reason is None
         is_full = self.ends_next
         self.token_ids.append(token.id)
-        is_end = token.id in self._stop_token_ids
+        is_end = token.id in self._stop_token_ids or token.id in self._stop_strings.tokens
         if is_end or token.is_last:
             self.finish_reason = "stop"
         elif is_full:
@@ -210,7 +210,7 @@ class RunningSequence:
         if self._stop_strings.matched is not None:
             self.finish_reason = "stop"
         elif self.finish_reason is not None:
-            text += self._stop_strings.finish()
+            text += self._stop_strings.finish(token_id)
         if self._is_over is not None and self._is_over(text):
             self.finish_reason = "stop"
         return text

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experts.safetensors_io import pread_exactly
+from experts.layer_file import WHOLE
+from experts.safetensors_io import DTYPES, pread_exactly
 from experts.store import Store, StoreError
-from experts.weights import ExpertKey
+from experts.weights import ExpertKey, is_finite
 from kernels import ExpertWeights, QuantizedExperts
 from kernels.reference import AnyExperts
 from offload.arena import Arena
@@ -51,6 +52,7 @@ def open_offloaded(
     cpu_row_bits: Literal[8, 24] | None = None,
     prefix_bits: int | None = None,
     drafts: bool = True,
+    check_finite: bool = False,
     advance: Callable[[int], object] = lambda _: None,
 ) -> Offloaded:
     """The experts of a store, of which caches hold some at a time.
@@ -69,12 +71,14 @@ def open_offloaded(
         prefix_bits: of the prefixes that may be read, see `Offloaded.serve_prefixes`; None for
             whole experts only.
         drafts: see `Store.open`.
+        check_finite: refuse experts that hold NaN or infinity, each when it is first read.
         advance: called with the bytes read while host memory is filled with the whole store.
 
     Raises:
         StoreError: the store is damaged.
         BudgetError: too few slots.
-        OffloadError: its files cannot be read.
+        OffloadError: its files cannot be read, or, with ``check_finite``, biases hold NaN or
+            infinity.
     """
     with ExitStack() as closing:
         store = closing.enter_context(Store.open(directory, drafts=drafts))
@@ -83,7 +87,7 @@ def open_offloaded(
         chosen = choose_reader(store.file(0).path, reader)
         closing.callback(chosen.close)
         made = make_policy(policy, len(counts), max(counts))
-        opening = _Opening(store, bits, prefix_bits, like, chosen, made, reads_ahead)
+        opening = _Opening(store, bits, prefix_bits, like, chosen, made, reads_ahead, check_finite)
         file = hot_set_file(directory) if keep_hot_set else None
         hot_set = [] if file is None else load_hot_set(file, counts)
         streams = open_streams(room.device)
@@ -111,12 +115,15 @@ class _Opening:
         reader: Reader,
         policy: EvictionPolicy,
         reads_ahead: bool,
+        check_finite: bool,
     ) -> None:
         self._store, self._bits, self._prefix_bits, self._like = store, bits, prefix_bits, like
         self._reader, self._policy, self._reads_ahead = reader, policy, reads_ahead
+        self._check_finite = check_finite
         self._counts = [layer.experts for layer in store.manifest.layers]
         self.sizes = sizes_of(store.manifest, bits, prefix_bits)
-        self._biases = [read_biases(store, layer) for layer in range(len(self._counts))]
+        layers = range(len(self._counts))
+        self._biases = [read_biases(store, layer, check_finite) for layer in layers]
 
     def in_memory(self, room: Capacity) -> tuple[list[OffloadedExperts], list[Tier]]:
         """One tier over the disk."""
@@ -178,7 +185,9 @@ class _Opening:
         return arena_for(manifest, self._bits, slots, like, device, self._prefix_bits)
 
     def _over_disk(self, arena: Arena, slots: int, policy: EvictionPolicy) -> ExpertCache:
-        source = DiskSource(self._store, self._bits, self._reader, arena, self._biases)
+        source = DiskSource(
+            self._store, self._bits, self._reader, arena, self._biases, self._check_finite
+        )
         return ExpertCache(self.sizes, slots, arena, source, policy)
 
 
@@ -229,7 +238,8 @@ CHECKED_EVERY = 64
 class DiskSource:
     """Fills slots of main memory from a store; see `offload.slot_manager.ExpertSource`.
 
-    Compares the checksums of each expert when it is read for the first time, and sometimes later.
+    Compares the checksums of each expert when it is read for the first time, and sometimes later;
+    then it also looks for NaN and infinity, if asked.
 
     Args:
         store: stays open as long as this is used.
@@ -237,17 +247,24 @@ class DiskSource:
         reader: reads the store's files.
         arena: the slots' memory.
         biases: of each layer.
+        check_finite: refuse experts that hold NaN or infinity.
     """
 
     def __init__(
-        self, store: Store, bits: int, reader: Reader, arena: Arena, biases: Sequence[Biases]
+        self,
+        store: Store,
+        bits: int,
+        reader: Reader,
+        arena: Arena,
+        biases: Sequence[Biases],
+        check_finite: bool = False,
     ) -> None:
         self._store = store
         self._starts = [
             [store.prefix(ExpertKey(at, expert), bits).start for expert in range(layer.experts)]
             for at, layer in enumerate(store.manifest.layers)
         ]
-        self._bits = bits
+        self._bits, self._check_finite = bits, check_finite
         self._reader, self._arena, self._biases = reader, arena, biases
         self._checked: dict[ExpertKey, int] = {}  # so many bytes of it
         self._since = 0
@@ -278,7 +295,21 @@ class DiskSource:
 
     def _check(self, key: ExpertKey, places: Sequence[Tensor], num_bytes: int) -> None:
         self._store.check(key, self._bits, places)
+        if self._check_finite and not all(map(is_finite, self._numbers(key, places))):
+            raise StoreError(
+                f"expert {key.expert} of {self._store.manifest.layers[key.layer].module} in "
+                f"{self._store.file(key.layer).path} holds NaN or infinity"
+            )
         self._checked[key] = max(num_bytes, self._checked.get(key, 0))
+
+    def _numbers(self, key: ExpertKey, places: Sequence[Tensor]) -> list[Tensor]:
+        """What can hold NaN of an expert that was read: whole weights, or scales, which come
+        first."""
+        if self._bits == WHOLE:
+            dtype = DTYPES[self._store.manifest.layers[key.layer].dtype]
+            return [place.view(dtype) for place in places]
+        scales = self._store.blob(key, "scales")
+        return [places[0][: scales.nbytes].view(scales.dtype)]
 
 
 class CheckedTransfer:
@@ -333,8 +364,9 @@ class Biases:
     down_EH: Tensor | None
 
 
-def read_biases(store: Store, layer: int) -> Biases:
-    """Raises `OffloadError` if the file cannot be read."""
+def read_biases(store: Store, layer: int, check_finite: bool = False) -> Biases:
+    """Raises `OffloadError` if the file cannot be read, or, with ``check_finite``, naming a bias
+    that holds NaN or infinity."""
     file = store.file(layer)
 
     def read(name: str) -> Tensor | None:
@@ -348,6 +380,10 @@ def read_biases(store: Store, layer: int) -> Biases:
             raise OffloadError(f"cannot read {file.path}: {error.strerror}") from error
         if got != info.nbytes:
             raise OffloadError(f"{file.path} ended early: it was truncated after it was opened")
-        return torch.frombuffer(raw, dtype=info.dtype).view(info.shape).float()
+        bias = torch.frombuffer(raw, dtype=info.dtype).view(info.shape).float()
+        if check_finite and not is_finite(bias):
+            module = store.manifest.layers[layer].module
+            raise OffloadError(f"{name} of {module} in {file.path} holds NaN or infinity")
+        return bias
 
     return Biases(read("gate_up_bias"), read("down_bias"))

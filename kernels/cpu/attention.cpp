@@ -3,6 +3,7 @@
 // Sums are float32, and so are products, unless keys and values are bf16 and the CPU multiplies it.
 #include <omp.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "attention_bf16.h"
@@ -37,23 +38,27 @@ void pack(const Attend& a, long kv_head, long first, float* memory, char* to) {
   Products::pack(a, k, v, count, to);
 }
 
-constexpr long PACKED_BYTES = 64 << 20;  // of expanded heads at a time, unless one takes more
+constexpr long PACKED_BYTES = 64 << 20;  // of heads at a time, unless `least` take more
 
-// Heads whose keys and values are packed at a time: all, but of latents, which expand to many times
-// their size, as many as fit.
-long heads_together(const Attend& a, bool expands, long head_bytes) {
-  if (!expands) return a.kv_heads;
-  const long fit = std::max(1l, PACKED_BYTES / head_bytes), times = (a.kv_heads + fit - 1) / fit;
+// Heads whose keys and values are packed at a time: as many as fit, in parts of nearly equal sizes.
+long heads_together(const Attend& a, long least, long head_bytes) {
+  const long fit = std::max(least, PACKED_BYTES / head_bytes), times = (a.kv_heads + fit - 1) / fit;
   return (a.kv_heads + times - 1) / times;
 }
 
 // `latents`: of keys and values that have to be expanded, or null. False: no memory.
 template <class Products>
 bool attend(const Attend& a, const Latents* latents, int threads) {
-  const long panels = (a.keys + PANEL_KEYS - 1) / PANEL_KEYS, unit = Products::unit_bytes(a);
+  // No query sees a key before the first split; latents are read from the first key on.
+  const long seen = latents ? 0 : *std::min_element(a.begin, a.begin + a.queries);
+  const long first_key = seen / KEYS_A_SPLIT * KEYS_A_SPLIT;
+  const long panels = (a.keys - first_key + PANEL_KEYS - 1) / PANEL_KEYS;
+  const long unit = Products::unit_bytes(a);
   const long rows = a.queries * (a.heads / a.kv_heads);
   const long blocks = (rows + ROWS_A_TASK - 1) / ROWS_A_TASK;
-  const long heads = heads_together(a, latents, panels * unit);
+  // Each thread gets a task, but of latents, which expand to many times their size.
+  const long least = latents ? 1 : (threads + blocks - 1) / blocks;
+  const long heads = heads_together(a, least, panels * unit);
   const long lines = PANEL_KEYS * (kv::whole_groups(a.key_size) + kv::whole_groups(a.value_size));
   std::optional<Expansion> expansion;
   if (latents) expansion.emplace(a, *latents);
@@ -81,14 +86,15 @@ bool attend(const Attend& a, const Latents* latents, int threads) {
         });
       } else {
         packing.run(some * panels, [&](long task) {
-          pack<Products>(a, task / panels, task % panels * PANEL_KEYS,
+          pack<Products>(a, from + task / panels, first_key + task % panels * PANEL_KEYS,
                          reinterpret_cast<float*>(own), packed + task * unit);
         });
       }
       attending.run(some * blocks, [&](long task) {  // the longest first
         const long head = task / blocks, first = (blocks - 1 - task % blocks) * ROWS_A_TASK;
         const long end = first + ROWS_A_TASK < rows ? first + ROWS_A_TASK : rows;
-        Rows<Products>(a, packed + head * panels * unit, own, from + head, first, end).run();
+        const char* key_0 = packed + (head * panels - first_key / PANEL_KEYS) * unit;
+        Rows<Products>(a, key_0, own, from + head, first, end).run();
       });
     }
   }

@@ -1,7 +1,7 @@
 """Experts, attention and recurrent layers on NVIDIA GPUs, in Triton, which these modules import.
 
-Not yet run on a GPU: tested in Triton's interpreter, and compiled for sm_80 and sm_90
-without one.
+docs/gpu.md says what has run on one. Tests run all of them in Triton's interpreter, and compile
+them for sm_80 to sm_120.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ def triton_status() -> dict[str, str]:
         return {"name": "triton", "reason": "interpreted on the CPU (TRITON_INTERPRET=1)"}
     if not torch.cuda.is_available():
         return _reference("torch finds no CUDA device")
+    if torch.version.hip is not None:
+        return _reference("the kernels are for NVIDIA GPUs, and torch is built for ROCm")
     capability = torch.cuda.get_device_capability()
     if capability < _OLDEST_CAPABILITY:
         return _reference(f"compute capability {capability[0]}.{capability[1]} is below 8.0")

@@ -84,6 +84,8 @@ class KeyTile(NamedTuple):
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
+WIDE_SHARED_BYTES = 200 << 10
+"""Of a block; sm_90 and sm_100 allow 227 KB, sm_80 163, sm_89 and sm_120 99."""
 JOIN_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
@@ -94,10 +96,10 @@ def decode_tile(size: int, dtype: torch.dtype) -> KeyTile:
 
 
 def prompt_tile(size: int, dtype: torch.dtype, wide: bool | None = None) -> KeyTile:
-    """Of spans of several queries; no tile spills registers on sm_80 to sm_90.
+    """Of spans of several queries; no tile of halves spills on sm_80, sm_89, sm_90 and sm_120.
 
     Args:
-        wide: whether the device has the matrix instructions and shared memory of sm_90; None: look.
+        wide: whether a block may have the shared memory of sm_90; None: look.
     """
     if INTERPRETED:
         return KeyTile(64, 64, 4, 1)
@@ -111,7 +113,12 @@ def prompt_tile(size: int, dtype: torch.dtype, wide: bool | None = None) -> KeyT
 
 @cache
 def _is_wide() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    """False on sm_80 to sm_89, and on sm_120, which has less than sm_80."""
+    if not torch.cuda.is_available():
+        return False
+    utils = triton.runtime.driver.active.utils
+    device = utils.get_device_properties(torch.cuda.current_device())
+    return bool(device["max_shared_mem"] >= WIDE_SHARED_BYTES)
 
 
 def prompt_queries(group: int, size: int, value_size: int, dtype: torch.dtype) -> int:

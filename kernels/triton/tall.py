@@ -95,8 +95,8 @@ def tall_kernel(
     if GATED:
         begins_b = addresses(table + (expert * parts + part + 1) * 5)
     blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
-    inside = blocks < (N + 15) // 16
-    before = tl.where(inside, blocks, 0) * chunks
+    blocks = tl.where(blocks < (N + 15) // 16, blocks, 0)
+    before = blocks * chunks
     column = tl.arange(0, 64 if GROUP == 64 else 32)
     from_x = x + (slots // share).to(tl.int64)[None, :] * K + column[:, None]
     sums = tl.zeros((16 * BLOCKS, ROWS), tl.float32)

@@ -17,9 +17,10 @@ OnStep = Callable[[str, int, int], object]
 
 
 def stdout_console() -> Console:
-    """A console as wide as the terminal or ``COLUMNS``; `WIDE` for a file or pipe."""
+    """A console as wide as the terminal or ``COLUMNS``; `WIDE` for a file or pipe. What it prints
+    is no markup: settings have brackets."""
     known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else WIDE)
+    return Console(width=None if known else WIDE, markup=False)
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from typing import Literal
 
 from packaging.requirements import Requirement
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Column, Table
+from rich.text import Text
 
 from moe import machine
 from moe.commands.console import stdout_console
@@ -92,8 +92,8 @@ def print_doctor(findings: Sequence[Finding], console: Console) -> None:
     table = Table(*columns, box=None, header_style="bold")
     colours = {"ok": "green", "warning": "yellow", "missing": "red"}
     for finding in findings:
-        status = f"[{colours[finding.status]}]{finding.status}[/]"
-        table.add_row(finding.name, status, escape(finding.detail), escape(finding.remedy))
+        status = Text(finding.status, colours[finding.status])
+        table.add_row(finding.name, status, finding.detail, finding.remedy)
     console.print(table)
     absent = [f.name for f in findings if f.required and f.status == "missing"]
     console.print(f"required and missing: {', '.join(absent)}" if absent else "ready to run")

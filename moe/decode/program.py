@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof
 from dataclasses import replace
 from itertools import accumulate
@@ -172,7 +172,7 @@ class Program:
                 for buffer in (*reads_of(unit), *writes_of(unit)):
                     if buffer not in self._lowering.spaces:
                         lives.setdefault(buffer, [index, index])[1] = index
-        self._pitches = self._pitch_of(lives)
+        self._pitches = self._find_pitches()
         bases, end, taken = dict[int, int](), 0, list[tuple[int, int, int]]()
         for buffer, (first, last) in sorted(lives.items(), key=lambda item: item[1][0]):
             taken = [place for place in taken if place[2] >= first]
@@ -187,7 +187,8 @@ class Program:
             end = max(end, start + size)
         return bases, end
 
-    def _pitch_of(self, buffers: Iterable[int]) -> dict[int, int]:
+    def _find_pitches(self) -> dict[int, int]:
+        """Bytes of each buffer."""
         sizes, codes = dict[int, int](), dict[int, int]()
         for stage in self._stages:
             for unit in stage:

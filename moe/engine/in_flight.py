@@ -95,8 +95,8 @@ class DrawingStep:
     """A step whose tokens are drawn together: after the last row, or those of a draft that are
     right and one more. Caches are cut back to accepted tokens.
 
-    None yet if the sequence has unread tokens, or if it comes to hold its logits, or goes on
-    holding them, because its structure's mask is late.
+    A sequence gets no tokens while it has unread ones, or while its structure's mask is late; then
+    it keeps its logits.
 
     Args:
         ends: of all sequences.

@@ -84,14 +84,25 @@ class KVAccount:
             self._left_by_windows(group, longest), self._when_read(group) + len(group.sequences)
         )
 
-    def keeps_all(self, group: SequenceGroup, prefixes: PrefixCache | None) -> bool:
+    def keeps_all(
+        self, group: SequenceGroup, prefixes: PrefixCache | None, kv_tokens: float
+    ) -> bool:
         """Whether a prompt keeps what is behind windows until it has been read, as the prefix cache
-        has room for all of it. A longer one does not, so that memory admits what it holds."""
+        has room for all of it. A longer one does not, so that memory admits what it holds; nor one
+        that with its samples would not fit into ``kv_tokens`` then."""
         if not self._windows.of_layer:
             return True
         if prefixes is None or group.sequences[0].prompt_keys is None:
             return False
-        return group.num_tokens <= prefixes.max_tokens
+        whole = group.num_kv(self._block_tokens) + len(group.sequences)
+        return group.num_tokens <= prefixes.max_tokens and whole <= kv_tokens
+
+    def will_be_kept(self, group: SequenceGroup, prefixes: PrefixCache) -> bool:
+        """Whether the prefix cache takes a prompt once it has been read."""
+        most = len(group.token_ids)
+        if not group.keeps_all:
+            most = self._left_by_windows(group, most)
+        return most <= prefixes.max_tokens
 
     def _when_read(self, group: SequenceGroup) -> int:
         """What the sequences of a group hold at most when their prompt has been read."""

@@ -23,6 +23,7 @@ from torch import Tensor
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.engine.prefix_cache import BLOCK, PrefixCache, block_hashes
 from moe.errors import RequestError
+from moe.network.kv_blocks import SLACK
 from moe.network.kv_cache import KVCache, SequenceCache
 from moe.network.prompt_rows import PromptRows
 from moe.sampling.batch import Token, score
@@ -121,6 +122,8 @@ class SequenceGroup:
         pairs = zip(self.hashes, other.hashes, strict=False)
         blocks = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         common = min(blocks * BLOCK, len(self.token_ids) - 1) // BLOCK * BLOCK
+        if not other.keeps_all and common < len(other.token_ids) - SLACK:
+            return False  # it has given up there what is behind windows
         left = len(self.token_ids) - self.num_read
         return common > self.num_read and 2 * (common - self.num_read) >= left
 

@@ -156,6 +156,12 @@ class PrefixCache:
         return self._held.total() + sum(room.tokens for room in self._coming)
 
     @property
+    def evictable_tokens(self) -> int:
+        """Of `num_tokens`, those that become free if all is evicted; the others are those of
+        running sequences, too."""
+        return self.num_tokens - sum(entry.kv.lent_tokens for entry in self._entries.values())
+
+    @property
     def _held(self) -> Counter[str]:
         held = self._by_salt
         if held is None:
@@ -183,13 +189,16 @@ class PrefixCache:
         entry.kv.keep(True)
         self._entries[id(entry)] = entry
         self._use(entry)
+        covered: set[_Entry] = set()
         for blocks, digest in enumerate(hashes, 1):
-            known = self._index.get(digest)
             if not kv.recurrent and entry.kv.longest_fork(blocks * BLOCK) < blocks * BLOCK:
                 continue  # it cannot be cut there, and what it continues can
-            if known is not None and known.hashes[-1] == digest:  # the new entry covers it
-                self._remove(known)
+            if (known := self._index.get(digest)) is not None:
+                covered.add(known)
             self._index[digest] = entry
+        for known in covered:
+            if not any(self._index.get(digest) is known for digest in known.hashes):
+                self._remove(known)
         self._by_salt = None
         while self.num_tokens > self.max_tokens:
             self.evict()
@@ -356,9 +365,6 @@ class PrefixCache:
             self._save(self.store, entry)
         self._remove(entry)
         self.evictions += 1
-        for digest in entry.hashes:
-            if self._index.get(digest) is entry:
-                del self._index[digest]
         return True
 
     def _use(self, entry: _Entry) -> None:
@@ -367,6 +373,9 @@ class PrefixCache:
         entry.worth = self._evicted_worth + self._reread(size) / size
 
     def _remove(self, entry: _Entry) -> None:
+        for digest in entry.hashes:
+            if self._index.get(digest) is entry:
+                del self._index[digest]
         del self._entries[id(entry)]
         entry.kv.keep(False)
         self._by_salt = None

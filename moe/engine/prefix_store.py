@@ -3,9 +3,9 @@
 A file holds a block of 64 tokens of every layer (`moe.network.block_codec`) and is named by the
 hash of everything up to its end, so that prefixes share the files of what they have in common, and
 an existing file needs no writing. The folder of a file stands for everything that its bits depend
-on: model, code, settings (`prefix_key`); salts are part of the hashes. Blocks are written behind
-the requests, when the prefix cache evicts them and at the end of a run, and read behind the
-requests, when a prompt begins with them.
+on: model, code, settings, processor (`prefix_key`); salts are part of the hashes. Blocks are
+written behind the requests, when the prefix cache evicts them and at the end of a run, and read
+behind the requests, when a prompt begins with them.
 
 A file gets its name when it is complete, and is checked when it is read: what is damaged or is no
 file of ours is deleted, with a warning in the log. Several processes may share a directory. A disk
@@ -34,42 +34,61 @@ import torch
 
 from kernels.cpu.kv import BLOCK
 from moe.errors import ProfileError
-from moe.machine import code_digest
+from moe.machine import code_digest, cpu_maker, instruction_sets
 from moe.network.block_codec import BlockError, decode_block, encode_block
 from moe.network.kv_cache import KVCache, StoredBlock
 from moe.settings import Profile
 from moe.settings.profile import KEYS, value_of
 
 _SUFFIX, _UNFINISHED = ".kv", ".unfinished"
+_SUFFIXES = ".safetensors", ".bin", ".gguf", ".json"  # of a model's files
 _PENDING_BYTES = 256 * 2**20
 _STALE_S = 600.0  # no file is being written for so long
 _SETTINGS = (
-    "device", "kernels.", "model.", "routing.", "offload.late", "speculation.contrast",
-    "memory.kv_policy",
+    "kernels.", "model.", "routing.", "offload.late", "speculation.contrast", "memory.kv_policy",
 )  # fmt: skip
+_CHECKS = "model.check_finite", "model.context_length", "model.verify"  # change no bit
 _logger = logging.getLogger("moe")
 
 
-def prefix_key(model: Path, profile: Profile, kv_bits: int) -> str:
-    """Name of everything that the bits of keys and values depend on.
+def prefix_key(model: Path, profile: Profile, device: torch.device, kv_bits: int) -> str:
+    """Name of everything that the bits of keys and values depend on: the processors, too, as
+    libraries choose their products by instruction sets and maker.
 
     Args:
         model: its directory.
     """
-    suffixes = (".safetensors", ".bin", ".gguf", ".json")
-    stats = [(file, file.stat()) for file in sorted(model.iterdir()) if file.suffix in suffixes]
+    files = [file for file in sorted(model.iterdir()) if "hot-set" not in file.name]
     facts = {
-        "code": [code_digest(), torch.__version__, platform.machine()],
-        "files": [[f.name, s.st_size, s.st_mtime_ns] for f, s in stats if "hot-set" not in f.name],
+        "code": [code_digest(), torch.__version__],
+        "machine": [platform.machine(), cpu_maker(), *instruction_sets(), _compute_name(device)],
+        "files": [[file.name, _version(file)] for file in files if file.suffix in _SUFFIXES],
         "settings": settings_of_bits(profile),
         "kv_bits": [kv_bits, BLOCK],
     }
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
 
 
+def _version(file: Path) -> object:
+    """Of a large file its size and time; of a JSON file what is in it, as those of a GGUF model are
+    written anew by each process."""
+    if file.suffix == ".json":
+        return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+    found = file.stat()
+    return [found.st_size, found.st_mtime_ns]
+
+
+def _compute_name(device: torch.device) -> str:
+    """The GPU, or what torch uses of the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return torch.backends.cpu.get_cpu_capability()
+
+
 def settings_of_bits(profile: Profile) -> list[str]:
     """The settings that the bits of keys and values depend on."""
-    return [repr(value_of(profile, key)) for key in KEYS.leaves if key.startswith(_SETTINGS)]
+    keys = [key for key in KEYS.leaves if key.startswith(_SETTINGS) and key not in _CHECKS]
+    return [repr(value_of(profile, key)) for key in keys]
 
 
 def prepare_directory(path: Path) -> None:

@@ -158,7 +158,7 @@ class ModelRunner:
     def _forward(
         self, tokens: Sequence[Work], prefill: PrefillPass | None, overlap: bool
     ) -> list[tuple[Tensor | Exception, Lost | None]]:
-        """Logits of each sequence's tokens, with `_End.lost`; the prefill pass runs to its end or
+        """Logits of each sequence's tokens, with `End.lost`; the prefill pass runs to its end or
         its next pause."""
         with self._pinned:
             return self._compute(tokens, prefill, overlap)

@@ -11,7 +11,7 @@ A prompt whose beginning is being read from disk waits, and others overtake it.
 
 `KVAccount` counts the memory of sequences, in tokens. A prompt of which most is being read by a
 batch already waits for that batch, and then goes on from the prefix cache: requests that arrive
-together with a common prompt read it once.
+together with a common prompt read it once, if the prefix cache has room for that prompt.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Scheduler:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group. Raises `RequestError` if it could never run."""
-        group.keeps_all = self.account.keeps_all(group, self.prefixes)
+        group.keeps_all = self.account.keeps_all(group, self.prefixes, self.kv_tokens)
         room = self.kv_tokens - (self.account.unit - 1) * (len(group.sequences) - 1)
         group.check_fits(self.account.most(group), room, self.engine.max_batch_size)
         self._num_arrived += 1
@@ -151,10 +151,7 @@ class Scheduler:
         size = len(self.running) + len(first.sequences)
         if size > self.engine.max_batch_size:
             return True
-        prefixes = self.prefixes.num_tokens if self.prefixes is not None else 0
-        freed = prefixes + sum(map(self.account.half_read, self.waiting[1:]))
-        needed = size + self.account.to_come(first)
-        return self.num_used_tokens() - freed + needed > self.kv_tokens
+        return not self._can_free(size + self.account.to_come(first), self.waiting[1:])
 
     def update(self, ended: Collection[RunningSequence]) -> None:
         """After a step: remove the sequences that ended in it.
@@ -230,15 +227,16 @@ class Scheduler:
         self.waiting = [group for group in self.waiting if group not in taken]
         return None if builder is None else builder.build(self._pauses)
 
-    @staticmethod
     def _must_wait(
-        group: SequenceGroup, prefixes: PrefixCache, taken: Sequence[SequenceGroup]
+        self, group: SequenceGroup, prefixes: PrefixCache, taken: Sequence[SequenceGroup]
     ) -> bool:
-        """Whether most of a prompt is being read from disk, or will be by these groups' batch."""
+        """Whether most of a prompt is being read from disk, or will be by these groups' batch and
+        then be in the prefix cache."""
         asks = not group.num_read and group.prompt_logprobs is None
         if asks and not group.look_up(prefixes):
             return True
-        return any(map(group.is_expected_from, taken))
+        expected = filter(group.is_expected_from, taken)
+        return any(self.account.will_be_kept(other, prefixes) for other in expected)
 
     def _has_read(self) -> bool:
         """Wait a moment for prefixes that are being read from disk; returns whether one came."""
@@ -260,11 +258,22 @@ class Scheduler:
         if size > self.engine.max_batch_size:
             return False
         needed = size + sum(map(self.account.to_come, groups))
+        if self.running and not self._can_free(needed, others):
+            return False
         while self.num_used_tokens() + needed > self.kv_tokens:
             if not self._free_read(others):
                 # Alone it fits (`submit`), whatever the ends of its blocks take.
-                return self.account.unit > 1 and not self.running and len(groups) == 1
+                return not self.running and len(groups) == 1
         return True
+
+    def _can_free(self, needed: float, others: Sequence[SequenceGroup]) -> bool:
+        """Whether `_free_read` can make room for so many tokens: what it frees in vain is read
+        again."""
+        missing = self.num_used_tokens() + needed - self.kv_tokens
+        missing -= sum(group.num_read for group in others)
+        if missing <= 0 or self.prefixes is None:
+            return missing <= 0
+        return missing <= self.prefixes.num_tokens and missing <= self.prefixes.evictable_tokens
 
     def _free_read(self, groups: Sequence[SequenceGroup]) -> bool:
         """Free a cached prefix, or else the last half-read prompt of ``groups``."""
@@ -290,7 +299,7 @@ class Scheduler:
             self.running.pop()
             last.release()
             again = SequenceGroup([last])
-            again.keeps_all = self.account.keeps_all(again, self.prefixes)
+            again.keeps_all = self.account.keeps_all(again, self.prefixes, self.kv_tokens)
             insort(self.waiting, again, key=_queue_key)
         else:
             return False

@@ -23,6 +23,7 @@ from transformers.core_model_loading import build_glob_alternation
 
 from experts.linear import QuantizedLinear
 from experts.safetensors_io import TensorInfo, fresh
+from experts.weights import is_finite
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import Checkpoint, listing
 from moe.loading.plan import Index, LoadPlan, WeightConversion
@@ -308,12 +309,6 @@ class WeightReader:
             fault = f"{name} in {self.checkpoint.tensors[name].file.name} holds NaN or infinity"
             if fault not in self.not_finite[-1:]:
                 self.not_finite.append(fault)
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor that is not empty holds neither NaN nor infinity."""
-    low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)  # NaN spreads
-    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _slices(info: TensorInfo) -> Iterator[slice | None]:

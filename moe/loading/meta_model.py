@@ -86,15 +86,16 @@ def build_like(network: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
     return model
 
 
+def has_towers(network: PreTrainedModel) -> bool:
+    """Whether the model is multimodal, so that `build_meta_model` leaves something out of it."""
+    return "text_config" in network.config.sub_configs
+
+
 def build_towers(network: PreTrainedModel) -> PreTrainedModel:
     """All of a multimodal model that `build_meta_model` leaves out of ``network``: on the meta
     device, without the decoder of text and its head (see `join_towers`).
-
-    Raises:
-        UnsupportedModelError: the model reads text only.
     """
-    if "text_config" not in network.config.sub_configs:
-        raise UnsupportedModelError(f"{type(network).__name__} reads text only")
+    assert has_towers(network)
     config = copy.deepcopy(network.config)
     towers = _construct(type(network), config, network.dtype)
     removed = _text_parts(towers)

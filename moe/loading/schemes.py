@@ -124,6 +124,12 @@ def known_bits(config: dict[str, Any], key: str, known: tuple[int, ...]) -> int:
 # keeps. Legend: N rows (outputs), K columns (inputs), D groups of a row.
 
 _NVFP4_GROUP = 16
+OF_ACTIVATIONS = (
+    *(".input_scale", ".input_global_scale", ".output_scale", ".prob_output_scale"),
+    *(".q_scale", ".k_scale", ".v_scale", ".kv_scale", ".prob_scale"),
+)
+"""Endings of scales by which other engines (names as vLLM knows them) round activations, keys and
+values; ours need none."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column that each 4-bit field of a word holds, lowest field first (AutoAWQ's GEMM packing)."""
 
@@ -131,7 +137,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 def decode_fp8(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
     """``(..., N, K)`` float8 times one scale for each block of rows and columns.
 
-    Scales of one byte are exponents (E8M0).
+    Scales of one byte are exponents (E8M0), which some files call F8_E8M0 and others U8.
     """
     rows, columns = weight.shape[-2:]
     spread = powers_of_two(scales) if scales.dtype == torch.uint8 else scales.float()
@@ -307,7 +313,7 @@ def fp8(config: dict[str, Any]) -> Scheme:
         shape,
         decode,
         "",
-        ignored=("activation_scale", "input_scale"),
+        ignored=("activation_scale", "input_scale", *OF_ACTIVATIONS),
         planes=StoredPlanes(format, read),
     )
 
@@ -348,10 +354,10 @@ def modelopt(config: dict[str, Any]) -> Scheme:
     if algorithm != "NVFP4":
         raise SchemeError(f"quant_algo is {algorithm}, only NVFP4 can be read")
     names = {"global": ".weight_scale_2", "scale": ".weight_scale", "packed": ".weight"}
-    return _nvfp4("ModelOpt NVFP4", names, (".input_scale", ".k_scale", ".v_scale"), False)
+    return _nvfp4("ModelOpt NVFP4", names, divided=False)
 
 
-def _nvfp4(name: str, names: dict[str, str], ignored: tuple[str, ...], divided: bool) -> Scheme:
+def _nvfp4(name: str, names: dict[str, str], *, divided: bool) -> Scheme:
     """FP4 numbers, a float8 scale for each 16 of a row, and a float32 one for the whole weight.
 
     Args:
@@ -383,7 +389,7 @@ def _nvfp4(name: str, names: dict[str, str], ignored: tuple[str, ...], divided: 
         names,
         shape,
         lambda parts: decode_nvfp4(parts["packed"], scales(parts)),
-        ignored=ignored,
+        ignored=OF_ACTIVATIONS,
         planes=StoredPlanes(lambda _: plane_format(_NVFP4_GROUP, 5, "centred"), read),
     )
 
@@ -409,7 +415,7 @@ def float8_rows() -> Scheme:
         {"scale": ".weight_scale", "weight": ".weight"},
         shape,
         lambda parts: parts["weight"].float() * parts["scale"].float(),
-        ignored=(".input_scale",),
+        ignored=OF_ACTIVATIONS,
         planes=StoredPlanes(lambda parts: float8_format(parts["weight"], None), read),
     )
 
@@ -502,8 +508,7 @@ def compressed_tensors(config: dict[str, Any]) -> Scheme:
     if config.get("format") == "nvfp4-pack-quantized":
         names = {"packed": ".weight_packed", "scale": ".weight_scale"}
         names |= {"global": ".weight_global_scale"}
-        unused = (".input_global_scale", ".k_scale", ".v_scale")
-        return _nvfp4("compressed-tensors NVFP4", names, unused, True)
+        return _nvfp4("compressed-tensors NVFP4", names, divided=True)
     bits = known_bits(weights[0], "num_bits", (4, 8))
     if config.get("format") != "pack-quantized":
         raise SchemeError(
@@ -549,13 +554,12 @@ def _packed_integers(bits: int, zeros: tuple[str, ...]) -> Scheme:
 
     names = {"packed": ".weight_packed", "scale": ".weight_scale"}
     names |= {role: f".weight_{role}" for role in zeros}
-    ignored = (".weight_shape", ".input_scale")
     return Scheme(
         "compressed-tensors",
         names,
         shape,
         decode,
-        ignored=ignored,
+        ignored=(".weight_shape", *OF_ACTIVATIONS),
         few_values=bits == 4,
         planes=StoredPlanes(format, read),
     )

@@ -25,12 +25,12 @@ from experts.linear import QuantizedLinear
 from experts.manifest import MTP_MODULE, TRUNK_NAME, Manifest, MoELayerRecord, StoreError
 from experts.safetensors_io import DTYPES, TensorInfo
 from experts.store import Store
-from experts.weights import is_interleaved
+from experts.weights import is_finite, is_interleaved
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts
 from moe.errors import CheckpointError, ProfileError
 from moe.loading.checkpoint import Checkpoint, listing
-from moe.loading.load import DtypeFor, LoadReport, WeightPlan, is_finite, plan_weights
+from moe.loading.load import DtypeFor, LoadReport, WeightPlan, plan_weights
 from moe.loading.memory_plan import Offloadable
 from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, without_tied
 from moe.loading.progress import LoadProgress, Report
@@ -168,6 +168,7 @@ class StoreSource:
                 cpu_row_bits=CPU_ROW_BITS.get(self._offload.late),
                 prefix_bits=self._prefix_bits,
                 drafts=not self.no_mtp,
+                check_finite=self._settings.check_finite,
                 advance=advance,
             )
         except OffloadError as error:

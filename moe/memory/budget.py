@@ -136,7 +136,7 @@ def _with_pool(
 def _prefix_tokens(profile: Profile, per_token: int, kv_tokens: int) -> int:
     wanted = profile.memory.prefix_tokens
     if wanted != "auto":
-        return wanted
+        return min(wanted, kv_tokens)
     return min(int(kv_tokens * PREFIX_SHARE), MOST_PREFIX_BYTES // per_token)
 
 

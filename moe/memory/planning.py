@@ -7,6 +7,7 @@ says what to change.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from moe.images.towers import PlannedTowers, plan_towers
 from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, size_text
-from moe.loading.meta_model import build_meta_model
+from moe.loading.meta_model import build_meta_model, has_towers
 from moe.loading.mtp import NOT_ASKED
 from moe.loading.progress import Report
 from moe.loading.quantized import decoding_notices
@@ -297,8 +298,10 @@ def _towers(
     ranks: int,
 ) -> PlannedTowers | str:
     """What reads images, if the profile wants that; else why nothing does."""
+    if not has_towers(network):
+        return "this model reads text only"
     if not profile.model.images:
-        return "it is loaded without what reads images (model.images=true loads it)"
+        return "this model is loaded without what reads images (model.images=true loads it)"
     if ranks > 1:
         return (
             "several ranks share the experts, and images are read by one process only: start "
@@ -328,13 +331,21 @@ def _plan(
         footprint,
         profile,
         place=str(device) if on_cuda else "memory",
-        available_bytes=torch.cuda.mem_get_info(device)[0] if on_cuda else memory_available(),
+        available_bytes=_free_on(device) if on_cuda else memory_available(),
         context_length=_context_length(network.config, profile),
         logits_size=network.get_output_embeddings().weight.shape[0],
         offloadable=None if isinstance(offloadable, str) else offloadable,
         host_bytes=host_bytes,
         kv_policy=kv_policy,
     )
+
+
+def _free_on(device: torch.device) -> int:
+    """Free bytes of a GPU. What torch keeps of closed models would count as taken: it goes back to
+    the system first."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def _backbone_dtype(profile: Profile, device: torch.device) -> torch.dtype | None:

@@ -62,12 +62,10 @@ _PROMPTS = [0, 1, 2], [3, 4, 5, 6, 7]
 _PROVEN = 2  # blocks: the second is written behind one that has been read
 
 
-def writes_blocks(model: PreTrainedModel | type[PreTrainedModel], config: Any = None) -> bool:
+def writes_blocks(model: PreTrainedModel) -> bool:
     """Whether a model generates blocks by code of its own, by its class and configuration."""
-    of_class = model if isinstance(model, type) else type(model)
-    config = model.config if isinstance(model, PreTrainedModel) else config
-    own = not issubclass(of_class, GenerationMixin) and hasattr(of_class, "generate")
-    return own and isinstance(getattr(config, "canvas_length", None), int)
+    own = not isinstance(model, GenerationMixin) and hasattr(model, "generate")
+    return own and isinstance(getattr(model.config, "canvas_length", None), int)
 
 
 def text_model(model: PreTrainedModel) -> nn.Module:

@@ -148,6 +148,12 @@ class BlockHolder:
         for block in self.held:
             self._settle(block)
 
+    @property
+    def lent(self) -> int:
+        """Blocks that count for it, and that sequences which are not kept list too."""
+        own = (block for block in self.held if next(iter(block.holders)) is self)
+        return sum(not all(holder.kept for holder in block.holders) for block in own)
+
     def sole_tokens(self, length: int, block_tokens: int) -> int:
         """Of a sequence of this length, tokens whose memory no other has."""
         others = sum(len(block.holders) > 1 for block in self.held)
@@ -427,6 +433,10 @@ class BlockKVCache(KVCache):
         if len(self._numbers) != len(self.blocks):
             self._numbers = np.array([block.number for block in self._holder.held], np.int32)
         return self._numbers
+
+    @property
+    def lent_tokens(self) -> int:
+        return self._tokens_of([own.lent for own in self._holders.values()])
 
     @property
     def sole_tokens(self) -> int:

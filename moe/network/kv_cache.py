@@ -197,6 +197,12 @@ class KVCache:
         return self.length - self.shared_tokens + states
 
     @property
+    def lent_tokens(self) -> int:
+        """Of a sequence that the prefix cache keeps: of `held_tokens`, those that would count for
+        sequences that run if the cache kept none."""
+        return 0
+
+    @property
     def sole_tokens(self) -> int:
         """Tokens whose memory no other sequence has."""
         return self.length

@@ -171,6 +171,10 @@ class RemoteCache(KVCache):
         return super().longest_fork(length) if self.whole else 0
 
     @property
+    def lent_tokens(self) -> int:
+        return self.fork_tokens * self._holder.lent
+
+    @property
     def sole_tokens(self) -> int:
         return self._holder.sole_tokens(self.length, self.fork_tokens)
 

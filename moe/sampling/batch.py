@@ -304,7 +304,7 @@ class _Batch:
             self._peak_B1 = self._scores_BV.amax(-1, keepdim=True)
         most = draws.MOST_UNIFORM
         own = [
-            (row.params.temperature, min(row.uniform, most), row.params.top_p, row.params.min_p)
+            (row.params.temperature, min(row.uniform, most), row.params.kept_mass, row.params.min_p)
             for row in rows
         ]
         self._numbers_4B1 = to_device(np.array(own).T[..., None].copy(), logits_BV.device)

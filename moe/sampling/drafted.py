@@ -93,7 +93,7 @@ def _drawn(logits_BV: Tensor, rows: Sequence[Row]) -> tuple[Tensor, ...]:
     for part in parts_of(len(rows), logits_BV[0]):
         scores_BV, own = logits_BV[part.start : part.stop].float(), rows[part.start : part.stop]
         numbers = [
-            (row.params.temperature, min(row.uniform, draws.MOST_UNIFORM), row.params.top_p,
+            (row.params.temperature, min(row.uniform, draws.MOST_UNIFORM), row.params.kept_mass,
              row.params.min_p, limit)
             for row, limit in zip(own, limits[part.start : part.stop], strict=True)
         ]  # fmt: skip

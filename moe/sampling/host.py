@@ -55,7 +55,7 @@ def candidates(
         ids_C: int64; None: all tokens in their order.
         weights_C: float64, the largest 1; 0 for what is not kept.
     """
-    temperature, top_p, min_p = params.temperature, params.top_p, params.min_p
+    temperature, top_p, min_p = params.temperature, params.kept_mass, params.min_p
     size = top_k = min(params.top_k, len(scores_V))
     total = 0.0
     if not top_k:

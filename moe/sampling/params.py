@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import operator
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat, SupportsIndex
@@ -18,6 +19,8 @@ KINDS = {
     "grammar": "grammar",
 }
 MAX_SOURCE = 2**16
+MAX_GENERATED = 2**18
+"""Characters of a grammar that is made of several structures; the last few hundred are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +51,14 @@ class Structure:
             raise RequestError(
                 f"a {name} must be a text that is not empty, got {self.source!r:.80}"
             )
-        if len(self.source) > MAX_SOURCE:
+        if not self.parts and len(self.source) > MAX_SOURCE:
             raise RequestError(
                 f"a {name} may have {MAX_SOURCE} characters, got {len(self.source)}; shorten it"
+            )
+        if len(self.source) > MAX_GENERATED:
+            raise RequestError(
+                f"the schemas of a request may make a grammar of {MAX_GENERATED} characters, got "
+                f"{len(self.source)}; shorten them, or send fewer tools"
             )
         if not _is_unicode(self.source):
             raise RequestError(f"a {name} must be valid Unicode, got a lone surrogate; remove it")
@@ -114,7 +122,7 @@ def _is_unicode(text: str) -> bool:
 
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128
-MAX_SEED = 2**63 - 1
+MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +138,7 @@ class SamplingParams:
     temperature: float = 1.0
     """Divisor of the logits, finite and >= 0; 0 always takes the most likely token."""
     top_p: float = 1.0
-    """Probability mass kept, in (0, 1]; 1 keeps all."""
+    """Probability mass kept, in [0, 1]; 1 keeps all, 0 the most likely token."""
     top_k: int = 0
     """Number of tokens kept, >= 0; 0 keeps all."""
     min_p: float = 0.0
@@ -142,9 +150,10 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """In [-2, 2]; subtracted once for each time that a token was generated."""
     seed: int | None = None
-    """In [0, 2**63 - 1]; None takes a new one each time."""
+    """In [-2**63, 2**63 - 1]; None takes a new one each time. -1 is a seed like any other."""
     stop: tuple[str, ...] = ()
-    """Text ends before the first of these strings; a single string may be given as it is."""
+    """Text ends before the first of these strings; a single string may be given as it is. One that
+    is the name of a special token, such as ``<|im_end|>``, also ends it before that token."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end generation, in addition to the model's own end tokens."""
     ignore_eos: bool = False
@@ -165,7 +174,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checked: dict[str, object] = {
             "temperature": _real("temperature", self.temperature, 0, hint="0 is greedy"),
-            "top_p": _real("top_p", self.top_p, 0, 1, above=True, hint="1 keeps every token"),
+            "top_p": _real("top_p", self.top_p, 0, 1, hint="1 keeps every token"),
             "top_k": _whole("top_k", self.top_k, 0, hint="0 keeps every token"),
             "min_p": _real("min_p", self.min_p, 0, 1, hint="0 keeps every token"),
             "repetition_penalty": _real(
@@ -181,7 +190,7 @@ class SamplingParams:
         if self.max_new_tokens is not None:
             checked["max_new_tokens"] = _whole("max_new_tokens", self.max_new_tokens, 1)
         if self.seed is not None:
-            checked["seed"] = _whole("seed", self.seed, 0, MAX_SEED, hint="None picks one")
+            checked["seed"] = _whole("seed", self.seed, MIN_SEED, MAX_SEED, "None picks one")
         for name in ("logprobs", "prompt_logprobs"):
             if (count := getattr(self, name)) is not None:
                 checked[name] = _whole(name, count, 0, MAX_LOGPROBS)
@@ -191,6 +200,12 @@ class SamplingParams:
             raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def kept_mass(self) -> float:
+        """`top_p`, but above 0: tokens are kept while the mass before them is below it, so that the
+        first one always is."""
+        return max(self.top_p, sys.float_info.min)
 
 
 def _whole(

@@ -77,7 +77,8 @@ class Sampler:
         seed = params.seed
         self._random = _new_random()
         if seed is not None:
-            self._random.seed(f"{seed}:{index}" if index else seed)
+            # Python's generator drops the sign.
+            self._random.seed(f"{seed}:{index}" if index else seed % 2**64)
         self._uniforms: deque[float] = deque()  # of the next tokens, as far as they were needed
         self._edits = _Edits(params, prompt_token_ids) if _Edits.needed(params) else None
 

@@ -27,6 +27,10 @@ _ID_LENGTH = 9  # some chat templates accept only ids of nine letters and digits
 class Answer(Protocol):
     """The answer to one request, in its dialect: `whole`, or the other four for a stream."""
 
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the end of a stream repeats the log probabilities, which are kept for that."""
+
     def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:
         """The complete answer, once all sequences have ended."""
 

@@ -257,7 +257,7 @@ class MessagesRequest(CountTokensRequest):
     """Text ends before the first of them."""
     stream: bool = False
     temperature: float | None = Field(default=None, ge=0, le=1)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=0)
     metadata: MessagesMetadata = Field(default_factory=MessagesMetadata)
 

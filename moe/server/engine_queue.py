@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -143,6 +143,7 @@ class EngineQueue:
         heavy: bool = False,
         timeout_s: float | None = None,
         trace: RequestTrace | None = None,
+        before: Callable[[], Awaitable[object]] | None = None,
     ) -> GenerationJob:
         """Build a request and queue it. The caller must `close` the job in the end.
 
@@ -150,9 +151,11 @@ class EngineQueue:
             build: makes the sequence groups, as the work of `text`.
             timeout_s: after which the answer ends with what is there; None: never.
             trace: of the request; it ends with the job.
+            before: fetches what `build` needs.
 
         Raises:
-            APIError: 429 if too many requests wait, 503 unless the state is ``ready``.
+            APIError: 429 if too many requests wait, 503 unless the state is ``ready``, 504 if the
+                time is up.
             RequestError: the request is not valid; the job is closed already.
         """
         self.ready_model()
@@ -164,16 +167,23 @@ class EngineQueue:
             loop = asyncio.get_running_loop()
             job.timer = loop.call_later(timeout_s, self._expire, job, timeout_s)
         self._count()
-        try:
+
+        async def prepare() -> None:
+            if before is not None:
+                await before()
             job.groups = await self._run_text(build, caller, heavy=heavy)
             if self.prefill is not None:
                 await self.prefill.fetch_for(self, job.groups)
+
+        job.preparing = asyncio.ensure_future(prepare())
+        try:
+            await job.preparing
             self._engine.take(job)
             await job.accepted
         except BaseException as error:
             job.error = job.error or error
             self.close(job)
-            raise
+            raise job.error from None  # what failed the job has cancelled its preparation
         self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
         return job
 

@@ -42,6 +42,7 @@ class GenerationJob:
 
     Attributes:
         groups: one for each prompt; empty until they are built.
+        preparing: builds the groups.
         accepted: done when the engine has accepted all groups, or refused one.
         queue: new tokens in order, or the exception that ended the job.
         timer: until the request's time is up.
@@ -54,6 +55,7 @@ class GenerationJob:
     accepted: asyncio.Future[None]
     queue: asyncio.Queue[StreamEvent | Exception] = field(default_factory=asyncio.Queue)
     groups: Sequence[SequenceGroup] = ()
+    preparing: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
     trace: RequestTrace | None = None
     error: BaseException | None = None
@@ -91,6 +93,8 @@ class GenerationJob:
         if self.error is not None:
             return
         self.error = error
+        if self.preparing is not None:
+            self.preparing.cancel()
         while not self.queue.empty():
             self.queue.get_nowait()
         if not self.accepted.done():

@@ -248,7 +248,6 @@ NEUTRAL_RESPONSES: Neutral = {
     "previous_response_id": (),
     "prompt": (),
     "service_tier": ("auto", "default"),
-    "top_logprobs": (0,),
 }
 NEUTRAL_MESSAGES: Neutral = {
     "container": (),

@@ -68,13 +68,14 @@ async def answer(
         route, request_id = request.url.path, request.scope["request_id"]
         trace = queue.telemetry.begin(request.headers, route, name, request_id)
 
-    async def submit() -> GenerationJob:
+    async def fetch() -> None:
         if isinstance(body, ChatRequest):
             await fetch_images(request, body.messages)
-        caller = caller_of(request)
-        return await queue.submit(build, caller, heavy=heavy, timeout_s=timeout_s, trace=trace)
 
-    job = await while_connected(request.receive, submit())
+    submitted = queue.submit(
+        build, caller_of(request), heavy=heavy, timeout_s=timeout_s, trace=trace, before=fetch
+    )
+    job = await while_connected(request.receive, submitted)
     spend = _spending(request)
     spend(job.num_prompt_tokens)
     assert queue.model is not None
@@ -202,6 +203,7 @@ async def _events(
             added = await run_in_threadpool(answer.more, token)
         for event in added:
             yield event
-        memory.give_back(job, bytes_of(token))
+        if not answer.keeps_tokens:
+            memory.give_back(job, bytes_of(token))
     for last in answer.end():
         yield last

@@ -167,7 +167,8 @@ class PrefillClient:
     async def fetch_for(self, queue: EngineQueue, groups: Sequence[SequenceGroup]) -> None:
         """Put the beginnings of long prompts into the prefix cache, as far as servers give them."""
         for group in groups:
-            if group.prompt_logprobs is None:  # else every token is read here
+            # Else every token is read here. The other server has no images.
+            if group.prompt_logprobs is None and group.rows is None:
                 async with self._free:
                     await self._fetch_one(queue, group)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, WithJsonSchema, model_validator
 
+from moe.sampling.params import MAX_LOGPROBS
 from moe.server.answers import EmittedCall
 from moe.server.bodies import LabelFields, RequestBody, ResentBody
 from moe.server.errors import APIError
@@ -26,6 +27,7 @@ from moe.server.fields import (
     text_of,
     text_or,
 )
+from moe.server.openai.answers import token_bytes, token_logprobs
 from moe.server.openai.options import (
     MAX_CALLS,
     MAX_TOOLS,
@@ -46,6 +48,7 @@ from moe.text.tokenizer import TextCodec
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ItemId = Annotated[str, Field(max_length=256)]
 _LABELS = ("annotations", "logprobs")
+_LOGPROBS = "message.output_text.logprobs"
 ItemText = Annotated[str, BeforeValidator(text_of("input_text", "output_text", labels=_LABELS))]
 ItemContent = Annotated[
     str | list[Json],
@@ -178,7 +181,7 @@ class ResponsesRequest(LabelFields, TranslatedRequest):
     max_output_tokens: TokenCount | None = None
     """Most tokens to generate, reasoning included."""
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     tools: list[Annotated[ResponsesTool, run_by_client("function")]] = Field(
         default_factory=list, max_length=MAX_TOOLS
     )
@@ -191,8 +194,13 @@ class ResponsesRequest(LabelFields, TranslatedRequest):
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
-    include: Items[Literal["reasoning.encrypted_content"]] = Field(default_factory=list)
-    """Of no effect: reasoning is not encrypted, and can be sent back as it is."""
+    include: Items[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(
+        default_factory=list
+    )
+    """Log probabilities of the tokens of messages. ``reasoning.encrypted_content`` has no effect:
+    reasoning is not encrypted, and can be sent back as it is."""
+    top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
+    """Report this many likeliest tokens with each; only with those log probabilities."""
     truncation: Literal["disabled"] = "disabled"
     store: bool = True
     """Of no effect: nothing is stored, and every answer has store: false."""
@@ -203,6 +211,9 @@ class ResponsesRequest(LabelFields, TranslatedRequest):
 
     def _chat_fields(self) -> Json:
         choice = self.tool_choice
+        logprobs = _LOGPROBS in self.include
+        if self.top_logprobs and not logprobs:
+            raise ValueError(f"top_logprobs may be given only with include: [{_LOGPROBS!r}]")
         same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
         return {
             name: getattr(self, name) for name in (*same, "cache_salt", "priority", "timeout")
@@ -213,6 +224,8 @@ class ResponsesRequest(LabelFields, TranslatedRequest):
             "tool_choice": choice if isinstance(choice, str) else function_of(name=choice.name),
             "response_format": self.text.format.chat,
             "reasoning_effort": self.reasoning.effort,
+            "logprobs": logprobs,
+            "top_logprobs": self.top_logprobs if logprobs else None,
         }
 
 
@@ -277,8 +290,8 @@ def _add_said(turn: Json, item: MessageItem | ReasoningItem | FunctionCallItem) 
 
 _ECHOED = (
     *("instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "prompt_cache_key"),
-    *("reasoning", "safety_identifier", "temperature", "tool_choice", "tools", "top_p"),
-    *("truncation", "user"),
+    *("reasoning", "safety_identifier", "temperature", "tool_choice", "tools"),
+    *("top_logprobs", "top_p", "truncation", "user"),
 )
 
 
@@ -291,6 +304,8 @@ class ResponsesAnswer(BlockAnswer):
         super().__init__(body.chat, codec)
         self._id = request_id
         self._num_events = 0
+        self._token_bytes = token_bytes(codec) if body.chat.logprobs else None
+        self._logprobs: list[Json] = []  # of the open text
         self._about = {
             **{"id": f"resp_{request_id}", "object": "response", "created_at": int(time.time())},
             **body.model_dump(include=set(_ECHOED)),
@@ -306,22 +321,28 @@ class ResponsesAnswer(BlockAnswer):
         return [self._event(f"response.{word}", response=about) for word in _STARTED]
 
     def opened(self, kind: BlockKind) -> list[Json]:
-        part = self._place(kind) | {"content_index": 0, "part": _part(kind, "")}
+        part = self._place(kind) | {"content_index": 0, "part": _part(kind, "", [])}
         return [
             self._item_event("added", self._item(kind, [], "in_progress")),
             self._event("response.content_part.added", **part),
         ]
 
     def delta(self, kind: BlockKind, text: str) -> Json:
-        return self._text_event(kind, "delta", {"delta": text})
+        logprobs: list[Json] = []
+        if kind == "text" and self._token_bytes is not None:
+            logprobs = [token_logprobs(token, self._token_bytes) for token in self.take_tokens()]
+            self._logprobs += logprobs
+        return self._text_event(kind, "delta", {"delta": text}, logprobs)
 
     def closed(self, kind: BlockKind, text: str) -> list[Json]:
-        part = self._place(kind) | {"content_index": 0, "part": _part(kind, text)}
+        logprobs, self._logprobs = self._logprobs, []
+        made = _part(kind, text, logprobs)
+        part = self._place(kind) | {"content_index": 0, "part": made}
         status = "incomplete" if self.finish_reason == "length" else "completed"
         return [
-            self._text_event(kind, "done", {"text": text}),
+            self._text_event(kind, "done", {"text": text}, logprobs),
             self._event("response.content_part.done", **part),
-            self._item_done(self._item(kind, [_part(kind, text)], status)),
+            self._item_done(self._item(kind, [made], status)),
         ]
 
     def called(self, call: EmittedCall) -> list[Json]:
@@ -377,11 +398,11 @@ class ResponsesAnswer(BlockAnswer):
     def _place(self, kind: str) -> Json:
         return {"item_id": self._item_id(kind), "output_index": len(self.blocks)}
 
-    def _text_event(self, kind: BlockKind, word: str, said: Json) -> Json:
+    def _text_event(self, kind: BlockKind, word: str, said: Json, logprobs: list[Json]) -> Json:
         place = self._place(kind) | {"content_index": 0}
         if kind == "reasoning":
             return self._event(f"response.reasoning_text.{word}", **place, **said)
-        return self._event(f"response.output_text.{word}", **place, **said, logprobs=[])
+        return self._event(f"response.output_text.{word}", **place, **said, logprobs=logprobs)
 
     def _item_event(self, word: str, item: Json) -> Json:
         place = {"output_index": len(self.blocks), "item": item}
@@ -401,7 +422,7 @@ _STARTED = ("created", "in_progress")
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 
 
-def _part(kind: BlockKind, text: str) -> Json:
+def _part(kind: BlockKind, text: str, logprobs: list[Json]) -> Json:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 from pydantic import PrivateAttr, model_validator
 
 from moe.completion import StreamEvent
+from moe.sampling.batch import Token
 from moe.server.answers import AnswerParser, EmittedCall, FinishReason
 from moe.server.bodies import EndpointBody
 from moe.server.errors import APIError
@@ -54,6 +55,7 @@ class BlockAnswer(ABC):
         blocks: finished blocks, in the dialect's JSON.
         num_prompt_tokens, num_cached_tokens, num_new_tokens: cached ones are part of the prompt.
         finish_reason, stop: how the answer ended, and by which stop string; None until then.
+        keeps_tokens: see `Answer`.
     """
 
     def __init__(self, chat: ChatRequest, codec: TextCodec) -> None:
@@ -61,11 +63,14 @@ class BlockAnswer(ABC):
         self.num_prompt_tokens = self.num_cached_tokens = self.num_new_tokens = 0
         self.finish_reason: FinishReason | None = None
         self.stop: str | None = None
+        self.keeps_tokens = chat.logprobs
         self._codec = codec
         self._chat = chat
         self._parser: AnswerParser | None = None
         self._kind: BlockKind | None = None  # of the open block
         self._texts: list[str] = []
+        # Tokens since the last text, and whether each was counted as reasoning.
+        self._unsaid: list[tuple[Token, bool]] = []
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -87,19 +92,33 @@ class BlockAnswer(ABC):
         delta = event.delta
         if self._parser is None:
             self._parser = self._chat.answer_parser(self._codec, event.prompt_token_ids)
+        before = self.num_reasoning_tokens
         piece = self._parser.take(delta.text, delta.finish_reason)
         self.num_new_tokens += 1
         self.num_cached_tokens = delta.num_cached_tokens
         made = self._add("reasoning", piece.reasoning)
+        if piece.reasoning:
+            self._unsaid.clear()
+        if self.keeps_tokens:
+            self._unsaid.append((delta.token, self.num_reasoning_tokens > before))
         for part in piece.parts:
             if isinstance(part, EmittedCall):
                 made += self._close() + self.called(part)
+                self._unsaid.clear()
             else:
                 made += self._add("text", part)
         if piece.finish_reason is not None:
             self.finish_reason, self.stop = piece.finish_reason, delta.stop
             made += self._close()
         return made
+
+    def take_tokens(self) -> list[Token]:
+        """The tokens of new text, where log probabilities are asked for: those since the last text
+        that are neither reasoning nor of a call."""
+        thought = self.num_reasoning_tokens > 0  # else nothing that was counted was reasoning
+        tokens = [token for token, counted in self._unsaid if not (thought and counted)]
+        self._unsaid.clear()
+        return tokens
 
     def _add(self, kind: BlockKind, text: str) -> list[Json]:
         """Add text to the open block; opens a new one if that has another kind."""

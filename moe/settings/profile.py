@@ -89,9 +89,17 @@ def value_of(profile: Profile, key: str) -> Any:
     return value
 
 
+def as_yaml(value: Any) -> str:
+    """A value as ``--set`` reads it."""
+    if isinstance(value, tuple):
+        value = list(value)
+    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
+    return text.removesuffix("...\n").strip()
+
+
 def print_config(loaded: LoadedProfile) -> str:
     """A line for each key: ``key = value  # origin``. Values are YAML, as ``--set`` reads them."""
-    lines = [f"{key} = {_as_yaml(value_of(loaded.profile, key))}" for key in KEYS.leaves]
+    lines = [f"{key} = {as_yaml(value_of(loaded.profile, key))}" for key in KEYS.leaves]
     width = max(map(len, lines))
     return "\n".join(
         f"{line:<{width}}  # {loaded.origins[key]}"
@@ -166,19 +174,13 @@ def _validate(settings: Mapping[str, tuple[Any, str]]) -> Profile:
             places = [str(part) for part in problem["loc"] if isinstance(part, int)]
             place = f"{settings[key][1]}: {'.'.join([key, *places])}"
             rule = re.sub(r"^(Input|String) should", "must", problem["msg"])
+            rule = rule.replace("a valid tuple", "a list, as in [one, two]")
             rules.setdefault((place, reprlib.repr(problem["input"])), []).append(rule)
         lines = [
             f"{place} {' or '.join(wanted)}; got {value}" if wanted else place
             for (place, value), wanted in rules.items()
         ]
         raise ProfileError("\n".join(lines)) from None
-
-
-def _as_yaml(value: Any) -> str:
-    if isinstance(value, tuple):
-        value = list(value)
-    text: str = yaml.safe_dump(value, default_flow_style=True, width=float("inf"))
-    return text.removesuffix("...\n").strip()
 
 
 # Sources: YAML files, ``MOE_...`` variables and ``key=value`` texts. Each becomes one flat mapping

@@ -87,7 +87,8 @@ class ModelSettings(Settings):
     """Most pixels of all images of a prompt together, before the model's processor scales them."""
 
     check_finite: bool = False
-    """Refuse weights that contain NaN or infinity. Costs one more pass over them while loading."""
+    """Refuse weights that contain NaN or infinity. Costs one more pass over them while loading; of
+    experts on disk, each is looked at when it is first read."""
 
     verify: bool = False
     """Compare a store's files with their checksums. Costs one more pass over them."""
@@ -126,9 +127,9 @@ class GenerationSettings(Settings):
     """Divisor of the logits before sampling. 0: always the most likely token (greedy). null: the
     model's value, else 0."""
 
-    top_p: float | None = Field(default=None, gt=0.0, le=1.0)
-    """Sample among the most likely tokens whose probabilities add up to this. 1: all tokens. null:
-    the model's value, else 1."""
+    top_p: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Sample among the most likely tokens whose probabilities add up to this. 1: all tokens; 0: the
+    most likely one. null: the model's value, else 1."""
 
     top_k: int | None = Field(default=None, ge=0)
     """Sample among this many most likely tokens. 0: all tokens. null: the model's value, else 0."""
@@ -141,7 +142,7 @@ class GenerationSettings(Settings):
     """Above 1, tokens of the prompt and the answer become less likely to repeat. 1: no penalty.
     null: the model's value, else 1."""
 
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     """Seed of the sampling. null: a new one for each request."""
 
 

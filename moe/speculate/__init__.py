@@ -110,9 +110,7 @@ def enable_speculation(
         sources = [NGram()]
     known = [*modes, *(source.mode for source in sources)]
     controller: Controller = (
-        AutoController(modes, settings.max_depth)
-        if automatic
-        else FixedDepth(known[0], settings.max_depth)
+        AutoController(modes) if automatic else FixedDepth(known[0], settings.max_depth)
     )
     names = ", ".join(each.name for each in known)
     speculator = Speculator(controller, passes, sources, settings.max_depth)

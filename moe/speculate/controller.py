@@ -58,10 +58,9 @@ class AutoController(Controller):
 
     Args:
         modes: drafts by passes that it may use.
-        max_depth: most tokens of a draft.
     """
 
-    def __init__(self, modes: Sequence[Mode], max_depth: int) -> None:
+    def __init__(self, modes: Sequence[Mode]) -> None:
         self.times, self.account = StepTimes(), Account()
         self._looking = Looking()
         self._arms = {mode: PassArm(mode) for mode in modes}

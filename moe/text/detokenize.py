@@ -13,7 +13,7 @@ tokens cut it up.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar, cast
 
@@ -223,11 +223,17 @@ class StopStrings:
     The string that ends first counts; of strings that end together, the longest. Text that may be
     the beginning of a stop string is held back until it is known not to be one.
 
+    Args:
+        stop: the stop strings.
+        tokens: special tokens that are stop strings, by id. Their text is not in what is pushed.
+
     Attributes:
+        tokens: as given.
         matched: the stop string that was found, or None; after one, nothing may be pushed.
     """
 
-    def __init__(self, stop: Iterable[str]) -> None:
+    def __init__(self, stop: Iterable[str], tokens: Mapping[int, str] | None = None) -> None:
+        self.tokens = tokens or {}
         self._patterns = [(string, _borders(string)) for string in stop]
         # How much of each string the text so far ends with (Knuth-Morris-Pratt).
         self._progress = [0] * len(self._patterns)
@@ -248,8 +254,14 @@ class StopStrings:
         self._held = buffer[len(buffer) - keep :]
         return buffer[: len(buffer) - keep]
 
-    def finish(self) -> str:
-        """The text still held back, when generation ends without a match."""
+    def finish(self, token_id: int | None = None) -> str:
+        """The text still held back, when generation ends without a match in the text.
+
+        Args:
+            token_id: the last token, which may be a stop string itself.
+        """
+        if token_id is not None:
+            self.matched = self.tokens.get(token_id)
         held, self._held = self._held, ""
         return held
 

@@ -183,6 +183,14 @@ class TextCodec:
             )
         return self.tokenizer
 
+    def special_tokens(self, stop: Collection[str]) -> dict[int, str]:
+        """Ids and texts of the special tokens that are stop strings.
+
+        Raises `RequestError` without tokenizer.
+        """
+        self.require_tokenizer("stop strings")
+        return {i: text for i, text in self._special_texts().items() if text in stop}
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included. Raises `RequestError` without tokenizer."""
         tokenizer = self.require_tokenizer("texts of token ids")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels.cpu import choose_kernel
 from kernels.cpu.dense import NativeAttention
 from tests.kernels.kernel_cases import AMX_TARGETS, load_target
 
@@ -110,3 +114,32 @@ def test_what_the_library_does_not_read_is_not_supported() -> None:
     assert not NativeAttention.supports(wanted)
     with torch.no_grad():
         assert NativeAttention.supports(wanted)
+
+
+# Blocks that lie before the window of every query have no memory at all.
+_WINDOW = """
+import numpy as np, torch
+from kernels.cpu import choose_kernel
+from kernels.cpu.dense import BlockRows
+from kernels.cpu.kv import RowFormat
+
+native, (heads, size, keys) = choose_kernel()[0], (2, 64, 8192)
+form = RowFormat(8, False)
+block = np.random.default_rng(0).integers(0, 64, 64 * heads * form.row_bytes(size)).astype(np.uint8)
+table = np.full(keys // 64, block.ctypes.data, np.int64)
+table[: (keys - 512) // 64] = 0
+query, first = torch.randn(4, 16, size), torch.arange(keys - 16, keys) - 127
+
+def attend(table, end):
+    rows = BlockRows((table.ctypes.data,) * 2, heads, (size, size), end, (form, form))
+    return native.attention.attend_blocks(query, rows, first + end - keys, size**-0.5)
+
+assert torch.equal(attend(table, keys), attend(table[-16:], 1024))
+"""
+
+
+@pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
+def test_keys_before_the_window_of_all_queries_are_not_read() -> None:
+    command = [sys.executable, "-c", _WINDOW]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

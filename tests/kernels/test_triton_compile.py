@@ -277,7 +277,7 @@ half, whole = torch.bfloat16, torch.float32
 LONG = {"SPLITS": 1, "SEGMENT": own.SEGMENT}  # prompts of several segments
 for architecture in map(int, sys.argv[1].split()):
     def prompt_tile(widest, dtype):
-        return own.prompt_tile(widest, dtype, architecture >= 90)
+        return own.prompt_tile(widest, dtype, architecture == 90)
 
     # Heads of 64, 128, 192 (DeepSeek's prompts), 80 and 256; latents of 512 beside keys of 64.
     for sizes in ((64, 64, 64), (128, 128, 128), (128, 64, 128), (64, 16, 80), (256, 256, 256)):
@@ -365,7 +365,9 @@ for architecture in (80, 90):
               TAPS=4, S=4, SILU=True, HAS_BIAS=True)
 """
 
-_LEAST_SHARED = 99 << 10  # bytes a block may have on the smallest of the GPUs served (sm_86, sm_89)
+_LEAST_SHARED = (
+    99 << 10
+)  # bytes a block may have on the smallest of the GPUs served (sm_86, sm_89, sm_120)
 _MOST_SHARED = 227 << 10  # on sm_90
 
 
@@ -436,7 +438,9 @@ def check_attention(architectures: str) -> None:
     assert len(lines) == 30 * len(architectures.split())
     for words in lines:
         row = dict(zip(heads, words, strict=True))
-        assert (row["stack"], row["local"]) == ("0", "0"), row
+        of_floats = row["sm"] == "120" and row["dtype"] == "float32"  # heads of 256: four registers
+        assert int(row["stack"]) <= (16 if of_floats else 0), row
+        assert row["local"] == "0", row
         wide = row["sm"] == "90" and int(row["rows"]) >= 64
         assert int(row["shared"]) <= (_MOST_SHARED if wide else _LEAST_SHARED), row
         if row["kernel"] == "attend_kernel" and row["dtype"] == "bfloat16":
@@ -450,7 +454,7 @@ def test_attention_and_small_kernels_compile() -> None:
 @pytest.mark.slow
 def test_attention_and_small_kernels_compile_for_all() -> None:
     """`-s` prints the table."""
-    check_attention("80 89")
+    check_attention("80 89 120")
 
 
 @pytest.mark.slow

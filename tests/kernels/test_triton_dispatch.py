@@ -57,5 +57,7 @@ def test_status_says_why_triton_does_not_run(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert triton_status()["reason"] == "compute capability 7.5 is below 8.0"
+    monkeypatch.setattr(torch.version, "hip", "7.2")
+    assert "torch is built for ROCm" in triton_status()["reason"]
     monkeypatch.setattr("kernels.triton.find_spec", lambda _: None)
     assert triton_status()["reason"] == "the package triton is not installed"

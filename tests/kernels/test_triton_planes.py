@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -230,6 +232,42 @@ def test_prompts_decode_each_weight_once(
         assert_close(experts_forward(case.hidden, case.ids, case.weights, layer.for_device(CUDA)),
                      whole)  # fmt: skip
     assert len(called) == 2 * 2 + 1  # 40 columns are no whole unit
+
+
+# Scales end where a page begins that may not be read; 12 blocks of outputs are no multiple of 8.
+_GUARDED = """
+import ctypes, mmap
+from dataclasses import replace
+import torch
+from kernels.triton import experts
+from kernels.triton.tiles import TallTile
+from tests.kernels.dequantized_cases import quantize_case
+from tests.kernels.kernel_cases import assert_close, make_case
+
+library, kept = ctypes.CDLL(None), []
+
+def guarded(tensor):
+    raw = tensor.contiguous().view(torch.uint8).flatten()
+    whole = -(-len(raw) // mmap.PAGESIZE) * mmap.PAGESIZE
+    kept.append(mmap.mmap(-1, whole + 64 * mmap.PAGESIZE))
+    behind = ctypes.addressof(ctypes.c_char.from_buffer(kept[-1])) + whole
+    assert library.mprotect(ctypes.c_void_p(behind), ctypes.c_size_t(64 * mmap.PAGESIZE), 0) == 0
+    own = torch.frombuffer(kept[-1], dtype=torch.uint8)[whole - len(raw) : whole]
+    return own.copy_(raw).view(tensor.dtype)
+
+experts.TALL, experts._MANY_ROWS = (TallTile(16, blocks=8),), 4
+case = make_case(11, 3, 2, 192, 64, torch.bfloat16, biased=True, unused=0.3)
+layer, whole = quantize_case(case, 64, (8,) * 3, False)
+layer = layer.for_device(torch.device("cuda"))
+layer = replace(layer, scales=tuple(map(guarded, layer.scales)))
+assert_close(experts.experts_forward(case.hidden, case.ids, case.weights, layer), whole)
+"""
+
+
+def test_prompts_read_nothing_behind_a_matrix() -> None:
+    command = [sys.executable, "-c", _GUARDED]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("activation", ["clamped interleaved gate", "squared relu, no gate"])

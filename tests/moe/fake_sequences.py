@@ -28,6 +28,11 @@ class FakeSequence:
     cache: Any = None
     cancelled: bool = False
     rows: None = None
+    salt: str = ""
+
+    @property
+    def capacity(self) -> int:
+        return len(self.prompt_token_ids) + self.max_new_tokens - 1
 
     @property
     def prompt_keys(self) -> list[int]:
@@ -41,6 +46,8 @@ class FakeSequence:
         self.queue_key = (step, number)
 
     def leave_queue(self) -> None: ...
+
+    def reuse_prefix(self, num_tokens: int) -> None: ...
 
     def release(self) -> None:
         self.cache = None

@@ -244,6 +244,10 @@ class Sequences(RuleBasedStateMachine):
             held = sum(BLOCK * self.pool.shares[group] * count for group, count in listed.items())
             assert held <= counted + 1e-6
             assert counted <= held + len(some)  # each is rounded up
+        running = [cache for cache in caches if not cache._holder.kept]
+        for group in self.pool.shares:
+            lent = _listed(kept, group) & _listed(running, group)
+            assert sum(cache._holders[group].lent for cache in kept) == len(lent)
 
     def _put(self, cache: BlockKVCache, values: list[float]) -> None:
         for layer, shape in LAYERS.items():

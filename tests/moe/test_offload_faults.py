@@ -26,12 +26,17 @@ from random import Random
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from experts.manifest import read_manifest
+from experts.layer_file import layer_entries
+from experts.manifest import Bits, read_manifest, write_manifest
+from experts.safetensors_io import write_file
 from moe import MoE, SamplingParams, loader
-from moe.errors import ProfileError
+from moe.commands.convert.convert import convert
+from moe.errors import CheckpointError, ProfileError
 from moe.loading.memory_plan import GIB
-from offload.capacity import slot_bytes
+from moe.settings import ModelSettings
+from offload.capacity import fixed_bytes, slot_bytes
 from offload.errors import OffloadError
 from offload.transfer import Read, Reader, Transfer
 from tests.open_files import num_open
@@ -56,13 +61,17 @@ def offloaded(store: Path, resident: MoE) -> MoE:
     return open_offloaded(store, resident)
 
 
-def open_offloaded(store: Path, resident: MoE, mode: str = "auto", hot_set: bool = False) -> MoE:
+def open_offloaded(
+    store: Path, resident: MoE, mode: str = "auto", hot_set: bool = False, check: bool = False
+) -> MoE:
     """A quarter of the experts in memory."""
     rest = sum(line.bytes for line in resident.memory_plan.lines if line.name != "experts")
-    room = 8 * slot_bytes(read_manifest(store), 8) + 16
+    manifest = read_manifest(store)
+    room = 8 * slot_bytes(manifest, manifest.bits) + fixed_bytes(manifest) + 16
     memory = SMALL["memory"] | {"device_gib": (rest + room) / GIB}
     prefill = SMALL["prefill"] | {"mode": mode, "group_tokens": 8}
     changes = {"memory": memory, "prefill": prefill, "offload": {"hot_set": hot_set}}
+    changes["model"] = {"check_finite": check}
     model = MoE.from_pretrained(store, SMALL | changes)
     assert model.memory_plan.expert_slots == 8
     return model
@@ -93,6 +102,42 @@ def test_an_expert_whose_bytes_have_changed_answers_nobody(
         content[place] ^= 1
     file.write_bytes(content)
     with open_offloaded(own, resident) as model, pytest.raises(OffloadError, match="is damaged"):
+        model.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "bits", "part"),
+    [
+        ("qwen3_moe", 8, "experts.{}.scales"),
+        ("qwen3_moe", 16, "experts.{}.whole"),
+        ("gpt_oss", 8, "down_bias"),
+    ],
+)
+def test_experts_on_disk_that_are_not_finite_are_named_if_asked(
+    architecture: str,
+    bits: Bits,
+    part: str,
+    tiny_checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+) -> None:
+    settings = ModelSettings(expert_bits=bits, group_size=32)
+    store = convert(tiny_checkpoint(architecture), tmp_path / "store", settings)
+    manifest = read_manifest(store)
+    layer = manifest.layers[1]
+    tensors = load_file(store / layer.file)
+    for expert in range(layer.experts):
+        tensors[f"layers.1.{part.format(expert)}"].view(-1)[-1] = float("nan")
+    entries = layer_entries(1, layer, bits, manifest.group_size)
+    written = write_file(store / layer.file, entries, [tensors[entry.name] for entry in entries])
+    files = manifest.files | {layer.file: written}
+    write_manifest(store, manifest.model_copy(update={"files": files}))
+    resident = MoE.from_pretrained(store, SMALL)
+    open_offloaded(store, resident).close()
+    named = rf"of {layer.module} in .*{layer.file} holds NaN or infinity"
+    with (
+        pytest.raises((CheckpointError, OffloadError), match=named),
+        open_offloaded(store, resident, check=True) as model,
+    ):
         model.generate(PROMPTS, GREEDY)
 
 

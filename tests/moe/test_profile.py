@@ -226,7 +226,7 @@ LEAF_VALUES = {
     "lossless": st.booleans(),
     "model.dtype": st.sampled_from(["auto", "float32", "bfloat16", "float16"]),
     "generation.temperature": st.floats(0, 1e30),
-    "generation.top_p": st.floats(0, 1, exclude_min=True),
+    "generation.top_p": st.floats(0, 1),
     "routing.policies": st.lists(st.text("abn:_0123-#'\" ", min_size=1)).map(tuple),
 }
 

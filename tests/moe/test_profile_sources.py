@@ -82,6 +82,10 @@ def test_off_is_a_word(tmp_path: Path, off: str) -> None:
             "generation: {max_new_tokens: 0}",
             "generation.max_new_tokens must be greater than or equal to 1 or must be 'auto'; got 0",
         ),
+        (
+            "routing: {policies: foo}",
+            "routing.policies must be a list, as in [one, two]; got 'foo'",
+        ),
         ("routing: {policies: [1]}", "routing.policies.0 must be a valid string; got 1"),
         (
             "model: {dtype: int8}",

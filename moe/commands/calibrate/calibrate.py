@@ -24,6 +24,7 @@ from moe.commands.calibrate.induction import measure_induction
 from moe.commands.calibrate.record import record_trace
 from moe.commands.console import OnStep, step_bar
 from moe.errors import CalibrationError
+from moe.loading.gguf.directory import is_made
 from moe.loading.hub import resolve_model
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
@@ -78,17 +79,13 @@ def calibrate(
         The exit code.
 
     Raises:
-        CalibrationError: the text cannot be read or is too short, or `out` cannot be written.
+        CalibrationError: the text cannot be read or is too short, `out` cannot be written, or is
+            None for a GGUF file.
     """
     content = _read(text)
     if compression is not None and compression < 1:
         raise CalibrationError(f"--compression must be at least 1 token, got {compression}")
-    if out is None and Path(name).suffix == ".gguf":
-        raise CalibrationError(
-            f"beside {name} there is no model directory for a calibration; give it a folder with "
-            "--out, or calibrate the store that moe convert makes"
-        )
-    folder = out or resolve_model(name) / CALIBRATION_FOLDER
+    folder = out or _beside(name)
     check_writable(folder)
     began = time.perf_counter()
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
@@ -114,6 +111,17 @@ def calibrate(
     seconds = time.perf_counter() - began
     print(f"moe: {trace.num_tokens} tokens read in {seconds:.0f} s; see {folder}", file=sys.stderr)
     return 0
+
+
+def _beside(name: str | Path) -> Path:
+    """The folder for the calibration of a model, in its directory."""
+    directory = resolve_model(name)
+    if is_made(directory):
+        raise CalibrationError(
+            f"beside {name} there is no model directory for a calibration, as it is a GGUF file; "
+            "give it a folder with --out, or calibrate the store that moe convert makes"
+        )
+    return directory / CALIBRATION_FOLDER
 
 
 def _recorded(model: MoE, text: str, tokens: int, on_step: OnStep) -> Trace:

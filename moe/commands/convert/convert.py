@@ -53,7 +53,7 @@ from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import ModelFiles, reach_model, read_config
 from moe.loading.load import plan_weights
 from moe.loading.memory_plan import size_text
-from moe.loading.meta_model import build_meta_model
+from moe.loading.meta_model import build_meta_model, has_towers
 from moe.loading.mtp import plan_mtp
 from moe.loading.progress import Report, reporting
 from moe.loading.quantized import decoding_notices, open_checkpoint
@@ -62,8 +62,11 @@ from moe.network.adopt import check_experts
 from moe.network.seam import experts_modules, take_weights
 from moe.settings import ModelSettings
 
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*")
-"""Configuration, tokenizer, chat template, licence."""
+COPIED = (
+    *("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt", "*.tiktoken"),
+    *("LICENSE*", "NOTICE*"),
+)
+"""Configuration, tokenizer, chat templates, licence."""
 NOT_COPIED = ("*.safetensors.index.json", MANIFEST_NAME)
 CALIBRATED = "a calibration says nothing about its experts"
 PRECISION_KEYS = ("expert_bits", "trunk_bits", "head_bits")
@@ -188,7 +191,7 @@ class _Conversion:
 
     def _write_towers(self, checkpoint: Checkpoint, on_notice: Callable[[str], object]) -> None:
         """Write what reads images of a multimodal model, as it is stored."""
-        if "text_config" not in self._network.config.sub_configs:
+        if not has_towers(self._network):
             return
         towers = read_towers(self._network, checkpoint)
         if isinstance(towers, str):
@@ -344,12 +347,13 @@ class Journal:
 
 def copy_files(source: Path, target: Path) -> None:
     """Copy `COPIED`. Raises OSError; links out of the directory raise `HeaderError`."""
-    found = {file.name for pattern in COPIED for file in source.glob(pattern) if file.is_file()}
-    for name in sorted(found):
+    files = (file for pattern in COPIED for file in source.glob(pattern) if file.is_file())
+    for name in sorted({str(file.relative_to(source)) for file in files}):
         if not any(fnmatch(name, pattern) for pattern in NOT_COPIED):
             content = contained(source, name).read_bytes()
             if name == "config.json":
                 content = _without_quantization(content)
+            (target / name).parent.mkdir(exist_ok=True)
             write_bytes(target / name, content)
 
 

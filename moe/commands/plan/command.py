@@ -48,7 +48,7 @@ from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.block_diffusion import schedule_of, writes_blocks
 from moe.network.seam import experts_modules
 from moe.settings.device import use_device
-from moe.settings.profile import LoadedProfile
+from moe.settings.profile import LoadedProfile, load_profile, value_of
 
 
 @dataclass(frozen=True)
@@ -159,22 +159,35 @@ def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = (
         policy_prices(planned),
         settings.offload.late == "prefix",
         0 if files.remote is None else files.remote.nbytes,
-        next_commands(str(name), bool(misfit), planned.why_resident, said),
+        next_commands(str(name), bool(misfit), planned.why_resident, said, profile),
     )
 
 
-def next_commands(name: str, misfit: bool, why_resident: str, said: Sequence[str]) -> list[str]:
+def next_commands(
+    name: str, misfit: bool, why_resident: str, said: Sequence[str], profile: LoadedProfile
+) -> list[str]:
     """What to run after a plan, with what it was made for; empty for what fits in no way."""
     if not misfit:
         return [shlex.join(["moe", "serve", name, *said])]
     if not why_resident:
         return []
     store = f"{public_name(name).rpartition('/')[2].replace(':', '-')}-store"
-    settings = said[2:] if said[:1] == ["--profile"] else said
-    return [
-        shlex.join(["moe", "convert", name, store]),
-        shlex.join(["moe", "serve", store, "--profile", "offload", *settings]),
-    ]
+    serving = ["moe", "serve", store, *_for_offload(said, profile)]
+    return [shlex.join(["moe", "convert", name, store]), shlex.join(serving)]
+
+
+def _for_offload(said: Sequence[str], profile: LoadedProfile) -> list[str]:
+    """The options ``said`` with the profile `offload`, or beside another profile with those of its
+    settings that this one leaves open."""
+    if said[:1] != ["--profile"]:
+        return ["--profile", "offload", *said]
+    tuned = load_profile("offload", environ={})
+    keys = [key for key, origin in tuned.origins.items() if origin != "default"]
+    values = {
+        key: value_of(tuned.profile, key) for key in keys if profile.origins[key] == "default"
+    }
+    added = [f"{key}={json.dumps(value)}" for key, value in values.items() if value is not None]
+    return [*said, *(word for setting in added for word in ("--set", setting))]
 
 
 def model_sizes(planned: PlannedModel, max_steps: int | None = None) -> DecodeSizes:
@@ -258,7 +271,7 @@ def show(made: SpeedPlan, console: Console) -> None:
     console.print(table)
     console.print()
     if memory.notice:
-        console.print(f"Weights: {memory.notice}.", soft_wrap=True, markup=False)
+        console.print(f"Weights: {memory.notice}.", soft_wrap=True)
     if made.misfit:
         remedies = [line for line in made.misfit.splitlines() if line.startswith("  - ")]
         console.print("It does not fit. What would help:", *remedies, sep="\n", soft_wrap=True)

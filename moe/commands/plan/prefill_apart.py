@@ -21,7 +21,7 @@ import numpy as np
 STALLS_FALL, FIRST_RISES = 0.5, 2.0
 """What makes a split worthwhile: the longest gaps between tokens fall to this share, while first
 tokens come at most so many times as late."""
-PROMPT, ANSWER = 2048, 256
+PROMPT, ANSWER, BUSY = 2048, 256, 0.6
 """Tokens of the requests that are simulated unless told otherwise."""
 ENGINES = 8
 """Most engines that are simulated; more are taken as so many times these."""
@@ -91,13 +91,11 @@ class Served:
         return asdict(self)
 
 
-def typical_load(
-    costs: EngineCosts, engines: int, *, share: float = 0.6, batch: int = 16
-) -> Workload:
-    """Prompts of `PROMPT` tokens and answers of `ANSWER` that keep so large a share of engines
-    busy, if ``batch`` sequences decode together."""
+def typical_load(costs: EngineCosts, engines: int, *, batch: int = 16) -> Workload:
+    """Prompts of `PROMPT` tokens and answers of `ANSWER` that keep engines busy for `BUSY` of the
+    time, if ``batch`` sequences decode together."""
     each = costs.prompt_s(PROMPT) + ANSWER * costs.step_s(batch) / batch
-    return Workload(PROMPT, ANSWER, share * engines / each, max(40, 4 * batch) * engines)
+    return Workload(PROMPT, ANSWER, BUSY * engines / each, max(40, 4 * batch) * engines)
 
 
 @dataclass(eq=False)

@@ -27,7 +27,7 @@ from moe.loading.remote.repository import HubUnreachableError
 from moe.server.serve import serve
 from moe.settings import ModelSettings
 from moe.settings.device import use_device
-from moe.settings.profile import load_profile
+from moe.settings.profile import as_yaml, load_profile
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,11 @@ class RunPlan:
     @property
     def commands(self) -> list[str]:
         """The plan as single commands."""
-        settings = [f"--set {shlex.quote(f'{k}={_yaml(v)}')}" for k, v in self.settings.items()]
+        settings = [f"--set {shlex.quote(f'{k}={as_yaml(v)}')}" for k, v in self.settings.items()]
         profile = ["--profile offload"] if self.choice.offload else []
         serving = ["moe serve", shlex.quote(self.served), *profile, *settings]
+        if self.choice.from_store:  # else clients would have to ask for the store's folder
+            serving.append(f"--served-model-name {shlex.quote(public_name(self.name))}")
         if not self.choice.convert:
             return [" ".join(serving)]
         places = f"{shlex.quote(self.source)} {shlex.quote(self.served)}"
@@ -237,10 +239,6 @@ def _speed(facts: RunFacts, choice: RunChoice, speeds: Bandwidths) -> DecodeEsti
         host_slots=next((tier.experts for tier in tiers if tier.name == "host"), 0),
     )
     return estimate_decode(sizes, speeds, UniformRouting(sizes), 1)
-
-
-def _yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _size(number: int) -> str:

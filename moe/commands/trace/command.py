@@ -85,7 +85,7 @@ def run(
         console = stdout_console()
         for sheet in report_tables(findings):
             console.print(sheet.table())
-            console.print(sheet.caption, style="dim", markup=False)
+            console.print(sheet.caption, style="dim")
     if out is not None:
         print(f"moe: see {write(findings, out)}", file=sys.stderr)
     return 0

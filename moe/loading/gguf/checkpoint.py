@@ -189,7 +189,8 @@ class GgufCheckpoint(Checkpoint):
         self._dtype = dtype
         self._stored: dict[str, Placed] = {}
         self._last: tuple[str, Tensor] | None = None
-        files = open_all(sorted(file.resolve() for file in path.glob("*.gguf")))
+        # The names here have the order of the parts, those in a hub's cache have none.
+        files = open_all([file.resolve() for file in sorted(path.glob("*.gguf"))])
         for file in files:
             self._closing.callback(os.close, file.fd)
             self._open[file.path] = OpenFile(file.path, file.fd, file.status, {})

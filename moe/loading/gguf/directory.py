@@ -26,6 +26,7 @@ from moe.loading.gguf.header import GgufFile, GgufTensor, kind_name, open_gguf, 
 from moe.loading.gguf.tokenizer import write_tokenizer
 
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_made: set[Path] = set()
 
 
 def gguf_directory(file: Path, *, tokenizer: bool = True) -> Path:
@@ -46,6 +47,11 @@ def gguf_directory(file: Path, *, tokenizer: bool = True) -> Path:
     except OSError as error:
         raise CheckpointError(f"cannot read {error.filename}: {error.strerror}") from error
     return _directory(file.name, seen, tokenizer)
+
+
+def is_made(directory: Path) -> bool:
+    """Whether `gguf_directory` made this directory, so that it is removed when the process ends."""
+    return directory in _made
 
 
 def _parts(file: Path) -> list[Path]:
@@ -81,6 +87,7 @@ def _directory(name: str, seen: tuple[tuple[Path, int, int], ...], tokenizer: bo
     if tokenizer:
         write_tokenizer(directory, "00000.gguf", metadata)
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    _made.add(directory)
     return directory
 
 

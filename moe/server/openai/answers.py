@@ -28,11 +28,13 @@ class OpenAIAnswer(ABC):
     Attributes:
         prefix: what the answer's id begins with.
         whole_object, chunk_object: OpenAI's names for a whole answer and for a chunk.
+        keeps_tokens: see `Answer`.
     """
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    keeps_tokens: ClassVar[bool] = False
 
     def __init__(self, body: GenerationRequest, request_id: str, model: str) -> None:
         self._body = body
@@ -128,6 +130,17 @@ def token_bytes(codec: TextCodec) -> Callable[[int], bytes]:
     return lru_cache(4096)(TokenBytes(codec.tokenizer).of)
 
 
+def token_logprobs(token: Token, to_bytes: Callable[[int], bytes]) -> Json:
+    """A token's log probability, and those of the likeliest in its place, as chats have them."""
+    top = [_entry(to_bytes(i), logprob) for i, logprob in token.top or ()]
+    return _entry(to_bytes(token.id), token.logprob) | {"top_logprobs": top}
+
+
+def _entry(piece: bytes, logprob: float | None) -> Json:
+    text = piece.decode(errors="replace")
+    return {"token": text, "logprob": finite(logprob), "bytes": list(piece)}
+
+
 class ChatAnswer(OpenAIAnswer):
     """The answer of ``/v1/chat/completions``."""
 
@@ -172,16 +185,8 @@ class ChatAnswer(OpenAIAnswer):
     def _logprobs(self, tokens: Sequence[Token]) -> Json | None:
         if not self._chat.logprobs:
             return None
-        content = []
-        for token in tokens:
-            top = [self._entry(i, logprob) for i, logprob in token.top or ()]
-            content.append(self._entry(token.id, token.logprob) | {"top_logprobs": top})
+        content = [token_logprobs(token, self._token_bytes) for token in tokens]
         return {"content": content, "refusal": None}
-
-    def _entry(self, token_id: int, logprob: float | None) -> Json:
-        piece = self._token_bytes(token_id)
-        text = piece.decode(errors="replace")
-        return {"token": text, "logprob": finite(logprob), "bytes": list(piece)}
 
 
 def _call(call: EmittedCall) -> Json:
@@ -238,8 +243,10 @@ class CompletionAnswer(OpenAIAnswer):
         }
 
     def _top(self, token: Token) -> dict[str, float | None]:
+        """The likeliest tokens and this one, which OpenAI's API always adds."""
         top: dict[str, float | None] = {}
-        for token_id, logprob in token.top or ():  # the likeliest of tokens with the same text
+        # Of tokens with the same text, the likeliest.
+        for token_id, logprob in (*(token.top or ()), (token.id, token.logprob)):
             top.setdefault(self._text(token_id), finite(logprob))
         return top
 

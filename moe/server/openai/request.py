@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from moe.sampling.params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES
+from moe.sampling.params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES, MIN_SEED
 from moe.server.bodies import EndpointBody, LabelFields, RequestBody, ResentBody, StreamOptions
 from moe.server.fields import (
     MAX_INT,
@@ -115,14 +115,15 @@ class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
     """Most tokens to generate."""
     n: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
     temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: LogitBias = Field(default_factory=dict)
     """Token id -> number added to its logit, from -100 to 100."""
-    seed: int | None = Field(default=None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(default=None, ge=MIN_SEED, le=MAX_SEED)
     stop: StopList = Field(default_factory=list)
-    """A string or a list of strings; text ends before the first of them."""
+    """A string or a list of strings; text ends before the first of them. The name of a special
+    token ends it before that token, too."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     """Only with stream."""
@@ -231,7 +232,8 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
     """Begin the text with the prompt, and the logprobs with those of its tokens."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    """Report each token's log probability, and those of this many likeliest tokens."""
+    """Report each token's log probability, and those of this many likeliest tokens (with the token
+    itself, up to one more)."""
 
     @model_validator(mode="after")
     def _check_pairs(self) -> CompletionRequest:

@@ -218,7 +218,31 @@ def quoted(text: str) -> str:
 
 
 def json_of(schema: Schema) -> str:
-    return f"%json {json.dumps({**schema, **_OPTIONS})}"
+    return f"%json {json.dumps({**without_notes(schema), **_OPTIONS})}"
+
+
+_NOTES = {"description", "title", "default", "examples", "$comment"}
+_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_OF_SCHEMAS = (
+    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
+    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+    *("anyOf", "allOf", "oneOf", "not", "if", "then", "else"),
+)
+
+
+def without_notes(schema: Any) -> Any:
+    """A schema without what only tells readers about it: most of its text, and of no effect."""
+    if isinstance(schema, (list, tuple)):
+        return [without_notes(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {key: value for key, value in schema.items() if key not in _NOTES}
+    for key in kept.keys() & set(_OF_NAMES):
+        if isinstance(named := kept[key], Mapping):  # a property may be called title
+            kept[key] = {name: without_notes(inner) for name, inner in named.items()}
+    for key in kept.keys() & set(_OF_SCHEMAS):
+        kept[key] = without_notes(kept[key])
+    return kept
 
 
 def _like(

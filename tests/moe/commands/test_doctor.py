@@ -25,7 +25,7 @@ def no_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(findings: list[Finding], width: int = 200) -> str:
-    console = Console(file=io.StringIO(), width=width)
+    console = Console(file=io.StringIO(), width=width, markup=False)
     print_doctor(findings, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from examples.models.tiny import tiny_model
 from experts.linear import QuantizedLinear
@@ -24,6 +25,7 @@ from moe.loading.takeover import Takeover
 from moe.settings import ModelSettings
 from tests.moe.convert.stores import SETTINGS, content
 
+DEMO = Path(__file__).parents[3] / "examples" / "demo-model"
 IDS = list(range(3, 23))
 ARCHITECTURES = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
 
@@ -157,6 +159,20 @@ def test_routers_and_embeddings_stay_whole(path: Path, tmp_path: Path) -> None:
     assert len(planes) == 4 * 4 + 1
     assert "17 linear layers of the trunk run at 8 bits" in moe.notices
     assert "experts run at 8 bits" in moe.notices
+
+
+def test_a_store_has_all_chat_templates(path: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(path, tmp_path / "model"))
+    for file in (*DEMO.glob("tokenizer*"), DEMO / "chat_template.jinja"):
+        shutil.copy(file, model)
+    named = model / "additional_chat_templates"
+    named.mkdir()
+    (named / "tool_use.jinja").write_text("{{ tools }}")
+    (named / "rag.jinja").write_text("{{ documents }}")
+    templates = AutoTokenizer.from_pretrained(model).chat_template
+    assert templates.keys() == {"default", "rag", "tool_use"}
+    store = convert(model, tmp_path / "store", SETTINGS)
+    assert AutoTokenizer.from_pretrained(store).chat_template == templates
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.models.tiny import tiny_config, tiny_model
+from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK as KV_BLOCK
 from moe import MoE, SamplingParams
 from moe.engine.prefix_cache import BLOCK, PrefixCache
-from moe.network.kv_cache import KVCache
+from moe.network.host_blocks import HostBlocks
+from moe.network.kv_blocks import BlockPool, Windows
+from moe.network.kv_cache import KVCache, KVFormat
 
+NATIVE, WHY = choose_kernel()
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True)
 
 
@@ -55,6 +60,40 @@ def test_the_longest_known_prefix_is_found(
     assert (taken.length if taken else 0) == expected * BLOCK
     if taken is not None:
         assert taken.read(0, taken.length)[0].flatten().tolist() == ids[: taken.length]
+
+
+@pytest.mark.skipif(NATIVE is None, reason=WHY)
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9), st.integers(0, 9)), max_size=8),
+    st.integers(2, 16),
+    st.integers(1, 9),
+)
+def test_behind_windows_what_is_kept_is_found_and_counted(
+    prompts: list[tuple[str, int, int]], room: int, longest_kept: int
+) -> None:
+    """Prompts begin alike, and go on from each other as those of an engine do; long ones give up
+    what is behind windows while they are read."""
+    assert NATIVE is not None
+    pool = BlockPool(HostBlocks(NATIVE.kv, KVFormat.of_bits(32)), Windows.of({1: 20}, {0: 1, 1: 1}))
+    cache = PrefixCache(room * KV_BLOCK, new_cache=pool.new_cache)
+    for salt, blocks, common in prompts:
+        ids = [int(at >= common * KV_BLOCK) for at in range(blocks * KV_BLOCK)]
+        kv = cache.match(salt, [*ids, 7], len(ids)) or pool.new_cache(len(ids))
+        kv.keep_all(blocks <= longest_kept)
+        for begin in range(kv.length, len(ids), BLOCK):
+            rows = torch.tensor(ids[begin : begin + BLOCK], dtype=torch.float32)
+            for layer in range(2):
+                kv.write(layer, *[rows.view(1, 1, -1, 1)] * 2)
+            kv.length += BLOCK
+        assert kv.read(0, kv.length)[0].flatten().tolist() == ids
+        cache.add(salt, ids, kv)
+        del kv
+        assert pool.held_tokens <= cache.num_tokens <= pool.held_tokens + len(prompts)
+        assert set(cache._index.values()) == set(cache._entries.values())
+    while cache.evict():
+        pass
+    assert pool.held_tokens == 0
+    assert not cache._index
 
 
 def test_the_least_recently_used_makes_room() -> None:
@@ -211,3 +250,30 @@ def test_the_room_of_samples_counts_their_prompt_once(
         prompt = [5] * (3 * KV_BLOCK)
         params = SamplingParams(max_new_tokens=4, temperature=1.0, seed=1, n=8)
         assert len(model.generate([prompt], params)) == 8
+
+
+def test_a_prompt_that_cannot_start_yet_evicts_nothing(
+    tiny_checkpoint: Callable[[str], Path],
+) -> None:
+    """The first prompt is cached, too, and evicting it would free nothing while it runs."""
+    memory = {"kv_tokens": 5 * KV_BLOCK, "prefix_tokens": 4 * KV_BLOCK}
+    with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory=memory) as model:
+        engine, params = model.engine(), replace(GREEDY, max_new_tokens=40)
+        prefixes = engine.scheduler.prefixes
+        assert prefixes is not None
+        running, chat, big = (
+            model.request([kind] * (blocks * KV_BLOCK), params if kind == 5 else GREEDY)
+            for kind, blocks in ((5, 2), (6, 1), (7, 3))
+        )
+        for group in (running, chat):
+            engine.submit(group)
+        while not chat.sequences[0].finish_reason:
+            engine.step()
+        engine.submit(big)
+        while not running.sequences[0].finish_reason:
+            assert not big.sequences[0].first_scheduled_ns
+            assert not prefixes.evictions
+            engine.step()
+        while not engine.idle:
+            engine.step()
+        assert prefixes.evictions

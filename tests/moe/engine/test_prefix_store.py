@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
 from moe.engine import prefix_store
-from moe.engine.prefix_store import PrefixStore
+from moe.engine.prefix_store import PrefixStore, prefix_key
 from moe.errors import ProfileError
+from moe.settings.profile import load_profile
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPT = [3 + at * at % 120 for at in range(2 * BLOCK + 9)]
@@ -47,6 +50,33 @@ def ask(model: MoE, prompt: list[int] = PROMPT, salt: str = "") -> tuple[list[in
 def counters(model: MoE) -> dict[str, int]:
     status: dict[str, int] = model.engine().status()["prefixes"]
     return status
+
+
+def test_the_key_is_what_bits_depend_on(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, plain = torch.device("cpu"), load_profile(None, {}).profile
+    source = tiny_checkpoint("qwen3_moe")
+
+    def key(model: Path = source, bits: int = 16, **settings: Any) -> str:
+        profile = load_profile(None, {"model": settings}).profile if settings else plain
+        return prefix_key(model, profile, cpu, bits)
+
+    for name in ("one", "two"):  # as processes write those of a GGUF model
+        shutil.copytree(source, tmp_path / name)
+    os.utime(tmp_path / "two" / "config.json", ns=(0, 0))
+    same = key(tmp_path / "one")
+    assert key(tmp_path / "two") == same
+    assert key(verify=True, check_finite=True, context_length=100) == key()
+    assert key(bits=8) != key()
+    assert key(expert_bits=4) != key()
+    (tmp_path / "two" / "config.json").write_text("{}")
+    assert key(tmp_path / "two") != same
+    os.utime(next((tmp_path / "one").glob("*.safetensors")), ns=(0, 0))
+    assert key(tmp_path / "one") != same
+    known = key()
+    monkeypatch.setattr(prefix_store, "instruction_sets", lambda: ["AVX2"])
+    assert key() != known
 
 
 def test_another_run_reads_what_one_has_left(load: Load, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from moe.engine.kv_account import KVAccount
 from moe.engine.prefill_batch import SequenceGroup
+from moe.engine.prefix_cache import PrefixCache
 from moe.errors import RequestError
+from moe.network.kv_blocks import Windows
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step, scheduler
 
 
@@ -56,6 +58,48 @@ def test_the_youngest_is_preempted_and_the_oldest_goes_on() -> None:
         run_step(planner)
         order += [g for g in (old, young) if is_done(g.sequences[0]) and g not in order]
     assert order == [old, young]
+
+
+@pytest.mark.parametrize(
+    ("common", "own", "kept", "window", "begun"),
+    [
+        (48, 1, 49, None, 1),
+        (48, 1, 48, None, 3),  # the prefix cache has no room for a prompt
+        (960, 40, 1000, 20, 1),
+        (960, 40, 800, 20, 1),  # of a prompt it keeps the end of windows, from where others go on
+        (800, 200, 800, 20, 3),  # and not what is before that
+        (960, 40, 200, 20, 3),
+    ],
+)
+def test_prompts_wait_for_a_common_beginning_that_the_prefix_cache_will_have(
+    common: int, own: int, kept: int, window: int | None, begun: int
+) -> None:
+    planner = scheduler("whole")
+    planner.prefill = planner.prefill.model_copy(update={"wave_tokens": 4096})
+    planner.prefixes = PrefixCache(kept)
+    windows = None if window is None else Windows.of({0: window}, {0: 1})
+    planner.account = KVAccount(64, block_tokens=64, windows=windows)
+    for number in range(3):
+        ids = [*range(common), *[-number] * own]
+        planner.submit(SequenceGroup([FakeSequence(ids, 1)]))  # type: ignore[list-item]
+    batch = planner.schedule().prefill
+    assert batch is not None
+    assert len(batch.chunks) == begun
+
+
+def test_a_prompt_that_cannot_start_yet_undoes_no_reading() -> None:
+    planner = scheduler("chunked", kv_tokens=40)
+    running, half_read, big = group(6, 30), group(20, 1), group(34, 2)
+    big.sequences[0].priority = -9
+    for each in (running, half_read):
+        planner.submit(each)
+        run_step(planner)
+    planner.submit(big)
+    run_step(planner)
+    assert planner.waiting == [big, half_read]
+    assert half_read.num_read
+    while not planner.idle:
+        run_step(planner)
 
 
 def test_a_dropped_group_gets_nothing_and_others_go_on() -> None:
@@ -107,6 +151,44 @@ def test_one_sample_may_end_with_its_first_token_and_the_others_go_on() -> None:
 def test_what_can_never_run_is_refused_at_once(candidate: SequenceGroup, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         scheduler("whole", kv_tokens=40).submit(candidate)
+
+
+@example(prompt=100, new=300, generated=250, n=1, kv_tokens=256, kept=1, full=0)
+@given(
+    st.integers(1, 600),
+    st.integers(1, 600),
+    st.integers(0, 599),
+    st.integers(1, 3),
+    st.integers(100, 1200),
+    st.integers(1, 2000),
+    st.sampled_from([0, 1]),
+)
+def test_behind_windows_what_is_accepted_can_start_and_start_again(
+    prompt: int, new: int, generated: int, n: int, kv_tokens: int, kept: int, full: int
+) -> None:
+    """Whatever the prefix cache could keep. With ``full``, a layer beside that with a window sees
+    all tokens."""
+    planner = scheduler("whole", kv_tokens=kv_tokens)
+    planner.prefixes = PrefixCache(kept)
+    windows = Windows.of({0: 20}, {0: 1} | ({1: 1} if full else {}))
+    planner.account = KVAccount(64, block_tokens=64, windows=windows)
+    fits, whole = group(prompt, new, n), windows.held_tokens(prompt + new, min(prompt, 64))
+    try:
+        planner.submit(fits)
+    except RequestError:
+        assert n > 1 or whole > kv_tokens or windows.held_tokens(prompt, 64) + 1 > kv_tokens
+        return
+    assert planner.schedule().prefill is not None
+    assert planner.num_used_tokens() + n <= kv_tokens
+    planner.cancel(fits)
+    sequence = fits.sequences[0]
+    sequence.token_ids[:] = [0] * min(generated, new - 1)
+    again = SequenceGroup([sequence])
+    again.keeps_all = planner.account.keeps_all(again, planner.prefixes, kv_tokens)
+    sequence.cancelled = False  # type: ignore[misc]
+    planner.waiting = [again]
+    assert planner.schedule().prefill is not None
+    assert planner.num_used_tokens() <= kv_tokens
 
 
 @given(

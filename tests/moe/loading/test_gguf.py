@@ -34,8 +34,9 @@ from experts.weights import dequantize_experts
 from kernels import QuantizedExperts
 from moe import MoE
 from moe.cli import main
+from moe.commands.calibrate.calibrate import calibrate
 from moe.commands.convert.convert import convert
-from moe.errors import CheckpointError, RequestError
+from moe.errors import CalibrationError, CheckpointError, RequestError
 from moe.loading.gguf.architectures import ARCHITECTURES as TABLE
 from moe.loading.gguf.tokenizer import SPLITS
 from moe.loading.hub import public_name, read_config, resolve_model
@@ -44,6 +45,8 @@ from moe.loading.quantized import decoding_notices, open_checkpoint
 from moe.loading.store import read_layers
 from moe.network.seam import take_experts
 from moe.settings import ModelSettings
+from moe.settings.profile import load_profile
+from tests.fake_hub import FakeHub
 
 IDS = list(range(3, 23))
 DEMO = Path(__file__).parents[3] / "examples" / "demo-model"
@@ -233,6 +236,18 @@ def test_split_files_are_one_model(write: Write, tmp_path: Path) -> None:
         resolve_model(tmp_path / "alone.gguf")
 
 
+@pytest.mark.parametrize("blobs", ["cba", "bac"])
+def test_parts_in_a_hub_cache_keep_their_order(blobs: str, write: Write, tmp_path: Path) -> None:
+    """There each part is a link to a file whose name is a hash."""
+    write(reference("qwen3_moe"), parts=3)
+    parts = sorted(tmp_path.glob("*.gguf"))
+    whole = MoE.from_pretrained(parts[0], engine=PLAIN).logits(IDS)
+    for part, blob in zip(parts, blobs, strict=True):
+        part.rename(tmp_path / blob)
+        part.symlink_to(blob)
+    assert torch.equal(MoE.from_pretrained(parts[0], engine=PLAIN).logits(IDS), whole)
+
+
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.18"), reason="the extra gguf wants 5.18"
 )
@@ -290,8 +305,18 @@ def test_commands_take_a_file(write: Write, capsys: pytest.CaptureFixture[str]) 
     file = write(broad("gpt_oss"), lambda _: "MXFP4")
     assert public_name(file) == "model-of-mine"
     assert main(["plan", str(file)]) == 0
-    assert main(["calibrate", str(file), "--text", str(DEMO / "README.md")]) == 2
-    assert "give it a folder with --out" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["a file", "org/small", "org/small:F32"])
+def test_a_calibration_is_not_written_to_a_directory_that_goes(
+    name: str, write: Write, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MoE, "from_pretrained", lambda *_, **__: pytest.fail("a model was loaded"))
+    file = write(reference("qwen3_moe"))
+    file.rename(at := hub.repository("org/small") / "small-F32.gguf")
+    model = str(at) if name == "a file" else name
+    with pytest.raises(CalibrationError, match=f"beside {model} .* give it a folder with --out"):
+        calibrate(model, load_profile(None), DEMO / "README.md", 5000, None)
 
 
 def rewritten(model_type: str, write: Write, patch: pytest.MonkeyPatch, change: Any) -> None:

@@ -25,7 +25,7 @@ from moe.commands.convert.convert import convert
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.hub import read_config
 from moe.loading.quantized import decoding_notices
-from moe.loading.schemes import decode_fp8, decode_mxfp4
+from moe.loading.schemes import decode_fp8, decode_mxfp4, float8_planes
 from moe.settings import ModelSettings
 
 IDS = list(range(3, 23))
@@ -201,6 +201,26 @@ def test_logits_are_those_of_the_decoded_model(method: str, tmp_path: Path) -> N
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
 
 
+CACHE_SCALES = {
+    "fp8": METHODS["fp8"],
+    "compressed-tensors": METHODS["compressed-tensors"],
+    "compressed-tensors of FP8": (float8_rows, FLOAT8_ROWS),
+}
+
+
+@pytest.mark.parametrize("method", CACHE_SCALES)
+def test_scales_of_keys_and_values_are_left_out(method: str, tmp_path: Path) -> None:
+    """They are of caches in 8 bits, which others keep."""
+    small, _ = quantised(tmp_path, method.split(" ")[0], way=CACHE_SCALES[method])
+    expected = MoE.from_pretrained(small).logits(IDS)
+    tensors = load_file(small / "model.safetensors")
+    ends = ("q_scale", "k_scale", "v_scale", "k_proj.output_scale", "prob_output_scale")
+    for layer in range(4):
+        tensors |= {f"model.layers.{layer}.self_attn.{end}": torch.ones(1) for end in ends}
+    save_file(tensors, small / "model.safetensors")
+    assert torch.equal(MoE.from_pretrained(small).logits(IDS), expected)
+
+
 @pytest.mark.parametrize(
     ("method", "bits"),
     [("gptq", 8), ("awq", 8), ("compressed-tensors", 8), ("compressed-tensors", 4)],
@@ -221,6 +241,33 @@ def test_fp8_equals_transformers_own_decoder() -> None:
     exponents = torch.randint(120, 130, (3, 2), dtype=torch.uint8)
     theirs = Fp8Dequantize(None)._dequantize_one(parts[".weight"], exponents, torch.float32)
     assert torch.equal(decode_fp8(parts[".weight"], exponents, BLOCK), theirs)
+
+
+def powers(weight: Tensor, _: int) -> tuple[Parts, Tensor]:
+    """FP8 with an exponent for each block."""
+    parts, _exact = fp8(weight, 0)
+    scale = parts[".weight_scale_inv"].to(torch.float8_e8m0fnu)
+    return parts | {".weight_scale_inv": scale}, decode_fp8(parts[".weight"], scale.float(), BLOCK)
+
+
+def test_exponents_as_scales_may_have_a_dtype_of_their_own(tmp_path: Path) -> None:
+    config = METHODS["fp8"][1] | {"scale_fmt": "ue8m0"}
+    small, whole = quantised(tmp_path, "fp8", way=(powers, config))
+    assert b'"F8_E8M0"' in (small / "model.safetensors").read_bytes()
+    assert torch.equal(
+        MoE.from_pretrained(small).logits(IDS), MoE.from_pretrained(whole).logits(IDS)
+    )
+    exponents = torch.arange(255, dtype=torch.uint8)[:, None]  # the last says NaN
+    codes = torch.ones(255, 32).to(torch.float8_e4m3fn)
+    for scales in (
+        exponents.view(torch.float8_e8m0fnu),
+        exponents.double().sub(127).exp2().float(),
+    ):
+        assert torch.equal(
+            decode_fp8(codes, scales, (1, 32)), decode_fp8(codes, exponents, (1, 32))
+        )
+        as_planes = [float8_planes(codes, own, (1, 32), 32) for own in (scales, exponents)]
+        assert torch.equal(as_planes[0][1].scale_ND, as_planes[1][1].scale_ND)
 
 
 def mxfp4(experts: int, rows: int, columns: int) -> Parts:

@@ -21,6 +21,7 @@ from moe.cli import main
 from moe.commands.convert.convert import convert
 from moe.commands.plan.command import next_commands
 from moe.loading.meta_model import build_meta_model
+from moe.settings.profile import load_profile, parse_assignments
 from tests.fake_hub import FakeHub
 from tests.moe.convert.stores import SETTINGS
 
@@ -186,8 +187,29 @@ def test_ranks_are_planned_from_a_hub_too(hub: FakeHub, capsys: pytest.CaptureFi
 
 
 def test_what_to_run_next_can_be_pasted_into_a_shell() -> None:
-    (serve,) = next_commands("my model", False, "", ["--set", "routing.policies=[top_k:2]"])
+    plain = load_profile(None, environ={})
+    (serve,) = next_commands("my model", False, "", ["--set", "routing.policies=[top_k:2]"], plain)
     assert serve == "moe serve 'my model' --set 'routing.policies=[top_k:2]'"
-    made, served = next_commands("my model", True, "too large", ["--profile", "a", "--set", "x=1"])
+    made, served = next_commands("my model", True, "too large", ["--set", "x=1"], plain)
     assert made == "moe convert 'my model' 'my model-store'"
     assert served == "moe serve 'my model-store' --profile offload --set x=1"
+
+
+def test_what_to_run_next_keeps_the_profile_of_the_plan(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("memory: {device_gib: 0.5}\nengine: {max_batch_size: 2}\n")
+    profile = load_profile(str(own), environ={})
+    _, served = next_commands("m", True, "too large", ["--profile", str(own)], profile)
+    assert served.startswith(f"moe serve m-store --profile {own} --set ")
+    said = parse_assignments([word for word in shlex.split(served)[5:] if word != "--set"])
+    again = load_profile(str(own), said)
+    tuned = load_profile("offload", {"memory.device_gib": 0.5, "engine.max_batch_size": 2})
+    assert again.profile == tuned.profile
+
+
+def test_tables_and_commands_print_brackets_as_they_are(
+    tiny_checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ["--set", "routing.policies=[top_k:2]", "--set", "lossless=false"]
+    assert main(["plan", str(tiny_checkpoint("qwen3_moe")), *said]) == 0
+    assert "--set 'routing.policies=[top_k:2]'" in capsys.readouterr().out

@@ -32,7 +32,7 @@ from moe.memory.footprint import (
     tensor_bytes,
 )
 from moe.memory.kv_precision import choose_kv_precision
-from moe.memory.planning import _plan_waves, check_fit
+from moe.memory.planning import _free_on, _plan_waves, check_fit
 from moe.network.backbone import Backbone
 from moe.network.host_blocks import HostBlocks
 from moe.network.kv_blocks import BlockKVCache
@@ -197,6 +197,13 @@ def test_nothing_is_read_of_a_model_that_does_not_fit(
     assert not seen[0].fits
 
 
+def test_what_torch_keeps_of_closed_models_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [3 * GIB]
+    monkeypatch.setattr(torch.cuda, "empty_cache", kept.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (8 * GIB - sum(kept), 8 * GIB))
+    assert _free_on(torch.device("cuda")) == 8 * GIB
+
+
 def test_the_refusal_says_what_to_change() -> None:
     profile = load_profile(
         {"memory": {"kv_gib": 4}, "model": {"expert_dtype": "float32"}}, environ={}
@@ -284,6 +291,12 @@ def test_states_of_a_full_batch_have_a_line() -> None:
 def test_both_ways_to_set_the_pool_are_refused() -> None:
     with pytest.raises(ProfileError, match=r"kv_gib and memory.kv_tokens are two ways to set one"):
         load_profile({"memory": {"kv_tokens": 5, "kv_gib": 1}}, environ={})
+
+
+def test_the_prefix_cache_is_part_of_the_pool() -> None:
+    for wanted, kept in ((50, 50), (500, 100)):
+        found = plan(Profile(memory=memory(kv_tokens=100, prefix_tokens=wanted)))
+        assert (found.kv_tokens, found.prefix_tokens) == (100, kept)
 
 
 def test_the_engine_gets_the_pool_of_the_plan(tiny_checkpoint: Callable[[str], Path]) -> None:

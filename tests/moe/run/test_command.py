@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from experts.manifest import is_store, read_manifest
 from moe.cli import main
 from moe.commands.plan.decode_speed import Bandwidths
 from moe.commands.run import choice, command, facts
+from moe.settings.profile import load_profile, parse_assignments
 from tests.fake_hub import FakeHub
 
 Served = list[tuple[Any, ...]]
@@ -100,7 +103,23 @@ def test_what_the_user_sets_is_kept(
     assert convert.split()[:2] == ["moe", "convert"]
     assert convert.endswith("--bits 8")
     assert "--set engine.max_batch_size=3 --set memory.device_gib=2" in serve
+    assert serve.endswith(f"--served-model-name {Path(name).name}")
     assert not served
+
+
+def test_the_command_that_is_shown_sets_what_the_user_set(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10, 1e9))
+    values = ["memory.device_gib=null", "lossless=false", "generation.temperature=1.0e-7"]
+    values += ["routing.policies=[top_k:2, top_p:0.5]", "server.page=true"]
+    overrides = [part for value in values for part in ("--set", value)]
+    demo = str(Path(__file__).parents[3] / "examples" / "demo-model")
+    assert main(["run", demo, "--dry-run", *overrides]) == 0
+    shown = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    given = [value for flag, value in itertools.pairwise(shown) if flag == "--set"]
+    profiles = [load_profile(None, parse_assignments(each)).profile for each in (given, values)]
+    assert profiles[0] == profiles[1]
 
 
 def test_a_hub_model_is_converted_from_there_and_found_again_without_it(

@@ -31,7 +31,7 @@ def rows(draw: st.DrawFn) -> tuple[list[float], Row]:
     params = SamplingParams(
         temperature=draw(st.sampled_from([0.0, 0.3, 1.0, 1e-300, 1e300])),
         top_k=draw(st.integers(0, VOCABULARY + 2)),
-        top_p=draw(st.sampled_from([1.0, 0.95, 0.6, 1e-6])),
+        top_p=draw(st.sampled_from([1.0, 0.95, 0.6, 1e-6, 0.0])),
         min_p=draw(st.sampled_from([0.0, 0.02, 0.4, 1.0])),
         logprobs=draw(st.sampled_from([None, 0, 3, 20])),
     )
@@ -74,7 +74,7 @@ def expected(logits: list[float], row: Row) -> Token | None:
         ranked = order[: params.top_k] if params.top_k else order
         mass, total, kept = 0.0, weights[ranked].sum(), []
         for i in ranked:
-            if params.top_p == 1 or mass < params.top_p * total:
+            if i == ranked[0] or params.top_p == 1 or mass < params.top_p * total:
                 kept.append(i)
             mass += weights[i]
         kept = [i for i in kept if weights[i] >= params.min_p and weights[i] > 0]

@@ -24,7 +24,7 @@ FILTERS = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.1, 0.7, 1.0, 3.0, 1e-300, 1e300]),
         "top_k": st.integers(0, 12),
-        "top_p": st.sampled_from([1.0, 0.97, 0.6, 0.31, 1e-6]),
+        "top_p": st.sampled_from([1.0, 0.97, 0.6, 0.31, 1e-6, 0.0]),
         "min_p": st.sampled_from([0.0, 0.013, 0.4, 1.0]),
     }
 )
@@ -38,9 +38,10 @@ def expected_probabilities(scores: Sequence[float], params: SamplingParams) -> n
     order = sorted(range(len(x)), key=lambda i: (-x[i], i))
     if params.top_k:
         order = order[: params.top_k]
-    total, mass, nucleus = sum(weights[order]), 0.0, []
+    total, mass = sum(weights[order]), 0.0
+    nucleus: list[int] = []
     for i in order:
-        if params.top_p == 1.0 or mass < params.top_p * total - 1e-12:
+        if not nucleus or params.top_p == 1.0 or mass < params.top_p * total - 1e-12:
             nucleus.append(i)
         mass += weights[i]
     kept = [i for i in nucleus if weights[i] >= params.min_p and weights[i] > 0]

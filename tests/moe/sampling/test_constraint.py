@@ -299,6 +299,9 @@ def test_what_cannot_be_followed_is_refused(
         structures.check(structure)
 
 
+OF_TOOLS = [("a tool", Structure.json_object())]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -306,6 +309,7 @@ def test_what_cannot_be_followed_is_refused(
         (lambda: Structure.regex(3), "a regular expression must be a text"),  # type: ignore[arg-type]
         (lambda: Structure.regex("a\ud800"), "lone surrogate"),
         (lambda: Structure.grammar("x" * 65537), "may have 65536 characters, got 65537"),
+        (lambda: Structure.grammar("x" * 262145, OF_TOOLS), "may make a grammar of 262144 chara"),
         (lambda: Structure.json_schema("{"), r"a JSON schema must be JSON \(.*\), got '{'"),
         (lambda: Structure.json_schema("[1]"), r"a JSON schema must be an object, got '\[1\]'"),
         (lambda: Structure.json_schema({"a": {1}}), "a JSON schema must be JSON"),

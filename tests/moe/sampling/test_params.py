@@ -22,17 +22,21 @@ REFUSED = [
     ("temperature", INF, "must be a finite number >= 0, got inf; 0 is greedy"),
     ("temperature", "1", "must be a finite number >= 0, got '1'; 0 is greedy"),
     ("temperature", 10**400, "must be a finite number >= 0, got 1000"),
-    ("top_p", 0.0, "must be a finite number in (0, 1], got 0.0; 1 keeps every token"),
-    ("top_p", 1.01, "must be a finite number in (0, 1], got 1.01; 1 keeps every token"),
-    ("top_p", NAN, "must be a finite number in (0, 1], got nan; 1 keeps every token"),
+    ("top_p", -0.01, "must be a finite number in [0, 1], got -0.01; 1 keeps every token"),
+    ("top_p", 1.01, "must be a finite number in [0, 1], got 1.01; 1 keeps every token"),
+    ("top_p", NAN, "must be a finite number in [0, 1], got nan; 1 keeps every token"),
     ("top_k", -1, "must be a whole number >= 0, got -1; 0 keeps every token"),
     ("min_p", 1.5, "must be a finite number in [0, 1], got 1.5; 0 keeps every token"),
     ("min_p", -0.1, "must be a finite number in [0, 1], got -0.1; 0 keeps every token"),
     ("repetition_penalty", 0, "must be a finite number > 0, got 0; 1 is neutral"),
     ("presence_penalty", 2.5, "must be a finite number in [-2, 2], got 2.5"),
     ("frequency_penalty", -3, "must be a finite number in [-2, 2], got -3"),
-    ("seed", -1, "must be a whole number in [0, 9223372036854775807], got -1"),
-    ("seed", 2**63, "must be a whole number in [0, 9223372036854775807], got 9223"),
+    (
+        "seed",
+        -(2**63) - 1,
+        "must be a whole number in [-9223372036854775808, 9223372036854775807], ",
+    ),
+    ("seed", 2**63, "must be a whole number in [-9223372036854775808, 9223372036854775807], got"),
     ("stop", "", "must be a non-empty string or a list of them, got ''"),
     ("stop", ["a", ""], "must be a non-empty string or a list of them, got ''"),
     ("stop", [3], "must be a non-empty string or a list of them, got 3"),
@@ -60,7 +64,7 @@ def test_a_value_outside_the_rule_is_refused(field: str, value: object, message:
 
 def test_limits_themselves_are_accepted() -> None:
     SamplingParams(temperature=0, top_p=1, min_p=1, seed=2**63 - 1, logprobs=20, n=128)
-    SamplingParams(temperature=1e-300, top_p=1e-9, min_p=0, seed=0, logprobs=0, n=1)
+    SamplingParams(temperature=1e-300, top_p=0, min_p=0, seed=-(2**63), logprobs=0, n=1)
 
 
 def test_equal_requests_compare_equal_however_they_were_written() -> None:

@@ -83,7 +83,7 @@ def test_logprobs_zero_and_none_report_no_alternatives() -> None:
     assert (silent.logprob, silent.top) == (None, None)
 
 
-@given(st.integers(0, 2**63 - 1), st.integers(0, 3))
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 3))
 @settings(max_examples=20)
 def test_a_seed_fixes_a_sequence_whoever_else_is_sampled(seed: int, company: int) -> None:
     params = SamplingParams(seed=seed, n=2, top_p=0.9)
@@ -103,6 +103,7 @@ def test_every_bit_of_the_seed_and_every_index_counts() -> None:
     params = [SamplingParams(seed=5, n=3), SamplingParams(seed=5 + 2**32), SamplingParams()]
     samplers = [Sampler(params[0], [], 1000, index=i) for i in range(3)]
     samplers += [Sampler(p, [], 1000) for p in (*params[1:], params[2])]
+    samplers.append(Sampler(SamplingParams(seed=-5), [], 1000))
     streams = {tuple(s.sample(row).id for _ in range(8)) for s in samplers}
     assert len(streams) == len(samplers)
 

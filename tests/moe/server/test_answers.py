@@ -120,6 +120,21 @@ def test_stop_and_penalties_are_those_of_the_library(client: openai.OpenAI, mode
     assert got.choices[0].text == model.generate("hello", params)[0].text
 
 
+def test_a_special_token_may_be_a_stop_string(client: openai.OpenAI, model: MoE) -> None:
+    assert model.codec.tokenizer is not None
+    for name in ("<pad>", "</s>"):  # the second is also the model's own end token
+        token_id = model.codec.tokenizer.convert_tokens_to_ids(name)
+        asked: Any = {
+            **{"model": "tiny", "prompt": "a", "max_tokens": 3, "temperature": 0},
+            **{"logit_bias": {str(token_id): 100}, "extra_body": {"ignore_eos": True}},
+        }
+        whole = client.completions.create(**asked, stop=[name, "z"])
+        assert (whole.choices[0].finish_reason, whole.choices[0].text) == ("stop", "")
+        assert whole.usage is not None
+        assert whole.usage.completion_tokens == 1
+        assert client.completions.create(**asked).choices[0].finish_reason == "length"
+
+
 def test_logprobs_are_those_of_the_library(client: openai.OpenAI, model: MoE) -> None:
     params = SamplingParams(max_new_tokens=4, temperature=0, logprobs=3)
     expected = model.generate("hello", params)[0].tokens
@@ -131,6 +146,17 @@ def test_logprobs_are_those_of_the_library(client: openai.OpenAI, model: MoE) ->
     assert [sorted(top.values()) for top in logprobs.top_logprobs] == [
         sorted(value for _, value in t.top or ()) for t in expected
     ]
+    for few in (0, 1):  # the chosen token is there, likely or not
+        asked: Any = {"model": "tiny", "prompt": "hello", "max_tokens": 12, "logprobs": few}
+        hot = client.completions.create(**asked, temperature=2, seed=3).choices[0].logprobs
+        assert hot is not None
+        assert hot.tokens is not None
+        assert hot.top_logprobs is not None
+        chosen = zip(hot.tokens, hot.token_logprobs or (), strict=True)
+        for (token, logprob), top in zip(chosen, hot.top_logprobs, strict=True):
+            assert top.pop(token) == logprob
+            assert len(top) <= few
+            assert all(value >= logprob for value in top.values())
     assert logprobs.text_offset == [0, 1, 2, 3]
     ids: Any = model.codec.encode("hello")
     streamed = client.completions.create(

@@ -42,9 +42,12 @@ def test_scores_of_a_prompt_are_those_of_the_librarys_logits(
     expected = oracle(model, model.codec.encode(PROMPT))
     assert logprobs.token_logprobs[1:] == pytest.approx(expected, abs=1e-5)
     logits = model.logits(model.codec.encode(PROMPT))[:-1]
-    for top, rows in zip(logprobs.top_logprobs[1:], logits, strict=True):
+    told = zip(PROMPT[1:], expected, logprobs.top_logprobs[1:], logits, strict=True)
+    for letter, its_own, top, rows in told:
         best = rows.double().log_softmax(-1).topk(2).values.tolist()
-        assert sorted(top.values(), reverse=True) == pytest.approx(best, abs=1e-5)
+        assert top.pop(letter) == pytest.approx(its_own, abs=1e-5)
+        others = [logprob for logprob in best if abs(logprob - its_own) > 1e-5]
+        assert sorted(top.values(), reverse=True) == pytest.approx(others, abs=1e-5)
 
 
 @pytest.mark.parametrize("logprobs", [None, 0, 1])

@@ -7,6 +7,7 @@ runs all of one row.
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import pytest
 
 from moe import MoE
 from moe.sampling.grammar import fault
+from moe.server import generation
 from moe.text.tokenizer import TextCodec
 
 URL = "/v1/completions"
@@ -204,6 +206,20 @@ def test_d7_answers_have_a_limit_on_memory(wait_for: Any, serve: Any, stream: bo
         wait_for(lambda: server.service.queue.memory.held == 0, "all to be given back")
 
 
+def test_d7_what_the_end_of_a_stream_repeats_is_counted(wait_for: Any, serve: Any) -> None:
+    include = ["message.output_text.logprobs"]
+    wish = {"input": "hello", "max_output_tokens": 100, "include": include, "stream": True}
+    with serve() as server:
+        server.service.queue.memory.allow(300_000)
+        fits = server.http.post("/v1/responses", json=wish)
+        assert '"type":"response.incomplete"' in fits.text
+        wish |= {"top_logprobs": 20}
+        refused = server.http.post("/v1/responses", json=wish)
+        assert '"type":"response.failed"' in refused.text
+        assert "answers that are not sent yet may hold" in refused.text
+        wait_for(lambda: server.service.queue.memory.held == 0, "all to be given back")
+
+
 def test_c2_half_sent_bodies_have_a_limit_on_memory(wait_for: Any, serve: Any) -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 4000000\r\n"
     head += b"content-type: application/json\r\n\r\n"
@@ -266,6 +282,33 @@ def test_a_request_ends_with_what_is_there_when_its_time_is_up(
         assert body["choices"][0]["finish_reason"] == "length"
         assert 1 <= body["usage"]["completion_tokens"] <= 7
         assert "moe_requests_timed_out_total 1.0" in server.http.get("/metrics").text
+
+
+def test_the_time_of_a_request_counts_while_its_text_and_images_are_prepared(
+    serve: Any, wait_for: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, release = TextCodec.encode, threading.Event()
+
+    def held(*given: Any, **more: Any) -> list[int]:
+        release.wait(60)
+        return encode(*given, **more)
+
+    async def endless(*_: Any) -> None:
+        await asyncio.sleep(60)
+
+    chat = {**CHAT, "messages": [{"role": "user", "content": "x"}]}
+    held_up: list[tuple[Any, str, Any]] = [(TextCodec, "encode", held)]
+    held_up.append((generation, "fetch_images", endless))
+    with serve() as server:
+        for target, name, slow in held_up:
+            with monkeypatch.context() as patched:
+                patched.setattr(target, name, slow)
+                late = server.http.post("/v1/chat/completions", json={**chat, "timeout": 0.2})
+                assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
+                assert not release.is_set()
+        release.set()
+        wait_for(server.is_idle, "an idle engine")
+        assert server.http.post(URL, json=SHORT).status_code == 200
 
 
 def test_c22_nothing_that_clients_write_gets_into_logs_or_other_answers(

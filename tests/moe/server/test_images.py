@@ -204,4 +204,5 @@ def test_public_addresses(address: str, public: bool) -> None:
 def test_a_model_that_reads_text_refuses(server: Running) -> None:
     answer = server.http.post("/v1/chat/completions", json=chat(URL))
     assert answer.status_code == 400
-    assert "model.images=true" in answer.json()["error"]["message"]
+    said = "the messages have images, and this model reads text only"
+    assert answer.json()["error"]["message"] == said

@@ -149,6 +149,11 @@ def test_how_an_answer_ends(server: Any, say: Say) -> None:
     got = ask(server, stop_sequences=["three", "two"])
     assert got["content"] == [{"type": "text", "text": "One "}]
     assert (got["stop_reason"], got["stop_sequence"]) == ("stop_sequence", "two")
+    say("One two<s> three.")  # a special token, whose text is in no answer
+    got = ask(server, stop_sequences=["three", "<s>", "two!"])
+    assert got["content"] == [{"type": "text", "text": "One two"}]
+    assert (got["stop_reason"], got["stop_sequence"]) == ("stop_sequence", "<s>")
+    assert ask(server)["content"] == [{"type": "text", "text": "One two three."}]
     say(f"{CALL}\n{CALL}")
     one = {"type": "auto", "disable_parallel_tool_use": True}
     assert len(ask(server, tools=[WEATHER])["content"]) == 2

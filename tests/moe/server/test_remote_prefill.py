@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -214,6 +216,25 @@ def test_other_secrets_and_other_models_are_refused(text_checkpoint: Path) -> No
                 assert outcomes(decode) == {"failed": 1.0}
     with serving(text_checkpoint) as alone:
         assert alone.http.post(remote_prefill.ROUTE, json={}).status_code == 404
+
+
+def test_prompts_with_images_and_with_logprobs_are_read_here() -> None:
+    settings = load_profile(
+        {"parallel": {"role": "decode", "prefill_servers": ["http://127.0.0.1:1"]}}, environ={}
+    ).profile.parallel
+    client, asked = remote_prefill.PrefillClient(settings, SECRET), []
+
+    async def fetch_one(_: object, group: object) -> None:
+        asked.append(group)
+
+    client._fetch_one = fetch_one  # type: ignore[method-assign, assignment]
+    plain = SimpleNamespace(prompt_logprobs=None, rows=None)
+    others = [
+        SimpleNamespace(prompt_logprobs=0, rows=None),
+        SimpleNamespace(prompt_logprobs=None, rows="of an image"),
+    ]
+    asyncio.run(client.fetch_for(None, [*others, plain]))  # type: ignore[arg-type, list-item]
+    assert asked == [plain]
 
 
 def test_an_expert_that_differs_is_another_model(tiny_checkpoint: Callable[[str], Path]) -> None:

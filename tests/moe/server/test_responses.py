@@ -80,6 +80,43 @@ def test_the_tokens_are_those_of_a_chat(client: openai.OpenAI, server: Any) -> N
     assert "".join(deltas) == got.output_text
 
 
+LOGPROBS = ["message.output_text.logprobs"]
+
+
+def test_log_probabilities_are_those_of_a_chat(client: openai.OpenAI, server: Any) -> None:
+    asked: Any = {"temperature": 0, "model": "tiny"}
+    chat = client.chat.completions.create(
+        messages=[{"role": "user", "content": "Hello"}],
+        max_tokens=5,
+        logprobs=True,
+        top_logprobs=2,
+        **asked,
+    )
+    expected = chat.model_dump()["choices"][0]["logprobs"]["content"]
+    assert [len(entry["top_logprobs"]) for entry in expected] == [2] * 5
+    body = asked | {"input": "Hello", "max_output_tokens": 5}
+    body |= {"include": LOGPROBS, "top_logprobs": 2}
+    got = ask(client, **body).output[0].content[0]
+    assert got.model_dump()["logprobs"] == expected
+    events = events_of(server.http, ROUTE, body)
+    parts = [event for event in events if event["type"].startswith("response.output_text.")]
+    assert [entry for event in parts[:-1] for entry in event["logprobs"]] == expected
+    assert parts[-1]["logprobs"] == expected
+    plain = ask(client, input="Hello", max_output_tokens=5, top_logprobs=0)
+    assert plain.output[0].content[0].logprobs == []
+
+
+def test_log_probabilities_are_of_text_alone(client: openai.OpenAI, say: Say) -> None:
+    say(SAID, template=QWEN3)
+    got = ask(client, tools=[WEATHER], include=LOGPROBS)
+    assert [item.type for item in got.output] == ["reasoning", "message", "function_call"]
+    text = got.output[1].content[0]
+    assert "".join(entry.token for entry in text.logprobs).strip() == text.text == "I look."
+    say("<thin ice", template=QWEN3)  # which may begin reasoning, at first
+    text = ask(client, include=LOGPROBS).output[0].content[0]
+    assert "".join(entry.token for entry in text.logprobs) == text.text == "<thin ice"
+
+
 def test_a_stream_has_its_events_in_order(client: openai.OpenAI, server: Any, say: Say) -> None:
     say(SAID, template=QWEN3)
     body: Any = {"model": "tiny", "input": "Is it raining?", "tools": [WEATHER]}
@@ -266,7 +303,7 @@ def test_wrong_types_never_break_the_server(server: Any) -> None:
         ("text", {"format": {"type": "json_schema"}}, "has a name and a schema"),
         ("text", {"verbosity": "high"}, "text.verbosity"),
         ("reasoning", {"summary": "detailed"}, "reasoning.summary"),
-        ("include", ["message.output_text.logprobs"], "include.0"),
+        ("include", ["web_search_call.results"], "include.0"),
         ("truncation", "auto", "truncation"),
         ("stream_options", {"include_obfuscation": True}, "include_obfuscation"),
         ("max_output_tokens", 0, "max_output_tokens"),
@@ -275,7 +312,8 @@ def test_wrong_types_never_break_the_server(server: Any) -> None:
         ("conversation", "conv_1", "so send the whole conversation"),
         ("max_tool_calls", 3, "this one runs none"),
         ("prompt", {"id": "x"}, "prompt is not supported"),
-        ("top_logprobs", 2, "top_logprobs is not supported"),
+        ("top_logprobs", 2, "only with include: .'message.output_text.logprobs'"),
+        ("top_logprobs", 21, "top_logprobs"),
         ("max_tokens", 3, "unknown field 'max_tokens'"),
     ],
 )

@@ -13,6 +13,9 @@ from pydantic import BaseModel
 
 from moe import MoE
 from moe.commands.batch import BatchJob
+from moe.server.openai.request import ChatRequest
+from moe.text.tool_calls.grammar import after_reasoning
+from moe.text.tool_calls.reasoning import ReasoningFormat
 from tests.moe.server.conftest import Say, forget_habits
 from tests.moe.text.tool_calls.templates import (
     HERMES,
@@ -358,6 +361,27 @@ def test_an_answer_that_may_call_has_the_form_that_was_asked_for(
     format["json_schema"]["schema"] = schema
     with pytest.raises(openai.BadRequestError, match="the JSON schema cannot be followed"):
         ask(client, tools=[tool], response_format=format)
+
+
+def test_many_tools_with_long_texts_can_be_enforced(demo: tuple[openai.OpenAI, MoE]) -> None:
+    """Each schema has a limit of its own, and descriptions are no part of the grammar."""
+    _, model = demo
+    use(model, HERMES)
+    limit = 2**16
+    city = {"type": "string", "enum": ["Ulm"], "description": "Where it is. " * 300}
+    function = {"parameters": DAYS | {"properties": DAYS["properties"] | {"city": city}}}
+    tools: Any = [{"type": "function", "function": function | {"name": f"f{i}"}} for i in range(25)]
+    assert len(json.dumps(tools)) > limit
+    body = ChatRequest(messages=ASKED, tools=tools, tool_choice="required")
+    structure = body.call_structure(model.codec)
+    assert structure is not None
+    model._loaded.structures.check(structure)
+    schema = {"enum": ["x" * (limit - 100)]}
+    format: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    asked = ChatRequest(messages=ASKED, tools=tools, response_format=format).structure
+    assert asked is not None
+    thought = ReasoningFormat("<think>", "</think>")
+    assert len(after_reasoning(asked, thought, {}, inside=True).source) > limit
 
 
 def test_schemas_that_cannot_be_enforced_are_refused(demo: tuple[openai.OpenAI, MoE]) -> None:

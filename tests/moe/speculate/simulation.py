@@ -118,10 +118,10 @@ class Simulation:
             id(each): float(self.rng.uniform(-unlike, unlike)) for each in self.sequences
         }
 
-    def controller(self, max_depth: int = MAX_DEPTH) -> AutoController:
+    def controller(self) -> AutoController:
         """One that knows nothing of this world but its elastic modes."""
         modes = [mode for mode in self.world.accepts if mode.source == "elastic"]
-        return AutoController(modes, max_depth)
+        return AutoController(modes)
 
     def run(self, controller: Any, steps: int, renew: int = 200) -> Outcome:
         """Tokens and seconds of so many steps; sequences end and others come."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer, grammar_from
 from transformers import AutoConfig
 
@@ -16,7 +18,7 @@ from moe.errors import RequestError
 from moe.sampling.constraint import Structures
 from moe.sampling.params import SamplingParams, Structure
 from moe.text.tokenizer import TextCodec
-from moe.text.tool_calls.grammar import FREE, CallGrammar
+from moe.text.tool_calls.grammar import FREE, CallGrammar, without_notes
 from moe.text.tool_calls.parser import CallParser, ParsedCall
 from tests.moe.text.tool_calls.templates import JSON_SHAPED, KNOWN, TAGGED
 from tests.moe.text.tool_calls.test_calls import format_of, read, written
@@ -76,6 +78,41 @@ def test_schemas_may_refer_to_their_own_parts(name: str) -> None:
     grammar = CallGrammar(format_of(name), {}).calls({"travel": NESTED}, several=False)
     assert takes(grammar, written(name, None, [("travel", {"place": {"at": "y"}})]).strip())
     assert not takes(grammar, written(name, None, [("travel", {"place": {"at": "z"}})]).strip())
+
+
+NOTES = st.dictionaries(
+    st.sampled_from(["description", "title", "default", "examples", "$comment"]),
+    st.one_of(st.text(max_size=9), st.dictionaries(st.sampled_from(["title", "type"]), st.text())),
+)
+NAMED = ["properties", "patternProperties", "$defs", "definitions", "dependentSchemas"]
+
+
+@st.composite
+def noted(draw: st.DrawFn, depth: int = 3) -> tuple[Any, Any]:
+    """A schema, and the same with notes for readers."""
+    values: Any = {"title": "kept", "description": ["kept"]}
+    leaf = st.sampled_from([True, {"type": "string"}, {"const": values}, {"enum": [values]}])
+    if depth == 0 or draw(st.booleans()):
+        plain: Any = draw(leaf)
+        return plain, plain if plain is True else {**plain, **draw(NOTES)}
+    inner = draw(st.lists(noted(depth - 1), min_size=1, max_size=2))
+    word = draw(st.sampled_from([*NAMED, "items", "not", "then", "anyOf", "prefixItems"]))
+    if word in NAMED:  # a property may be called as notes are
+        names = draw(st.permutations(["title", "description", "a"]))
+        pair: Any = tuple(
+            {n: each[i] for n, each in zip(names, inner, strict=False)} for i in (0, 1)
+        )
+    elif word in ("anyOf", "prefixItems"):
+        pair = tuple([each[i] for each in inner] for i in (0, 1))
+    else:
+        pair = inner[0]
+    return {word: pair[0]}, {**draw(NOTES), word: pair[1]}
+
+
+@given(noted())
+def test_what_schemas_tell_readers_does_not_count(pair: tuple[Any, Any]) -> None:
+    plain, with_notes = pair
+    assert without_notes(with_notes) == plain
 
 
 @pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"llama"}))
