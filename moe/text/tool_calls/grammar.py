@@ -124,20 +124,42 @@ class CallGrammar:
         lines = [*rules, *(line for _, lines in bodies for line in lines)]
         if any("ANYTHING" in line for line in lines):
             lines.append(f"ANYTHING: {ANY_TEXT}")
+        if isinstance(self._format.body, ObjectBody):
+            lines.append(f"SPACE: /{WHITESPACE}/")
         return "\n".join(lines) + "\n"
 
     def _body(self, name: str, schema: Schema, index: int) -> tuple[str, list[str]]:
         """The name of the rule for a call's body, and all rules that it needs."""
         body, rule = self._format.body, f"tool{index}"
         if isinstance(body, ObjectBody):
-            whole = _like(json.loads(body.sample), body, (), name, _without_definitions(schema))
-            return rule, [f"{rule}: {json_of(whole | _definitions(schema))}"]
+            return rule, [_rule(rule, self._object(json.loads(body.sample), (), name, schema))]
         begin = [quoted(name), self._text(body.middle)]
         if isinstance(body, NamedBody):
             if body.number:
                 begin.insert(1, f"{quoted(body.number)} /[0-9]{{1,4}}/")
             return rule, [_rule(rule, [*begin, json_of(schema)])]
         return rule, self._tagged(rule, begin, body, schema)
+
+    def _object(self, sample: Any, path: tuple[str, ...], name: str, schema: Schema) -> list[str]:
+        """JSON that equals a sample except for name, arguments and ids. The arguments are a
+        document of their own, as their schema's references are relative to it."""
+        body = self._format.body
+        assert isinstance(body, ObjectBody)
+        if path == body.name:
+            return [quoted(quoted(name))]
+        if path == body.arguments:
+            if isinstance(sample, str):
+                raise _unsaid("arguments that are JSON in JSON")
+            return [json_of(schema)]
+        if isinstance(sample, Mapping):
+            members = []
+            for key, value in sample.items():
+                inner = self._object(value, (*path, key), name, schema)
+                members.append(f'SPACE? {quoted(quoted(key))} SPACE? ":" SPACE? {" ".join(inner)}')
+            return ['"{"', ' SPACE? "," '.join(members), 'SPACE? "}"']
+        if path[-1] == "id":
+            return ['/"[a-zA-Z0-9]{9}"/']
+        return [quoted(quoted(sample)) if isinstance(sample, str) else json_of({"const": sample})]
 
     def _tagged(self, rule: str, begin: list[str], body: TaggedBody, schema: Schema) -> list[str]:
         if schema == FREE:
@@ -245,25 +267,6 @@ def without_notes(schema: Any) -> Any:
     return kept
 
 
-def _like(
-    sample: Any, body: ObjectBody, path: tuple[str, ...], name: str, schema: Schema
-) -> dict[str, Any]:
-    """The schema of objects that equal a sample except for name, arguments and ids."""
-    if path == body.name:
-        return {"const": name}
-    if path == body.arguments:
-        if isinstance(sample, str):
-            raise _unsaid("arguments that are JSON in JSON")
-        return dict(schema)
-    if isinstance(sample, Mapping):
-        inner = {k: _like(v, body, (*path, k), name, schema) for k, v in sample.items()}
-        properties = {"properties": inner, "required": list(inner)}
-        return {"type": "object", **properties, "additionalProperties": False}
-    if path[-1] == "id":
-        return {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}
-    return {"const": sample}
-
-
 def _of_object(name: str, schema: Schema) -> Schema:
     """A tool's schema, with the type object even if the schema leaves the type open."""
     said = schema.get("type", "object")
@@ -278,11 +281,6 @@ def _of_object(name: str, schema: Schema) -> Schema:
 def _definitions(schema: Schema) -> dict[str, Any]:
     """A schema's definitions, which references find from the outermost object."""
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-
-
-def _without_definitions(schema: Schema) -> dict[str, Any]:
-    kept = schema.keys() - _definitions(schema).keys()
-    return {key: value for key, value in schema.items() if key in kept}
 
 
 def _texts(value: Any) -> bool:

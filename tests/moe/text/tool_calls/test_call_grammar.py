@@ -115,6 +115,36 @@ def test_what_schemas_tell_readers_does_not_count(pair: tuple[Any, Any]) -> None
     assert without_notes(with_notes) == plain
 
 
+@pytest.mark.parametrize("name", JSON_SHAPED)
+@pytest.mark.parametrize(
+    ("about", "child", "size"),
+    [
+        ({}, "#", "#/properties/size"),
+        ({"$id": "https://a.b/tree"}, "#", "https://a.b/tree#/properties/size"),
+        ({"$defs": {"x": {"$ref": "#"}, "y": {"enum": [1, 2]}}}, "#/$defs/x", "#/$defs/y"),
+    ],
+)
+def test_references_are_relative_to_the_schema_of_the_arguments(
+    name: str, about: dict[str, Any], child: str, size: str
+) -> None:
+    """Not to the object that some models write around the arguments."""
+    properties = {
+        "size": {"enum": [1, 2]},
+        "most": {"$ref": size},
+        "child": {"anyOf": [{"$ref": child}, {"type": "null"}]},
+    }
+    tree = {"type": "object", "properties": properties, "additionalProperties": False} | about
+    grammar = CallGrammar(format_of(name), {}).calls({"grow": tree}, several=False)
+    for arguments, right in (
+        ({"size": 1, "most": 2}, True),
+        ({"child": {"size": 1, "child": {"most": 2, "child": None}}}, True),
+        ({"most": 3}, False),
+        ({"child": {"name": "grow", "arguments": {}}}, False),
+        ({"child": {"child": {"size": 3}}}, False),
+    ):
+        assert takes(grammar, written(name, None, [("grow", arguments)]).strip()) == right
+
+
 @pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"llama"}))
 def test_text_is_free_until_a_call_begins(name: str) -> None:
     format = format_of(name)
