@@ -16,6 +16,7 @@ from moe.sampling.grammar import WHITESPACE
 from moe.sampling.params import Structure
 from moe.text.tool_calls.format import CallFormat, NamedBody, ObjectBody, TaggedBody
 from moe.text.tool_calls.reasoning import ReasoningFormat
+from moe.text.tool_calls.schemas import ABOUT, moved, resolved, types_of
 
 Schema = Mapping[str, Any]
 ANY: Schema = {"type": "object"}
@@ -23,9 +24,11 @@ FREE: Schema = {"type": "object", "additionalProperties": True}
 """Of tools whose calls are not checked: any arguments, where `ANY` without properties has none."""
 _OPTIONS = {"x-guidance": {"lenient": False, "whitespace_pattern": WHITESPACE}}
 ANY_TEXT = "/(?s:.*)/"
-_ABOUT = {"description", "title", "default", "examples", "$schema", "$id", "$comment"}
-_OF_STRINGS = {"type", "enum"} | _ABOUT
-_OF_TAGS = {"type", "properties", "required", "additionalProperties"} | _ABOUT
+_OF_STRINGS = {"type", "enum", "const"} | ABOUT
+_OF_TAGS = {"type", "properties", "required", "additionalProperties"} | ABOUT
+_OF_TAGS |= {"$defs", "definitions"}
+_WHOLE = "whole"
+"""Where the schema of a tool is in that of an argument."""
 
 
 class CallGrammar:
@@ -164,8 +167,9 @@ class CallGrammar:
     def _tagged(self, rule: str, begin: list[str], body: TaggedBody, schema: Schema) -> list[str]:
         if schema == FREE:
             return self._free_arguments(rule, begin, body)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping) or schema.keys() - _definitions(schema) - _OF_TAGS:
+        outer = resolved(schema, schema)
+        properties, required = outer.get("properties", {}), outer.get("required", [])
+        if not isinstance(properties, Mapping) or outer.keys() - _OF_TAGS:
             raise _unsaid("more than properties")
         if not _texts(required):
             raise _unsaid("a required that is no list of names")
@@ -183,18 +187,18 @@ class CallGrammar:
     ) -> list[str]:
         begin = [self._text(body.open), quoted(key), self._text(body.key_close)]
         close = body.close
-        if not isinstance(given, Mapping) or given.get("type") != "string":
-            inner = given if isinstance(given, Mapping) else {}
-            if not isinstance(inner.get("type"), str):
-                raise _unsaid(f"argument {key!r:.80} of several types")
-            value = json_of(dict(inner) | _definitions(schema))
-            return [_rule(rule, [*begin, value, self._text(close)])]
-        if given.keys() - _OF_STRINGS:
+        types, said = types_of(given, schema), resolved(given, schema)
+        if not types or ("string" in types and len(types) > 1):
+            raise _unsaid(f"argument {key!r:.80} of several types, or of none that is said,")
+        if "string" not in types:
+            return [_rule(rule, [*begin, _json_inside(given, schema), self._text(close)])]
+        if said.keys() - _OF_STRINGS:
             raise _unsaid(f"argument {key!r:.80} that is not any string")
-        if "enum" in given:
-            if not _texts(given["enum"]) or not given["enum"]:
+        if "enum" in said or "const" in said:
+            values = said.get("enum", [said.get("const")])
+            if not _texts(values) or not values or said.get("const", values[0]) not in values:
                 raise _unsaid(f"argument {key!r:.80} whose enum is no list of strings")
-            choices = " | ".join(map(quoted, given["enum"]))
+            choices = " | ".join(map(quoted, [said["const"]] if "const" in said else values))
             return [_rule(rule, [*begin, f"({choices})", self._text(close)])]
         end = close.rstrip()
         return [
@@ -278,9 +282,13 @@ def _of_object(name: str, schema: Schema) -> Schema:
     return {**schema, "type": "object"}
 
 
-def _definitions(schema: Schema) -> dict[str, Any]:
-    """A schema's definitions, which references find from the outermost object."""
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+def _json_inside(schema: Schema, whole: Schema) -> str:
+    """JSON that follows a part of a tool's schema, which may refer to others."""
+    if '"$ref"' not in json.dumps(schema):
+        return json_of(schema)
+    to = f"#/$defs/{_WHOLE}"
+    outer = {key: value for key, value in moved(whole, to).items() if key != "$id"}
+    return json_of(moved(schema, to) | {"$defs": {_WHOLE: outer}})
 
 
 def _texts(value: Any) -> bool:

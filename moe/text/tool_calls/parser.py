@@ -15,6 +15,7 @@ from typing import Any
 
 from moe.text.tool_calls.format import CallFormat, NamedBody, ObjectBody, TaggedBody
 from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
+from moe.text.tool_calls.schemas import resolved, types_of
 
 AGAIN = 8
 """How often the average character may be looked at in failed calls. Else each opening of an answer
@@ -22,10 +23,10 @@ like ``<tool_call>{<tool_call>{...`` has the rest looked at once more."""
 _PYTHON = {"True": True, "False": False, "None": None}  # as a template's `string` filter writes
 
 
-def from_text(text: str, schema: object) -> Any:
+def from_text(text: str, schema: object, whole: Mapping[str, Any]) -> Any:
     """The value of an argument written as plain text. A string if the schema says so, or if the
-    text is no JSON."""
-    types = _types(schema)
+    text is no JSON. References are relative to the whole schema of the tool."""
+    types = types_of(schema, whole)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -37,21 +38,6 @@ def from_text(text: str, schema: object) -> Any:
     if isinstance(value, str) or "string" in types:
         return text
     return value
-
-
-def _types(schema: object) -> set[str]:
-    """Types that a schema allows, references not followed; empty if it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    said = schema.get("type")
-    types = {said} if isinstance(said, str) else set(said) if isinstance(said, list) else set()
-    for union in ("anyOf", "oneOf"):
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else ():
-            types |= _types(choice)
-    if not types and isinstance(values := schema.get("enum"), list):
-        types = {"string"} if any(isinstance(value, str) for value in values) else set()
-    return {name for name in types if isinstance(name, str)}
 
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -100,7 +86,8 @@ class _Tagged:
         self._scanner = scanner
         self._body = body
         self._following = (body.open, call_close)
-        properties = (schema or {}).get("properties")
+        self._schema = schema or {}
+        properties = resolved(self._schema, self._schema).get("properties")
         self._properties = properties if isinstance(properties, Mapping) else {}
 
     def read(self, at: int) -> Scan[tuple[dict[str, Any] | None, int]]:
@@ -118,7 +105,7 @@ class _Tagged:
             key = scanner.text[begin:key_end].strip()
             text = scanner.text[start : ends[0]].removeprefix(_space_after(body.key_close))
             text = text.removesuffix(_space_before(body.close))
-            arguments[key] = from_text(text, self._properties.get(key))
+            arguments[key] = from_text(text, self._properties.get(key), self._schema)
             at = ends[1]
         return arguments, at
 
