@@ -381,6 +381,7 @@ class MoE:
         shown: Collection[int] = (),
         *,
         chat: bool = False,
+        ending: Callable[[], Callable[[str], bool]] | None = None,
     ) -> SequenceGroup:
         """Check one prompt and its parameters and make the sequences for an `engine`.
 
@@ -390,13 +391,18 @@ class MoE:
             priority: in [-100, 100]; lower numbers go first, and a waiting request moves forward
                 (``engine.priority_steps``).
             shown: special tokens that stay in the text (see `TextCodec.decoder`).
-            chat: the prompt is a conversation, so the text is an answer and does not continue it.
+            chat: the prompt is a conversation, and the text is an answer that does not continue its
+                last message: it may lose its first space.
+            ending: makes a function for each sequence that is told each new text, in the thread of
+                the `engine`, and says whether the sequence ends with it.
 
         Raises:
             RequestError: the prompt or a parameter does not suit this model.
         """
         return make_group(
-            self._loaded, prompt, params, self.room_for, salt, priority, shown, chat=chat
+            *(self._loaded, prompt, params, self.room_for, salt, priority, shown),
+            chat=chat,
+            ending=ending,
         )
 
     def stats(self) -> dict[str, Any]:

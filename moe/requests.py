@@ -39,6 +39,7 @@ def make_group(
     shown: Collection[int] = (),
     *,
     chat: bool = False,
+    ending: Callable[[], Callable[[str], bool]] | None = None,
 ) -> SequenceGroup:
     """The sequences of one request; see `MoE.request` and `MoE.room_for`. Raises `RequestError`."""
     ids = loaded.codec.encode(prompt)
@@ -73,6 +74,7 @@ def make_group(
             salt,
             priority,
             rows=ids.rows if isinstance(ids, ImagePrompt) else None,
+            is_over=None if ending is None else ending(),
         )
         for index in range(params.n)
     ]

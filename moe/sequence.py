@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,6 +67,7 @@ class RunningSequence:
         token_ids: tokens generated so far, if another rank began the sequence; this object owns
             the list.
         rows: what the text model is given for the prompt beside token ids (images).
+        is_over: told each new text, says whether the sequence ends with it; None: it never does.
 
     Attributes:
         rows: as given.
@@ -92,6 +93,7 @@ class RunningSequence:
         priority: int = 0,
         token_ids: list[int] | None = None,
         rows: PromptRows | None = None,
+        is_over: Callable[[str], bool] | None = None,
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.rows = rows
@@ -112,6 +114,7 @@ class RunningSequence:
         self._decoder = decoder
         self._stop_strings = stop_strings
         self._stop_token_ids = frozenset(stop_token_ids)
+        self._is_over = is_over
 
     @property
     def prompt_keys(self) -> list[int] | None:
@@ -208,4 +211,6 @@ class RunningSequence:
             self.finish_reason = "stop"
         elif self.finish_reason is not None:
             text += self._stop_strings.finish(token_id)
+        if self._is_over is not None and self._is_over(text):
+            self.finish_reason = "stop"
         return text

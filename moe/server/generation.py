@@ -126,10 +126,14 @@ def make_groups(model: MoE, body: GenerationRequest, tenant: str = "") -> list[S
     """
     sampling, chat = body.sampling(), isinstance(body, ChatRequest)
     shown: Collection[int] = ()
+    answers = False  # the text does not continue the prompt's
+    ending = None
     if isinstance(body, ChatRequest):
         batch = [chat_prompt(model, body)]
         sampling["structure"] = body.structure_for(model.codec, batch[0])
         shown = body.shown_tokens(model.codec)
+        answers = not body.continue_final_message
+        ending = body.ending_with_call(model.codec, batch[0])
     else:
         batch = [model.codec.encode(prompt, model.context_length) for prompt in body.prompts]
     _check_echo(body, sum(map(len, batch)))
@@ -138,7 +142,8 @@ def make_groups(model: MoE, body: GenerationRequest, tenant: str = "") -> list[S
         params = model.params(len(token_ids), chat=chat, **sampling)
         salt = f"{tenant}\0{body.cache_salt}" if tenant else body.cache_salt
         priority = body.priority
-        groups.append(model.request(token_ids, params, salt, priority, shown, chat=chat))
+        about = (token_ids, params, salt, priority, shown)
+        groups.append(model.request(*about, chat=answers, ending=ending))
     return groups
 
 

@@ -6,7 +6,7 @@ Each option is a base class with its fields, and with what they mean for one mod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 
 from moe.errors import RequestError
 from moe.sampling.params import MAX_SOURCE, Structure
-from moe.server.answers import AnswerParser
+from moe.server.answers import AnswerParser, EmittedCall
 from moe.server.bodies import RequestBody
 from moe.server.errors import APIError
 from moe.server.fields import Json, at_most
@@ -344,6 +344,20 @@ class ReasoningBody(ToolBody, StructuredBody):
             return codec.template_tokens
         calls = {} if self.offered_tools is None else codec.call_tokens
         return {*codec.reasoning_tokens.values(), *calls.values()}
+
+    def ending_with_call(
+        self, codec: TextCodec, prompt: Sequence[int]
+    ) -> Callable[[], Callable[[str], bool]] | None:
+        """Makes a function for each answer to a prompt that is told each new text, and says whether
+        the answer's only call is complete with it; None: an answer may have several, or none."""
+        if self.parallel_tool_calls or self.offered_tools is None:
+            return None
+
+        def watch() -> Callable[[str], bool]:
+            take = self.answer_parser(codec, prompt).take
+            return lambda text: any(isinstance(p, EmittedCall) for p in take(text, None).parts)
+
+        return watch
 
     def answer_parser(self, codec: TextCodec, prompt: Sequence[int]) -> AnswerParser:
         """A parser of one answer to a prompt."""

@@ -7,4 +7,5 @@
   generated; both read it through a `StreamScanner` (`scanner.py`).
 - `CallGrammar` and `after_reasoning` (`grammar.py`) make grammars for answers that must call a
   tool, or may reason before a structure.
+- `resolved` and `types_of` (`schemas.py`) say what a tool's schema says of an argument's type.
 """

@@ -16,6 +16,7 @@ from moe.sampling.grammar import WHITESPACE
 from moe.sampling.params import Structure
 from moe.text.tool_calls.format import CallFormat, NamedBody, ObjectBody, TaggedBody
 from moe.text.tool_calls.reasoning import ReasoningFormat
+from moe.text.tool_calls.schemas import ABOUT, moved, resolved, types_of
 
 Schema = Mapping[str, Any]
 ANY: Schema = {"type": "object"}
@@ -23,9 +24,11 @@ FREE: Schema = {"type": "object", "additionalProperties": True}
 """Of tools whose calls are not checked: any arguments, where `ANY` without properties has none."""
 _OPTIONS = {"x-guidance": {"lenient": False, "whitespace_pattern": WHITESPACE}}
 ANY_TEXT = "/(?s:.*)/"
-_ABOUT = {"description", "title", "default", "examples", "$schema", "$id", "$comment"}
-_OF_STRINGS = {"type", "enum"} | _ABOUT
-_OF_TAGS = {"type", "properties", "required", "additionalProperties"} | _ABOUT
+_OF_STRINGS = {"type", "enum", "const"} | ABOUT
+_OF_TAGS = {"type", "properties", "required", "additionalProperties"} | ABOUT
+_OF_TAGS |= {"$defs", "definitions"}
+_WHOLE = "whole"
+"""Where the schema of a tool is in that of an argument."""
 
 
 class CallGrammar:
@@ -124,14 +127,15 @@ class CallGrammar:
         lines = [*rules, *(line for _, lines in bodies for line in lines)]
         if any("ANYTHING" in line for line in lines):
             lines.append(f"ANYTHING: {ANY_TEXT}")
+        if isinstance(self._format.body, ObjectBody):
+            lines.append(f"SPACE: /{WHITESPACE}/")
         return "\n".join(lines) + "\n"
 
     def _body(self, name: str, schema: Schema, index: int) -> tuple[str, list[str]]:
         """The name of the rule for a call's body, and all rules that it needs."""
         body, rule = self._format.body, f"tool{index}"
         if isinstance(body, ObjectBody):
-            whole = _like(json.loads(body.sample), body, (), name, _without_definitions(schema))
-            return rule, [f"{rule}: {json_of(whole | _definitions(schema))}"]
+            return rule, [_rule(rule, self._object(json.loads(body.sample), (), name, schema))]
         begin = [quoted(name), self._text(body.middle)]
         if isinstance(body, NamedBody):
             if body.number:
@@ -139,11 +143,33 @@ class CallGrammar:
             return rule, [_rule(rule, [*begin, json_of(schema)])]
         return rule, self._tagged(rule, begin, body, schema)
 
+    def _object(self, sample: Any, path: tuple[str, ...], name: str, schema: Schema) -> list[str]:
+        """JSON that equals a sample except for name, arguments and ids. The arguments are a
+        document of their own, as their schema's references are relative to it."""
+        body = self._format.body
+        assert isinstance(body, ObjectBody)
+        if path == body.name:
+            return [quoted(quoted(name))]
+        if path == body.arguments:
+            if isinstance(sample, str):
+                raise _unsaid("arguments that are JSON in JSON")
+            return [json_of(schema)]
+        if isinstance(sample, Mapping):
+            members = []
+            for key, value in sample.items():
+                inner = self._object(value, (*path, key), name, schema)
+                members.append(f'SPACE? {quoted(quoted(key))} SPACE? ":" SPACE? {" ".join(inner)}')
+            return ['"{"', ' SPACE? "," '.join(members), 'SPACE? "}"']
+        if path[-1] == "id":
+            return ['/"[a-zA-Z0-9]{9}"/']
+        return [quoted(quoted(sample)) if isinstance(sample, str) else json_of({"const": sample})]
+
     def _tagged(self, rule: str, begin: list[str], body: TaggedBody, schema: Schema) -> list[str]:
         if schema == FREE:
             return self._free_arguments(rule, begin, body)
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, Mapping) or schema.keys() - _definitions(schema) - _OF_TAGS:
+        outer = resolved(schema, schema)
+        properties, required = outer.get("properties", {}), outer.get("required", [])
+        if not isinstance(properties, Mapping) or outer.keys() - _OF_TAGS:
             raise _unsaid("more than properties")
         if not _texts(required):
             raise _unsaid("a required that is no list of names")
@@ -161,18 +187,18 @@ class CallGrammar:
     ) -> list[str]:
         begin = [self._text(body.open), quoted(key), self._text(body.key_close)]
         close = body.close
-        if not isinstance(given, Mapping) or given.get("type") != "string":
-            inner = given if isinstance(given, Mapping) else {}
-            if not isinstance(inner.get("type"), str):
-                raise _unsaid(f"argument {key!r:.80} of several types")
-            value = json_of(dict(inner) | _definitions(schema))
-            return [_rule(rule, [*begin, value, self._text(close)])]
-        if given.keys() - _OF_STRINGS:
+        types, said = types_of(given, schema), resolved(given, schema)
+        if not types or ("string" in types and len(types) > 1):
+            raise _unsaid(f"argument {key!r:.80} of several types, or of none that is said,")
+        if "string" not in types:
+            return [_rule(rule, [*begin, _json_inside(given, schema), self._text(close)])]
+        if said.keys() - _OF_STRINGS:
             raise _unsaid(f"argument {key!r:.80} that is not any string")
-        if "enum" in given:
-            if not _texts(given["enum"]) or not given["enum"]:
+        if "enum" in said or "const" in said:
+            values = said.get("enum", [said.get("const")])
+            if not _texts(values) or not values or said.get("const", values[0]) not in values:
                 raise _unsaid(f"argument {key!r:.80} whose enum is no list of strings")
-            choices = " | ".join(map(quoted, given["enum"]))
+            choices = " | ".join(map(quoted, [said["const"]] if "const" in said else values))
             return [_rule(rule, [*begin, f"({choices})", self._text(close)])]
         end = close.rstrip()
         return [
@@ -245,25 +271,6 @@ def without_notes(schema: Any) -> Any:
     return kept
 
 
-def _like(
-    sample: Any, body: ObjectBody, path: tuple[str, ...], name: str, schema: Schema
-) -> dict[str, Any]:
-    """The schema of objects that equal a sample except for name, arguments and ids."""
-    if path == body.name:
-        return {"const": name}
-    if path == body.arguments:
-        if isinstance(sample, str):
-            raise _unsaid("arguments that are JSON in JSON")
-        return dict(schema)
-    if isinstance(sample, Mapping):
-        inner = {k: _like(v, body, (*path, k), name, schema) for k, v in sample.items()}
-        properties = {"properties": inner, "required": list(inner)}
-        return {"type": "object", **properties, "additionalProperties": False}
-    if path[-1] == "id":
-        return {"type": "string", "pattern": "^[a-zA-Z0-9]{9}$"}
-    return {"const": sample}
-
-
 def _of_object(name: str, schema: Schema) -> Schema:
     """A tool's schema, with the type object even if the schema leaves the type open."""
     said = schema.get("type", "object")
@@ -275,14 +282,13 @@ def _of_object(name: str, schema: Schema) -> Schema:
     return {**schema, "type": "object"}
 
 
-def _definitions(schema: Schema) -> dict[str, Any]:
-    """A schema's definitions, which references find from the outermost object."""
-    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-
-
-def _without_definitions(schema: Schema) -> dict[str, Any]:
-    kept = schema.keys() - _definitions(schema).keys()
-    return {key: value for key, value in schema.items() if key in kept}
+def _json_inside(schema: Schema, whole: Schema) -> str:
+    """JSON that follows a part of a tool's schema, which may refer to others."""
+    if '"$ref"' not in json.dumps(schema):
+        return json_of(schema)
+    to = f"#/$defs/{_WHOLE}"
+    outer = {key: value for key, value in moved(whole, to).items() if key != "$id"}
+    return json_of(moved(schema, to) | {"$defs": {_WHOLE: outer}})
 
 
 def _texts(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
 The result depends on the text alone, never on how it was cut up. Text that cannot be the beginning
 of a call is returned at once, a call when it is complete. Text that begins like a call but is none
-(damaged JSON, a tool that the request does not have) stays text.
+(damaged JSON, a tool that the request does not have) stays text. Calls are looked for inside it,
+until that has taken `AGAIN` times as much work as reading the answer.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ from typing import Any
 
 from moe.text.tool_calls.format import CallFormat, NamedBody, ObjectBody, TaggedBody
 from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
+from moe.text.tool_calls.schemas import resolved, types_of
 
+AGAIN = 8
+"""How often the average character may be looked at in failed calls. Else each opening of an answer
+like ``<tool_call>{<tool_call>{...`` has the rest looked at once more."""
 _PYTHON = {"True": True, "False": False, "None": None}  # as a template's `string` filter writes
 
 
-def from_text(text: str, schema: object) -> Any:
+def from_text(text: str, schema: object, whole: Mapping[str, Any]) -> Any:
     """The value of an argument written as plain text. A string if the schema says so, or if the
-    text is no JSON."""
-    types = _types(schema)
+    text is no JSON. References are relative to the whole schema of the tool."""
+    types = types_of(schema, whole)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -33,21 +38,6 @@ def from_text(text: str, schema: object) -> Any:
     if isinstance(value, str) or "string" in types:
         return text
     return value
-
-
-def _types(schema: object) -> set[str]:
-    """Types that a schema allows, references not followed; empty if it names none."""
-    if not isinstance(schema, Mapping):
-        return set()
-    said = schema.get("type")
-    types = {said} if isinstance(said, str) else set(said) if isinstance(said, list) else set()
-    for union in ("anyOf", "oneOf"):
-        choices = schema.get(union)
-        for choice in choices if isinstance(choices, list) else ():
-            types |= _types(choice)
-    if not types and isinstance(values := schema.get("enum"), list):
-        types = {"string"} if any(isinstance(value, str) for value in values) else set()
-    return {name for name in types if isinstance(name, str)}
 
 
 Schemas = Mapping[str, Mapping[str, Any]]
@@ -96,7 +86,8 @@ class _Tagged:
         self._scanner = scanner
         self._body = body
         self._following = (body.open, call_close)
-        properties = (schema or {}).get("properties")
+        self._schema = schema or {}
+        properties = resolved(self._schema, self._schema).get("properties")
         self._properties = properties if isinstance(properties, Mapping) else {}
 
     def read(self, at: int) -> Scan[tuple[dict[str, Any] | None, int]]:
@@ -114,7 +105,7 @@ class _Tagged:
             key = scanner.text[begin:key_end].strip()
             text = scanner.text[start : ends[0]].removeprefix(_space_after(body.key_close))
             text = text.removesuffix(_space_before(body.close))
-            arguments[key] = from_text(text, self._properties.get(key))
+            arguments[key] = from_text(text, self._properties.get(key), self._schema)
             at = ends[1]
         return arguments, at
 
@@ -185,6 +176,8 @@ class CallParser:
         self._left = most
         self._scanner = StreamScanner()
         self._at = 0  # everything before is handed out
+        self._num_cut = 0  # characters before the scanner's text
+        self._num_failed = 0  # characters that failed calls have looked at
         self._after_call = False
         self._out: list[str | ParsedCall] = []
         self._reading = self._read()
@@ -205,10 +198,14 @@ class CallParser:
         opening = self._format.opening
         found = yield from (self._find(opening) if opening else self._scanner.skip(0))
         while found is not None:
+            self._scanner.reach = found
             if not (yield from self._section(found)):
                 self._emit(min(found + max(len(opening), 1), len(self._scanner.text)))
             if not opening or self._left == 0:
                 break
+            reach = self._scanner.reach
+            if self._num_failed > AGAIN * (self._num_cut + reach):
+                self._emit(reach)
             found = yield from self._find(opening)
         while True:
             if self._left != 0:
@@ -219,10 +216,12 @@ class CallParser:
         """Where the next call may begin; the text before it, but for space, is handed out."""
         scanner = self._scanner
         while True:
-            scanner.text, self._at = scanner.text[self._at :], 0
-            found = scanner.text.find(word)
-            end = found if found >= 0 else len(scanner.text) - overlap(scanner.text, word)
-            self._emit(len(scanner.text[:end].rstrip()))
+            found = end = scanner.text.find(word, self._at)
+            if found < 0:
+                self._num_cut += self._at
+                scanner.text, self._at = scanner.text[self._at :], 0
+                end = len(scanner.text) - overlap(scanner.text, word)
+            self._emit(self._at + len(scanner.text[self._at : end].rstrip()))
             if found >= 0:
                 return found
             if scanner.ended:
@@ -250,16 +249,17 @@ class CallParser:
 
     def _call(self, at: int) -> Scan[int | None]:
         """Emit the call that begins here; returns where it ends, or None if there is no call."""
+        self._scanner.reach = at
         begin = yield from self._scanner.literal(at, self._format.call_open)
-        if begin is None:
+        read = call = None
+        if begin is not None:
+            read = yield from read_body(self._scanner, self._format, begin, self._tools)
+        if read is not None:
+            call = parsed_call(read[0], read[1], self._tools)
+        if read is None or call is None:
+            self._num_failed += self._scanner.reach - at
             return None
-        read = yield from read_body(self._scanner, self._format, begin, self._tools)
-        if read is None:
-            return None
-        name, arguments, end = read
-        call = parsed_call(name, arguments, self._tools)
-        if call is None:
-            return None
+        end = read[2]
         closed = yield from self._scanner.literal(end, self._format.call_close)
         self._out.append(call)
         self._after_call = True

@@ -1,8 +1,9 @@
 """`StreamScanner`: reads text that arrives in pieces as if all of it were there.
 
 Every method is a generator, which yields when it needs more text to decide. Positions are indices
-into `StreamScanner.text`. A waiting method remembers how far it has looked, so that scanning takes
-time proportional to the text, however small the pieces are.
+into `StreamScanner.text`. A waiting method remembers how far it has looked, so that one scan takes
+time proportional to the text, however small the pieces are. Who scans the same text from several
+positions bounds their work by `StreamScanner.reach`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ _OUTSIDE, _INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
 
 
 class StreamScanner:
-    """Attributes: `text` so far, and whether it has `ended`."""
+    """Attributes: `text` so far, whether it has `ended`, and how far `json_object` and `until` have
+    looked (`reach`, a position that callers may set back)."""
 
     def __init__(self) -> None:
         self.text = ""
         self.ended = False
+        self.reach = 0
 
     def skip(self, at: int) -> Scan[int]:
         """Past white space; at the end of the text if there is nothing else."""
@@ -84,6 +87,7 @@ class StreamScanner:
             if found is None:
                 at = max(at, len(self.text))
                 if self.ended:
+                    self.reach = max(self.reach, len(self.text))
                     return None
                 yield
                 continue
@@ -95,6 +99,7 @@ class StreamScanner:
             else:
                 depth += 1 if found.group() in "{[" else -1
             if depth == 0:
+                self.reach = max(self.reach, at)
                 return self.text[start:at], at
 
     def until(self, at: int, word: str) -> Scan[int | None]:
@@ -102,9 +107,11 @@ class StreamScanner:
         while True:
             found = self.text.find(word, at)
             if found >= 0:
+                self.reach = max(self.reach, found)
                 return found
             at = max(at, len(self.text) - len(word) + 1)
             if self.ended:
+                self.reach = max(self.reach, len(self.text))
                 return None
             yield
 

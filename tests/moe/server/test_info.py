@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import openai
+from tokenizers import decoders
 
 from moe import MoE, SamplingParams, __version__
+from tests.moe.server.conftest import Say
 
 CHAT: Any = [{"role": "user", "content": "Hello"}]
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0)
@@ -54,6 +56,30 @@ def test_a_chat_goes_on_with_its_last_message(client: openai.OpenAI, server: Any
         assert chat.choices[0].message.content == plain.choices[0].text
         ids = server.http.post("/tokenize", json={"messages": begun, **ending}).json()["tokens"]
         assert server.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": text}
+
+
+def test_the_space_before_a_continuation_is_kept(model: MoE, server: Any, say: Say) -> None:
+    """Tokenizers like SentencePiece strip the first space of a text: an answer's, not that of the
+    rest of a message."""
+    say(" and so on")
+    assert model.codec.tokenizer is not None
+    backend = model.codec.tokenizer.backend_tokenizer
+    kept, stripping = backend.decoder, decoders.Strip(" ", 1, 0)
+    backend.decoder = decoders.Sequence([decoders.Fuse(), stripping])
+    try:
+        body = {"messages": CHAT, "max_tokens": 30}
+        begun = body | {"messages": [*CHAT, {"role": "assistant", "content": "It is"}]}
+        for asked, text in (
+            (body, "and so on"),
+            (begun, "and so on"),
+            (begun | {"continue_final_message": True}, " and so on"),
+        ):
+            got = server.http.post("/v1/chat/completions", json=asked).json()
+            assert got["choices"][0]["message"]["content"] == text
+        got = server.http.post("/v1/messages", json={"model": "tiny", **begun}).json()
+        assert got["content"][0]["text"] == " and so on"
+    finally:
+        backend.decoder = kept
 
 
 def test_ends_of_a_chat_that_cannot_be(server: Any) -> None:

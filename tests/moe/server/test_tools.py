@@ -17,7 +17,14 @@ from moe.server.openai.request import ChatRequest
 from moe.text.tool_calls.grammar import after_reasoning
 from moe.text.tool_calls.reasoning import ReasoningFormat
 from tests.moe.server.conftest import Say, forget_habits
-from tests.moe.text.tool_calls.templates import HERMES, LLAMA, MISTRAL, PYTHONIC, QWEN3_CODER
+from tests.moe.text.tool_calls.templates import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    PYTHONIC,
+    QWEN3,
+    QWEN3_CODER,
+)
 
 WEATHER: Any = {
     "type": "function",
@@ -152,11 +159,22 @@ def test_each_sample_has_its_own_calls(client: openai.OpenAI, say: Say) -> None:
 
 def test_one_call_at_a_time_and_none(client: openai.OpenAI, say: Say, model: MoE) -> None:
     say("Ok. " + CALLS)
-    (choice,) = ask(client, parallel_tool_calls=False).choices
+    answered = ask(client, parallel_tool_calls=False)
+    (choice,) = answered.choices
+    assert choice.finish_reason == "tool_calls"
+    assert answered.usage.completion_tokens == len("Ok. " + CALLS.rpartition("\n<tool_call>")[0])
     assert [json.loads(c.function.arguments)["city"] for c in choice.message.tool_calls] == CITIES[
         :1
     ]
     assert choice.message.content == "Ok."
+    message, order = streamed(client, parallel_tool_calls=False)
+    assert (message["finish_reason"], order[-1], len(message["calls"])) == ("tool_calls", "call", 1)
+    say("Ok. " + CALLS, "Yes.", "<think>" + CALLS + "</think>No.", template=QWEN3)
+    several = ask(client, parallel_tool_calls=False, n=3)
+    ends = [choice.finish_reason for choice in several.choices]
+    assert ends == ["tool_calls", "stop", "stop"]
+    assert several.choices[2].message.content == "No."
+    say("Ok. " + CALLS)
     untold = ask(client, tool_choice="none")
     assert untold.choices[0].message.content == "Ok. " + CALLS
     assert untold.choices[0].message.tool_calls is None

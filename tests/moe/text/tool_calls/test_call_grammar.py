@@ -115,6 +115,36 @@ def test_what_schemas_tell_readers_does_not_count(pair: tuple[Any, Any]) -> None
     assert without_notes(with_notes) == plain
 
 
+@pytest.mark.parametrize("name", JSON_SHAPED)
+@pytest.mark.parametrize(
+    ("about", "child", "size"),
+    [
+        ({}, "#", "#/properties/size"),
+        ({"$id": "https://a.b/tree"}, "#", "https://a.b/tree#/properties/size"),
+        ({"$defs": {"x": {"$ref": "#"}, "y": {"enum": [1, 2]}}}, "#/$defs/x", "#/$defs/y"),
+    ],
+)
+def test_references_are_relative_to_the_schema_of_the_arguments(
+    name: str, about: dict[str, Any], child: str, size: str
+) -> None:
+    """Not to the object that some models write around the arguments."""
+    properties = {
+        "size": {"enum": [1, 2]},
+        "most": {"$ref": size},
+        "child": {"anyOf": [{"$ref": child}, {"type": "null"}]},
+    }
+    tree = {"type": "object", "properties": properties, "additionalProperties": False} | about
+    grammar = CallGrammar(format_of(name), {}).calls({"grow": tree}, several=False)
+    for arguments, right in (
+        ({"size": 1, "most": 2}, True),
+        ({"child": {"size": 1, "child": {"most": 2, "child": None}}}, True),
+        ({"most": 3}, False),
+        ({"child": {"name": "grow", "arguments": {}}}, False),
+        ({"child": {"child": {"size": 3}}}, False),
+    ):
+        assert takes(grammar, written(name, None, [("grow", arguments)]).strip()) == right
+
+
 @pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"llama"}))
 def test_text_is_free_until_a_call_begins(name: str) -> None:
     format = format_of(name)
@@ -192,6 +222,65 @@ def test_arguments_that_are_no_object_are_refused() -> None:
     for said in ("string", ["array", "null"]):
         with pytest.raises(RequestError, match=r"'f' must be an object.* send a schema of type"):
             grammar.calls({"f": {"type": said}}, several=False)
+
+
+REFERRING: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "zip": {"$ref": "#/$defs/Zip", "description": "Of the city."},
+        "unit": {"allOf": [{"$ref": "#/$defs/Unit"}], "default": "1"},
+        "yes": {"const": "true"},
+        "place": {"$ref": "#/$defs/Place"},
+        "tree": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+        "size": {"enum": [1, 2]},
+        "same": {"$ref": "#/properties/zip"},
+    },
+    "$defs": {
+        "Zip": {"type": "string"},
+        "Unit": {"enum": ["1", "2"]},
+        "Place": {"type": "object", "properties": {"zip": {"$ref": "#/$defs/Zip"}}},
+    },
+}
+
+INNER = {"properties": REFERRING["properties"] | {"same": {"$ref": "#/$defs/All/properties/zip"}}}
+
+
+@pytest.mark.parametrize("name", TAGGED)
+@pytest.mark.parametrize(
+    "schema",
+    [REFERRING, {"$ref": "#/$defs/All", "$defs": REFERRING["$defs"] | {"All": INNER}}],
+)
+def test_tagged_values_have_the_types_that_references_lead_to(name: str, schema: Any) -> None:
+    format, tools = format_of(name), {"f": schema}
+    made = CallGrammar(format, {}).calls(tools, several=False)
+    for value in (
+        {"zip": "12345", "unit": "1", "yes": "true", "same": "null"},
+        {"place": {"zip": "7"}, "size": 2},
+        {"tree": {"zip": "7", "tree": None}},
+        {"tree": None},
+    ):
+        text = written(name, None, [("f", value)]).strip()
+        assert takes(made, text)
+        (call,) = read(CallParser(format, tools), [text])[1]
+        assert json.loads(call.arguments) == value
+    for wrong in ({"unit": "3"}, {"yes": "false"}, {"place": {"zip": 7}}, {"size": 3}):
+        assert not takes(made, written(name, None, [("f", wrong)]).strip())
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_references_that_lead_nowhere_end(name: str) -> None:
+    """The type is not known, so the value is read as JSON and cannot be enforced."""
+    format = format_of(name)
+    for reference in ("#/$defs/a", "#/properties/x", "#x", "https://a.b", "#/$defs/c", 5):
+        choices = [{"$ref": "#/$defs/c"}] * 2
+        schema = {
+            "properties": {"x": {"$ref": reference}},
+            "$defs": {"a": {"$ref": "#/$defs/a"}, "c": {"anyOf": choices}},
+        }
+        with pytest.raises(RequestError, match="'x' of several types, or of none that is said"):
+            CallGrammar(format, {}).calls({"f": schema}, several=False)
+        text = written(name, None, [("f", {"x": 7})])
+        assert read(CallParser(format, {"f": schema}), [text])[1] == [ParsedCall("f", '{"x": 7}')]
 
 
 @pytest.mark.parametrize("name", TAGGED)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from moe.errors import RequestError
 from moe.text.chat import with_calls
+from moe.text.tool_calls import parser
 from moe.text.tool_calls import scanner as reader
 from moe.text.tool_calls.format import CallFormat
 from moe.text.tool_calls.parser import CallParser, ParsedCall
@@ -176,17 +177,20 @@ def test_what_a_template_writes_in_tags_is_read_back(
 def test_any_text_is_read_the_same_in_any_pieces(
     name: str, data: st.DataObject, places: list[int]
 ) -> None:
-    """And what holds no call comes out as it went in."""
+    """And what holds no call comes out as it went in. Also where looking into failed calls ends."""
     format = format_of(name)
+    again = data.draw(st.sampled_from([0, 1, parser.AGAIN]))
     words = [w for literal in format.literals for w in (literal, *literal.split()) if w]
     fragments = st.sampled_from(
         [*words, '{"name": "f", ', '"arguments": {', '"parameters": {"a": "', '"}', "}", "f", " "]
         + ["\n", "Hi", '{"a": 1}', "a", "\\", '"', "]", "["]
     )
     text = "".join(data.draw(st.lists(fragments, max_size=25)))
-    one = read(CallParser(format, {"f": {}}), cut(text, places))
-    assert one[:2] == read(CallParser(format, {"f": {}}), [text])[:2]
-    assert one[:2] == read(CallParser(format, {"f": {}}), list(text))[:2]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parser, "AGAIN", again)
+        one = read(CallParser(format, {"f": {}}), cut(text, places))
+        assert one[:2] == read(CallParser(format, {"f": {}}), [text])[:2]
+        assert one[:2] == read(CallParser(format, {"f": {}}), list(text))[:2]
     if not one[1]:
         assert one[0] == text
 
@@ -287,6 +291,46 @@ def test_long_arguments_take_time_in_proportion(monkeypatch: pytest.MonkeyPatch)
     pieces = [text[i : i + 4] for i in range(0, len(text), 4)]
     assert len(read(CallParser(format_of("hermes"), {"f": {}}), pieces)[1]) == 1
     assert 20_000 < looked_at < 2 * len(text)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("ended", [False, True])
+def test_failed_calls_take_time_in_proportion(
+    name: str, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each opening here begins a call that only fails where the answer ends, or far away."""
+    looked_at = 0
+
+    def counting(scan: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(scanner: reader.StreamScanner, at: int, *more: Any) -> reader.Scan[Any]:
+            nonlocal looked_at
+            found = yield from scan(scanner, at, *more)
+            end = found[1] if isinstance(found, tuple) else found
+            if end is not None or more or scanner.text.startswith("{", at):
+                looked_at += (len(scanner.text) if end is None else end) - at
+            return found
+
+        return counted
+
+    for method in ("json_object", "until"):
+        scan = getattr(reader.StreamScanner, method)
+        monkeypatch.setattr(reader.StreamScanner, method, counting(scan))
+    format = format_of(name)
+    call = written(name, None, [("f", {"a": "1"})]).strip()
+    begun = call[: call.index("1")]  # a value is open
+    for unit in (begun, begun.rstrip('"'), call + begun, format.section_open + format.call_open):
+        text = unit * 300 + ("}" * 900 if ended else "")
+        looked_at = 0
+        read(CallParser(format, {"f": {}}), [text])
+        assert looked_at <= 40 * len(text)
+
+
+@pytest.mark.parametrize("name", ["hermes", "mistral", "deepseek"])
+def test_a_call_behind_a_few_that_failed_is_found(name: str) -> None:
+    call = written(name, None, [("f", {"a": "1"})]).strip()
+    begun = call[: call.index("1")] * 3
+    parsed = read(CallParser(format_of(name), {"f": {}}), list(begun + call))
+    assert parsed[1][-1] == ParsedCall("f", '{"a": "1"}')
 
 
 def test_ids_that_have_names_and_numbers() -> None:
