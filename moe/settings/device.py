@@ -21,8 +21,9 @@ def use_device(profile: Profile) -> torch.device:
     """
     device = _chosen(profile)
     if device.type == "cuda":
-        if device.index is None:  # to other threads it would be GPU 0
-            device = torch.device("cuda", torch.cuda.current_device())
+        # Without a number it would be GPU 0 to other threads.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)  # kernels are launched on the current device
     if profile.threads is not None:
         if profile.threads > (most := usable_cpus()):

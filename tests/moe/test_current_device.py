@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ class Gpus(threading.local):
     current = 0
 
     def set_device(self, device: torch.device) -> None:
-        self.current = cast(int, device.index)
+        self.current = device.index
 
     def device(self, device: torch.device) -> Chosen:
         return Chosen(self, device)
