@@ -54,10 +54,10 @@ soak: $(DEV)
 soak-offload: $(DEV)
 	$(BIN)/python -m benchmarks.offload_soak $(ARGS)
 
-# What works on an NVIDIA GPU, and how fast: three runs of five minutes; benchmarks/gpu.py. Needs a
+# What works on an NVIDIA GPU, and how fast: three parts of five minutes; benchmarks/gpu.py. Needs a
 # build of torch for CUDA (TORCH).
 gpu: $(DEV)
-	for part in 1 2 3; do $(BIN)/python -m benchmarks.gpu --part $$part $(ARGS) || exit; done
+	$(BIN)/python -m benchmarks.gpu $(ARGS)
 
 venv: $(DEV)
 

@@ -420,7 +420,7 @@ def offload(scale: Scale) -> dict[str, Any]:
         each = _step_seconds(scale, _decoding(model, 1, scale.steps))
         found[name] = {
             "tokens_per_second": 1 / each, "slots": model.memory_plan.expert_slots,
-            "hit_ratio": model.stats().get("expert_cache", {}).get("hit_ratio"),
+            "hit_ratio": (model.stats()["offload"] or {}).get("hit_ratio"),
         }  # fmt: skip
         print(name, found[name], flush=True)
         del model

@@ -83,7 +83,7 @@ class MoE:
         self._loaded = loaded
         self._session = session
         self._process = os.getpid()
-        self._lock = ModelLock()
+        self._lock = ModelLock(loaded.backbone.device)
         memory = profile.profile.memory
         self._prefixes = _prefix_cache(loaded, loaded.memory_plan.prefix_tokens, memory)
         closing = ExitStack()
@@ -154,7 +154,8 @@ class MoE:
         """
         if isinstance(self._session, Coordinator):
             raise RequestError("a text's experts are not shown where ranks share the model")
-        return expert_choices(self.backbone, self.experts, token_ids)
+        with self._lock():
+            return expert_choices(self.backbone, self.experts, token_ids)
 
     @property
     def expert_wait_seconds(self) -> float:

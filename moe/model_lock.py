@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 
@@ -30,14 +30,28 @@ def plain_torch() -> Iterator[None]:
             torch.set_default_dtype(dtype)
 
 
-class ModelLock:
-    """Called for each step: threads share the model's one expert cache, so one steps at a time."""
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """The device as this thread's current one, inside the block.
 
-    def __init__(self) -> None:
+    Kernels and graphs go to the current device, wherever their tensors are; each thread has its
+    own, GPU 0 at first, and another model that it loads may change it.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+class ModelLock:
+    """Called for each step: threads share the model's one expert cache, so one steps at a time.
+
+    Args:
+        device: of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         # Reentrant: a step may collect a stream as garbage, which cancels its groups.
         self._lock = threading.RLock()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        with self._lock, plain_torch():
+        with self._lock, plain_torch(), on_device(self._device):
             yield

@@ -190,6 +190,16 @@ class ExpertCache:
         self.policy.touch(layer, units)
         self._manager.count_call(layer, units, [])
 
+    def may_stay(self, layer: int, experts: Sequence[int]) -> Sequence[int]:
+        """Those of these experts, from the first on, that a call may pin here until it ends: they
+        leave `RING` slots, of each size, to what the next tier copies meanwhile.
+
+        Args:
+            experts: that are there.
+        """
+        start = layer * self._table.width
+        return experts[: self._table.room_beside([start + expert for expert in experts], RING)]
+
     def pin(self, layer: int, expert: int, *, urgent: bool) -> TierPin | None:
         """Pin an expert while the next tier copies it, and fetch it if it is absent.
 
@@ -207,10 +217,11 @@ class ExpertCache:
             return TierPin(manager, unit)
         if unit not in manager.in_flight:
             if table.slot[unit] < 0:
-                if not manager.pins:
+                copied = sum(isinstance(pin, TierPin) for pin in manager.pins)
+                if not copied:
                     manager.ranking.restart()
                 # Like a call, a tier gives `RING` slots to whatever it needs, and no more.
-                value = self.policy.values()[unit] if len(manager.pins) >= RING else math.inf
+                value = self.policy.values()[unit] if copied >= RING else math.inf
                 if not manager.assign_if_worth(unit, self.sizes.grains[unit], value):
                     return None
             manager.fetch(unit, "demand" if urgent else "prefetch")

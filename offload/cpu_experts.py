@@ -20,8 +20,7 @@ from kernels import QuantizedExperts, experts_forward
 from kernels.reference import AnyExperts
 from offload.arena import Arena
 from offload.cache import ExpertCache
-from offload.errors import OffloadError
-from offload.pins import TierPin
+from offload.pins import PinnedExperts
 from routing.routing import UNUSED
 
 MANY = 8
@@ -74,7 +73,7 @@ class CpuExperts:
         ids_TK: Tensor,
         weights_TK: Tensor,
     ) -> CpuShare | None:
-        """What of a call is better computed here; None for nothing.
+        """What of a call is better computed here, pinned in host memory; None for nothing.
 
         Args:
             device: the cache of the GPU.
@@ -94,10 +93,14 @@ class CpuExperts:
         hidden_RH, weights_RK = hidden_TH.cpu()[rows_R], weights_TK.cpu()[rows_R]
         others = [expert for expert in wanted if expert not in experts]
         others_TK = ids_TK.masked_fill(is_own_TK, UNUSED)
-        return CpuShare(self, experts, others, others_TK, rows_R, hidden_RH, own_RK, weights_RK)
+        pinned = self.host.acquire(self.layer, experts)
+        return CpuShare(
+            self.slots, pinned, experts, others, others_TK, rows_R, hidden_RH, own_RK, weights_RK
+        )
 
     def choose(self, absent: Sequence[int], rows: Mapping[int, int]) -> list[int]:
-        """Those that are computed here before they could be copied behind the others; ascending.
+        """Those that are computed here before they could be copied behind the others, as far as
+        they leave room for copies in host memory; ascending.
 
         Args:
             absent: ids of experts that the GPU lacks.
@@ -111,20 +114,26 @@ class CpuExperts:
             if there[expert] and here + seconds < left * self.costs.copy:
                 here, left = here + seconds, left - 1
                 chosen.append(expert)
-        return sorted(chosen)
+        return sorted(self.host.may_stay(self.layer, chosen))
 
 
 @dataclass(frozen=True)
 class CpuShare:
     """What the CPU computes of a call. Legend: R rows that visit one of its experts.
 
+    A context manager that unpins its experts: what the call copies meanwhile, or reads ahead, goes
+    through the same host memory, and would evict them first, as the least valuable there.
+
     Attributes:
-        experts: that the CPU computes.
+        slots: in host memory, as the experts of one layer.
+        pinned: the experts that the CPU computes, there.
+        experts: their ids.
         others: that the call needs besides.
         others_TK: the call's ids without `experts`.
     """
 
-    source: CpuExperts
+    slots: AnyExperts
+    pinned: PinnedExperts
     experts: list[int]
     others: list[int]
     others_TK: Tensor
@@ -134,30 +143,19 @@ class CpuShare:
     weights_RK: Tensor
 
     def compute(self) -> Tensor:
-        """``(T, H)`` on the CPU: the weighted sum over `experts` alone.
-
-        Raises:
-            OffloadError: one of them is no longer in host memory, and cannot be read.
-        """
-        source, pins = self.source, list[TierPin]()
-        slots = torch.full((max(self.experts) + 2,), UNUSED)
-        try:
-            for expert in self.experts:
-                pin = source.host.pin(source.layer, expert, urgent=True)
-                if pin is None:
-                    raise OffloadError(f"expert {expert} of layer {source.layer} was lost")
-                pins.append(pin)
-                pin.wait()
-                slots[expert] = pin.slot
-            own_RH = experts_forward(
-                self.hidden_RH.float(), slots.take(self.ids_RK), self.weights_RK, source.slots
-            )
-        finally:
-            for pin in pins:
-                pin.release()
+        """``(T, H)`` on the CPU: the weighted sum over `experts` alone."""
+        (ready,) = self.pinned.rounds  # they were there when they were pinned
+        slot_ids_RK = ready.slot_ids.take(self.ids_RK)
+        own_RH = experts_forward(self.hidden_RH.float(), slot_ids_RK, self.weights_RK, self.slots)
         total_TH = own_RH.new_zeros(len(self.others_TK), own_RH.shape[1])
         total_TH[self.rows_R] = own_RH
         return total_TH
+
+    def __enter__(self) -> CpuShare:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pinned.release()
 
 
 def measure_costs(host: Arena, slots: AnyExperts, copy_seconds: float) -> CpuCosts:

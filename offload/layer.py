@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import chain
 
 import numpy as np
@@ -153,30 +154,31 @@ class OffloadedExperts:
         if self.cpu is not None:
             weights, hidden = near or (weights_TK, hidden_TH)
             share = self.cpu.share(self.cache, asked, hidden, ids_TK, weights)
-        if share is not None:
-            wanted, on_cpu, ids_TK = share.others, share.experts, share.others_TK
-            if total_TH is None:
-                total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
-        prefixes: Sequence[int] = ()
-        if self._whole_share is not None:
-            prefixes = prefix_experts(ids_TK, weights_TK, self._whole_share)
-        # 2. Pin them, begin to read those that are missing, and run each when it is there.
-        with self.cache.acquire(self.layer, wanted, on_cpu, prefixes) as pinned:
-            if copies is not None:
-                copies.launch()
-            if prefetcher is not None:
-                routing = Routing(expert_ids_TK, weights_TK)
-                prefetcher.visit(self.layer, asked, hidden_TH, routing)
-            compiled = forward is experts_forward and add_to_TH is None
-            call = self._compiled(hidden_TH) if compiled else None
-            out_TH = self._run(pinned, hidden_TH, ids_TK, weights_TK, forward, total_TH, call)
-        assert out_TH is not None
-        # 3. Read on for the next layer; then add what the CPU computes meanwhile.
-        if self._reads_ahead and self._whole_share is None:  # it would bring whole ones
-            read_ahead(self.cache, self.layer, len(asked))
-        if share is not None:
-            assert copies is not None
-            out_TH += copies.streams.to_gpu(share.compute())
+        with share or nullcontext():
+            if share is not None:
+                wanted, on_cpu, ids_TK = share.others, share.experts, share.others_TK
+                if total_TH is None:
+                    total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
+            prefixes: Sequence[int] = ()
+            if self._whole_share is not None:
+                prefixes = prefix_experts(ids_TK, weights_TK, self._whole_share)
+            # 2. Pin them, begin to read those that are missing, and run each when it is there.
+            with self.cache.acquire(self.layer, wanted, on_cpu, prefixes) as pinned:
+                if copies is not None:
+                    copies.launch()
+                if prefetcher is not None:
+                    routing = Routing(expert_ids_TK, weights_TK)
+                    prefetcher.visit(self.layer, asked, hidden_TH, routing)
+                compiled = forward is experts_forward and add_to_TH is None
+                call = self._compiled(hidden_TH) if compiled else None
+                out_TH = self._run(pinned, hidden_TH, ids_TK, weights_TK, forward, total_TH, call)
+            assert out_TH is not None
+            # 3. Read on for the next layer; then add what the CPU computes meanwhile.
+            if self._reads_ahead and self._whole_share is None:  # it would bring whole ones
+                read_ahead(self.cache, self.layer, len(asked))
+            if share is not None:
+                assert copies is not None
+                out_TH += copies.streams.to_gpu(share.compute())
         return out_TH.to(hidden_TH.dtype) if add_to_TH is None else add_to_TH
 
     def _slots_on_gpu(self, ids_TK: Tensor, prefetcher: Prefetcher | None) -> Tensor | None:

@@ -115,6 +115,18 @@ class SlotTable:
         free = self._free[kind]
         return free.popitem()[0] if free else None
 
+    def room_beside(self, units: Sequence[int], slots: int) -> int:
+        """How many of these units, from the first on, may stay where they are if this many slots
+        of each kind shall have no grain of theirs."""
+        taken = {kind: set[int]() for kind in self._kinds}
+        for count, unit in enumerate(units):
+            span = self._span(self.grains[unit], self.slot[unit])
+            for kind, numbers in taken.items():
+                numbers.update(range(span.start // kind, (span.stop - 1) // kind + 1))
+                if len(self.owner) // kind - len(numbers) < slots:
+                    return count
+        return len(units)
+
     def is_whole(self, unit: int) -> bool:
         """Whether a unit has room for all of it."""
         return self.grains[unit] == self.sizes.grains[unit]

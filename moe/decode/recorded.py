@@ -250,10 +250,11 @@ class Shadow:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """Parameters become float32; buffers stay as they are (scales of bit planes are halves)."""
+    """In main memory. Parameters become float32 there, as the device may have no room for that;
+    buffers stay as they are (scales of bit planes are halves)."""
     if not isinstance(tensor, nn.Parameter):
         return tensor.cpu()
-    return nn.Parameter(tensor.detach().float().cpu(), requires_grad=False)
+    return nn.Parameter(tensor.detach().cpu().float(), requires_grad=False)
 
 
 def moved(

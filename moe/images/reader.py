@@ -27,7 +27,7 @@ from moe.describe.probe import TOLERANCE, difference, stand_in
 from moe.errors import RequestError
 from moe.images.decode import Picture, decode
 from moe.loading.meta_model import join_towers
-from moe.model_lock import plain_torch
+from moe.model_lock import on_device, plain_torch
 from moe.network.attention import PACKED
 from moe.network.backbone import Backbone
 from moe.network.block_cache import BlockCache, layer_windows
@@ -88,7 +88,7 @@ class ImageReader:
     def _read(self, text: str, pictures: Sequence[Picture]) -> ImagePrompt:
         try:
             inputs = self.inputs(text, [picture.image for picture in pictures])
-            with plain_torch():
+            with plain_torch(), on_device(self._model.device):
                 return self.rows(inputs)
         except Exception as error:  # processors are many programs, and check in their own ways
             raise RequestError(

@@ -35,6 +35,7 @@ from moe.loading.memory_plan import Offloadable
 from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, without_tied
 from moe.loading.progress import LoadProgress, Report
 from moe.loading.takeover import Takeover, chosen_linears, keep_layer, quantize_linear
+from moe.model_lock import on_device
 from moe.network.seam import expert_shape, experts_modules, take_experts
 from moe.settings import ModelSettings, OffloadSettings
 from offload.capacity import Capacity, fixed_bytes, least_slots, slot_bytes, why_not
@@ -331,10 +332,11 @@ def read_layers(
             advance(nbytes)
 
     def one(index: int) -> AnyExperts:
-        layer = store.load_layer(index, bits, like[index], device, count)
-        if check_finite and not all(map(is_finite, _numbers(layer))):
-            bad.add(index)
-        return keep(layer)
+        with on_device(device):
+            layer = store.load_layer(index, bits, like[index], device, count)
+            if check_finite and not all(map(is_finite, _numbers(layer))):
+                bad.add(index)
+            return keep(layer)
 
     with ThreadPoolExecutor(READERS) as pool:
         layers = list(pool.map(one, range(len(like))))

@@ -12,14 +12,18 @@ from moe.settings import Profile
 
 
 def use_device(profile: Profile) -> torch.device:
-    """The device that a profile asks for. Sets torch's current device and number of threads.
+    """The device that a profile asks for, a GPU by its number. Makes it the current device of this
+    thread, and sets torch's number of threads.
 
     Raises:
         ProfileError: the device does not exist, or the profile asks for more threads than this
             process may use CPUs: they would wait for each other.
     """
     device = _chosen(profile)
-    if device.index is not None:
+    if device.type == "cuda":
+        # Without a number it would be GPU 0 to other threads.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        device = torch.device("cuda", index)
         torch.cuda.set_device(device)  # kernels are launched on the current device
     if profile.threads is not None:
         if profile.threads > (most := usable_cpus()):

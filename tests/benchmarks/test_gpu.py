@@ -12,6 +12,8 @@ import torch
 
 from benchmarks import gpu, gpu_steps, gpu_tiles
 from benchmarks.kernels_gpu import Size
+from moe import MoE
+from moe.loading.memory_plan import GIB
 
 
 def test_the_first_line_says_what_is_missing(
@@ -64,8 +66,51 @@ def test_a_run_goes_on_where_it_was_cut_off(
     assert gpu.run_part(1, tmp_path, 60, tmp_path, stand_in=True) == 0
     assert ran == ["one", "two", "two"]
     left = gpu.run_part(2, tmp_path, 60, tmp_path, stand_in=True)
-    assert left == gpu.FAILED  # too little time is left
+    assert left == gpu.LEFT  # too little time is left
     assert ran == ["one", "two", "two"]
+
+
+@pytest.mark.parametrize(
+    ("fails", "code"), [("", 0), ("one", gpu.FAILED), ("two", gpu.FAILED), ("left", gpu.LEFT)]
+)
+def test_a_part_runs_whatever_became_of_those_before(
+    fails: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[str] = []
+
+    def fake(name: str, stores: Path, limit: float, *, stand_in: bool) -> dict[str, Any]:
+        ran.append(name)
+        return {"seconds": 1.0} | ({"error": "it broke"} if name == fails else {})
+
+    monkeypatch.setattr(gpu, "_in_a_process", fake)
+    first = {"one": 10} | ({"long": 1000} if fails == "left" else {})
+    monkeypatch.setattr(gpu, "STEPS", {1: first, 2: {"two": 10}})
+    monkeypatch.setattr(sys, "argv", ["gpu", "--stand-in", "--out", str(tmp_path)])
+    monkeypatch.setattr(gpu, "missing", lambda *_, **__: [])
+    assert gpu.main() == code
+    assert ran == ["one", "two"]
+
+
+def test_the_cache_says_how_often_it_had_an_expert(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Short:
+        """Loads with room for half of the experts."""
+
+        @staticmethod
+        def from_pretrained(store: Path, settings: dict[str, Any]) -> MoE:
+            memory = settings["memory"] | {"reserve_gib": 0.0}
+            fixed = {**settings, "prefill": {"wave_tokens": 128}}
+            lines = MoE.from_pretrained(store, {**fixed, "memory": memory}).memory_plan.lines
+            room = sum(line.bytes / (2 if line.name == "experts" else 1) for line in lines)
+            memory |= {"device_gib": room / GIB}
+            return MoE.from_pretrained(store, {**fixed, "memory": memory})
+
+    monkeypatch.setattr(gpu_steps, "MoE", Short)
+    found = gpu_steps.run_step("offload", tmp_path, stand_in=True)
+    assert {name: 0 < way["hit_ratio"] <= 1 for name, way in found.items()} == {
+        "copy on miss": True, "ours": True,
+    }  # fmt: skip
 
 
 def test_every_step_has_code_and_logical_ranks_give_the_rows_of_one(tmp_path: Path) -> None:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import deque
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from offload.cache import LEAST_SLOTS
 from offload.errors import BudgetError, OffloadError
-from offload.pins import RING
+from offload.pins import RING, TierPin
 from tests.offload.cache_cases import (
+    check_bytes,
     flat,
     make,
     mixed,
@@ -208,6 +213,35 @@ def test_who_goes_is_worth_least_whatever_its_size() -> None:
     for expert in (0, 0, 4, 4):
         walk(cache.acquire(0, [expert]), source, 0)
     assert cache.resident(0).nonzero().flatten().tolist() == [0, 1, 4, 6]  # where 2 was
+
+
+@given(seed=st.integers(0, 2**31), slots=st.integers(4, 48), of_sizes=st.booleans())
+def test_experts_that_stay_leave_room_for_any_other(seed: int, slots: int, of_sizes: bool) -> None:
+    random, experts = Random(seed), [24, 24]
+    sizes = mixed(experts) if of_sizes else None
+    cache, source = make(slots, "lfu", experts, sizes=sizes)
+    units = [(layer, expert) for layer in range(2) for expert in range(24)]
+    random.shuffle(units)
+    cache.warm(units)
+    there = [expert for layer, expert in units if layer == 0 and cache.has(0, expert)]
+    stay = cache.may_stay(0, there)
+    assert stay == there[: len(stay)]
+    at_once = 1
+    if not of_sizes:
+        assert len(stay) == min(len(there), max(0, slots - RING))
+        at_once = min(RING, slots)
+    copied = deque[TierPin]()
+    with cache.acquire(0, sorted(stay)) as held:
+        for layer, expert in units:
+            if cache.lacks(layer, expert):
+                pin = cache.pin(layer, expert, urgent=True)
+                assert pin is not None
+                pin.wait()
+                check_bytes(source, pin.slot, layer, expert)
+                copied.append(pin)
+                if len(copied) == at_once:
+                    copied.popleft().release()
+        assert walk(held, source, 0) == [sorted(stay)]
 
 
 def test_statistics_are_json() -> None:

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from kernels import experts_forward
 from offload.cpu_experts import CpuCosts, CpuExperts, measure_costs
+from offload.errors import OffloadError
 from offload.layer import COPIED_WITH_IDS, OffloadedExperts
+from offload.pins import RING
 from offload.streams import packed, unpacked
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, draw_routing, make
 from tests.offload.test_host import Tiers, check_at_rest
@@ -19,14 +21,16 @@ from tests.offload.test_host import Tiers, check_at_rest
 NEVER, ALWAYS = CpuCosts(1.0, 1e9, 0.0), CpuCosts(1.0, 0.0, 0.0)
 
 
-def tiers(costs: CpuCosts, seed: int = 0, slots: int = 4, host_slots: int = 12) -> Tiers:
+def tiers(
+    costs: CpuCosts, seed: int = 0, slots: int = 4, host_slots: int = 12, experts: int = EXPERTS
+) -> Tiers:
     random = Random(seed)
-    disk = make(True, random.random() < 0.5, random)
+    disk = make(True, random.random() < 0.5, random, experts)
     made = Tiers(disk, slots, host_slots, "lfu", random)
     made.layers = [
         OffloadedExperts(
             layer,
-            EXPERTS,
+            experts,
             made.cache,
             made.arena.experts,
             made.source,
@@ -63,6 +67,53 @@ def test_every_expert_is_computed_once(
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
     check_at_rest(made)
+
+
+@given(
+    seed=st.integers(0, 2**31),
+    slots=st.integers(2, 20),
+    host_slots=st.integers(2, 48),
+    fail=st.sampled_from((0.0, 0.05)),
+)
+def test_what_the_cpu_computes_stays_while_other_experts_pass_through_host_memory(
+    seed: int, slots: int, host_slots: int, fail: float
+) -> None:
+    """Calls that want more experts than host memory holds, and prefetches between them. Only a
+    read that fails may fail a call, and whatever fails, nothing stays pinned."""
+    experts, random, generator = 32, Random(seed), torch.Generator().manual_seed(seed)
+    made = tiers(CpuCosts(1.0, 0.3, 0.0), seed, slots, host_slots, experts)
+    made.disk.fail = fail
+    made.host.warm((random.randrange(LAYERS), expert) for expert in range(experts))
+    expected, found = [], []
+    for _ in range(3):
+        for layer in range(LAYERS):
+            if random.random() < 0.5:
+                made.cache.prefetch(random.randrange(LAYERS), random.randrange(experts))
+            routing = draw_routing(random.choice((1, 6)), 8, generator, experts)
+            hidden = torch.randn(routing.num_tokens, HIDDEN, generator=generator)
+            arguments = hidden, routing.expert_ids, routing.weights
+            made.queues.finish()
+            try:
+                found.append(made.forward(layer, *arguments))
+            except OffloadError:
+                assert fail
+                continue
+            expected.append(experts_forward(*arguments, made.disk.resident[layer]))
+    made.queues.finish()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    check_at_rest(made)
+
+
+def test_the_cpu_leaves_room_for_copies() -> None:
+    """`RING` slots of host memory, where it would compute all that is there."""
+    for host_slots in (RING, RING + 1, RING + 5):
+        made = tiers(ALWAYS, host_slots=host_slots, experts=32)
+        made.host.warm((0, expert) for expert in range(32))
+        made.forward(0, torch.randn(1, HIDDEN), torch.arange(32)[None], torch.rand(1, 32))
+        copied = made.queues.copied_bytes // made.cache.expert_bytes
+        assert made.cache.statistics.total.misses - copied == host_slots - RING
+        check_at_rest(made)
 
 
 def test_what_is_sooner_decides() -> None:

@@ -106,13 +106,13 @@ class Layers:
 
 def sizes_of(layers: Layers) -> SlotSizes:
     nbytes = sum(place.numel() for place in layers.arena.places(0))
-    return SlotSizes.equal([EXPERTS] * LAYERS, nbytes)
+    return SlotSizes.equal([layer.num_experts for layer in layers.resident], nbytes)
 
 
-def make(quantized: bool, biased: bool, random: Random) -> Layers:
+def make(quantized: bool, biased: bool, random: Random, experts: int = EXPERTS) -> Layers:
     bias: dict[str, Any] = {}
+    count = LAYERS * experts
     if biased:
-        count = LAYERS * EXPERTS
         bias = {
             "gate_up_bias_EG": torch.zeros(count, 2 * WIDTH),
             "down_bias_EH": torch.zeros(count, HIDDEN),
@@ -121,28 +121,28 @@ def make(quantized: bool, biased: bool, random: Random) -> Layers:
     for seed in range(LAYERS):
         if quantized:
             layer: AnyExperts = make_layer(
-                1, EXPERTS, 1, HIDDEN, WIDTH, 32, biased=biased, seed=seed,
+                1, experts, 1, HIDDEN, WIDTH, 32, biased=biased, seed=seed,
                 activation="clamped interleaved gate" if biased else "silu gate",
             ).experts  # fmt: skip
         else:
             layer = make_case(
-                1, EXPERTS, 1, HIDDEN, WIDTH, torch.bfloat16, biased=biased, seed=seed
+                1, experts, 1, HIDDEN, WIDTH, torch.bfloat16, biased=biased, seed=seed
             ).experts
         resident.append(layer)
     shape, first = ExpertShape(HIDDEN, WIDTH, 2, 32), resident[0]
     if isinstance(first, ExpertWeights):
-        arena = whole_arena(
-            shape, torch.bfloat16, LAYERS * EXPERTS, activation=first.activation, **bias
-        )
+        arena = whole_arena(shape, torch.bfloat16, count, activation=first.activation, **bias)
     else:
         arena = plane_arena(
-            shape, {8: 1}, LAYERS * EXPERTS, first.interleaved, activation=first.activation, **bias
+            shape, {8: 1}, count, first.interleaved, activation=first.activation, **bias
         )
     return Layers(resident, arena, random)
 
 
-def draw_routing(tokens: int, top_k: int, generator: torch.Generator) -> Routing:
-    ids = torch.rand(tokens, EXPERTS, generator=generator).topk(top_k, 1).indices
+def draw_routing(
+    tokens: int, top_k: int, generator: torch.Generator, experts: int = EXPERTS
+) -> Routing:
+    ids = torch.rand(tokens, experts, generator=generator).topk(top_k, 1).indices
     ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
     return Routing(ids, torch.rand(ids.shape, generator=generator)).ascending()
 

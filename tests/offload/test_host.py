@@ -58,7 +58,8 @@ class Tiers:
         self.disk = layers
         near, own = layers.arena, layers.resident[0]
         self.queues = TwoQueues(random)
-        made = POLICIES[policy](LAYERS, EXPERTS)
+        experts = own.num_experts
+        made = POLICIES[policy](LAYERS, experts)
         values = HostPolicy(made, lambda: self.cache.present)
         sizes = sizes_of(layers)
         self.host = ExpertCache(sizes, host_slots, near, layers, values)
@@ -67,7 +68,7 @@ class Tiers:
         room = LateRoom(self.arena, self.queues)
         self.cache = ExpertCache(sizes, slots, room, self.source, made)
         self.layers = [
-            OffloadedExperts(index, EXPERTS, self.cache, self.arena.experts, self.source)
+            OffloadedExperts(index, experts, self.cache, self.arena.experts, self.source)
             for index in range(LAYERS)
         ]
 

@@ -10,8 +10,9 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
 from examples.models import tiny as architectures
@@ -484,6 +485,26 @@ def test_a_copy_shares_nothing_with_the_model_but_who_serves_its_experts() -> No
     assert {p.dtype for p in copy.backbone.model.parameters()} == {torch.float32}
     seats = [m.expert_seat.run_experts for m in modules_with_seats(copy.backbone.model)]
     assert seats == [experts.run] * len(seats)
+
+
+def test_a_copy_takes_no_memory_of_the_device() -> None:
+    made = list[Tensor]()
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, Tensor) and func is not torch.ops.aten.detach.default:
+                made.append(result)
+            return result
+
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.empty(4, 8, dtype=torch.bfloat16, device="cuda"))
+        with Noted():
+            copy = shadow._copied(weight)
+    assert (copy.device.type, copy.dtype) == ("cpu", torch.float32)
+    assert {tensor.device.type for tensor in made} == {"cpu"}
 
 
 def test_a_copy_of_planes_is_for_cpus_and_its_description_shares_those_of_the_original(
