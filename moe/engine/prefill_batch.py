@@ -59,7 +59,7 @@ class SequenceGroup:
         cache: state of the prompt while it is being read.
         snapshots: positions of the prompt, in order, where its recurrent states are kept.
         prompt_logprobs: log probabilities of the prompt's tokens so far; None: not asked for.
-        looked_up: the prefix cache has been asked for the prompt.
+        looked_up: the prefix cache has looked for the prompt on disk, if it keeps any there.
         counted: the prefix cache has counted that in its statistics.
         keeps_all: until it has been read, the prompt keeps what is behind windows, for the prefix
             cache.

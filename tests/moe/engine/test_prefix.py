@@ -81,9 +81,9 @@ def test_behind_windows_what_is_kept_is_found_and_counted(
         kv = cache.match(salt, [*ids, 7], len(ids)) or pool.new_cache(len(ids))
         kv.keep_all(blocks <= longest_kept)
         for begin in range(kv.length, len(ids), BLOCK):
-            rows = torch.tensor(ids[begin : begin + BLOCK], dtype=torch.float32)
+            rows = torch.tensor(ids[begin : begin + BLOCK], dtype=torch.float32).view(1, 1, -1, 1)
             for layer in range(2):
-                kv.write(layer, *[rows.view(1, 1, -1, 1)] * 2)
+                kv.write(layer, rows, rows)
             kv.length += BLOCK
         assert kv.read(0, kv.length)[0].flatten().tolist() == ids
         cache.add(salt, ids, kv)

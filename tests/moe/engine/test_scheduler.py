@@ -210,7 +210,7 @@ def test_behind_windows_what_is_accepted_can_start_and_start_again(
     sequence.token_ids[:] = [0] * min(generated, new - 1)
     again = SequenceGroup([sequence])
     again.keeps_all = planner.account.keeps_all(again, planner.prefixes, kv_tokens)
-    sequence.cancelled = False  # type: ignore[misc]
+    sequence.cancelled = False
     planner.waiting = [again]
     assert planner.schedule().prefill is not None
     assert planner.num_used_tokens() <= kv_tokens
