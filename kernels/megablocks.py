@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.reference import AnyExperts, ExpertWeights, check_shapes, id_error
 
 _OLDEST, _NEWER = Version("0.7.0"), Version("0.11")
-_INSTALL = (
+INSTALL = (
     "on a machine with CUDA: pip install --no-deps --no-build-isolation "
     "megablocks==0.10.0 grouped_gemm==0.3.0 stanford-stk==0.7.1"
 )
@@ -101,19 +101,19 @@ def _load() -> Callable[..., Tensor]:
     try:
         found = Version(version("megablocks"))
     except PackageNotFoundError:
-        raise BackendError(f"MegaBlocks is not installed; {_INSTALL}") from None
+        raise BackendError(f"MegaBlocks is not installed; {INSTALL}") from None
     if not _OLDEST <= found < _NEWER:
         raise BackendError(
-            f"MegaBlocks must be >= {_OLDEST} and < {_NEWER}, found {found}; {_INSTALL}"
+            f"MegaBlocks must be >= {_OLDEST} and < {_NEWER}, found {found}; {INSTALL}"
         )
     try:
         util = import_module("megablocks.grouped_gemm_util")
     except ImportError as error:
         raise BackendError(
             f"MegaBlocks {found} is installed, but cannot be imported: {error} (megablocks_ops is "
-            f"its CUDA extension, built when it is installed); {_INSTALL}"
+            f"its CUDA extension, built when it is installed); {INSTALL}"
         ) from error
     if not util.grouped_gemm_is_available():
-        raise BackendError(f"MegaBlocks {found} needs the package grouped_gemm; {_INSTALL}")
+        raise BackendError(f"MegaBlocks {found} needs the package grouped_gemm; {INSTALL}")
     gmm: Callable[..., Tensor] = util.ops.gmm
     return gmm

@@ -88,12 +88,12 @@ def load_model(
     """
     with reporting(progress) as report:
         report(LoadProgress("planning"))
-        policies = _policies(profile)
+        policies = routing_policies(profile)
         device = use_device(profile)
         path = resolve_model(path_or_hub_id, report)
         if profile.memory.prefix_dir is not None:
             prepare_directory(Path(profile.memory.prefix_dir).expanduser())
-        backend = _backend(profile, device)  # compiles kernels now, and not in the first request
+        backend = expert_backend(profile, device)  # compiles kernels now, not in the first request
         read = _read(path, profile, device, ranks, report, on_plan)
         nbytes = read.planned.weights.bytes_to_read
         report(LoadProgress("preparing", nbytes, nbytes))
@@ -484,14 +484,24 @@ def _blocks_on_device(planned: PlannedModel, device: torch.device) -> BlockPool 
     return BlockPool(DeviceBlocks(device, planned.network.dtype, count))
 
 
-def _policies(profile: Profile) -> PolicyChain:
+def routing_policies(profile: Profile) -> PolicyChain:
+    """`routing.policies`, parsed.
+
+    Raises:
+        ProfileError: one is not valid, or is lossy and the profile is lossless.
+    """
     try:
         return parse_policies(profile.routing.policies, lossless=profile.lossless)
     except RoutingError as error:
         raise ProfileError(f"routing.policies: {error}") from error
 
 
-def _backend(profile: Profile, device: torch.device) -> Backend:
+def expert_backend(profile: Profile, device: torch.device) -> Backend:
+    """What multiplies the experts by `kernels.backend`; on a CPU it may be compiled now.
+
+    Raises:
+        ProfileError: it cannot run on the device.
+    """
     try:
         return choose_backend(profile.kernels.backend, device, experts_forward)
     except BackendError as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -149,13 +150,22 @@ def save_calibration(
 
 
 def check_writable(folder: Path) -> None:
-    """Raise `CalibrationError` if `folder` cannot be written: to be asked before hours of work."""
+    """Raise `CalibrationError` if `folder` cannot be written: to be asked before hours of work.
+
+    Nothing new is left: what comes after may fail, and then there is no calibration.
+    """
+    made: list[Path] = []
     try:
+        made = [place for place in (folder, *folder.parents) if not place.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
         raise _not_writable(folder, error) from error
+    finally:
+        for place in made:
+            with suppress(OSError):
+                place.rmdir()
 
 
 def _not_writable(folder: Path, error: Exception) -> CalibrationError:

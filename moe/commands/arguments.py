@@ -36,7 +36,11 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add("--prompt", metavar="TEXT|-|@FILE", help=prompt)
     add = parser.add_argument_group("many prompts, from a file").add_argument
     add("--batch", metavar="FILE", help="requests, one JSON object a line (OpenAI's batch format)")
-    add("--out", metavar="FILE", help="answers of the batch; lines answered there are skipped")
+    add(
+        "--out",
+        metavar="FILE",
+        help="answers of the batch; lines answered there are skipped, failed ones run again",
+    )
     add = _add_sampling(parser)
     schema = "the text must be JSON that follows this schema (default: any text)"
     add("--json-schema", metavar="JSON|@FILE", help=schema)

@@ -3,7 +3,7 @@
 `BatchJob` reads lines as fast as the engine takes them, answers each with the code that answers
 HTTP requests, and writes each answer when it is complete. It skips lines that the output file
 already answers, so that a batch that was killed can be continued. An invalid line gets an error as
-its answer; the others go on.
+its answer; the others go on. The next run tries lines with an error again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -196,7 +197,7 @@ class BatchLine(RequestBody):
 
 @dataclass
 class Tally:
-    """Number of answers in the output file, including those of earlier runs."""
+    """Number of answers in the output file, including those of earlier runs that did not fail."""
 
     answered: int = 0
     failed: int = 0
@@ -231,6 +232,8 @@ class BatchFiles:
 def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
     """Open both files, and read which answers ``target`` has already.
 
+    Answers with an error are removed from ``target``: their lines are tried again.
+
     Raises:
         RequestError: a file cannot be used, or another process writes to ``target``.
         KeyboardInterrupt: the message says that the answers so far are kept.
@@ -247,14 +250,15 @@ def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
             answers = closing.enter_context(target.open("a+b"))
             if os.path.samefile(source, target):
                 raise RequestError(f"--batch and --out are the same file {source}; name two")
-            try:
-                fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise RequestError(
-                    f"another batch is writing to {target}; name another --out"
-                ) from None
+            _lock(answers, target)
             tally = Tally()
-            files = BatchFiles(lines, answers, tally, _repair(answers, target, tally))
+            done = _repair(answers, target, tally)
+            if tally.failed:
+                _remove_failures(answers, target)  # the lock on the old file lasts to the end
+                tally.failed = 0
+                answers = closing.enter_context(target.open("a+b"))
+                _lock(answers, target)
+            files = BatchFiles(lines, answers, tally, done)
         except OSError as error:
             what = error.filename or target
             raise RequestError(f"cannot use {what}: {error.strerror}") from error
@@ -270,8 +274,35 @@ def line_key(number: int, custom_id: str | None) -> str:
     return f"#{number}" if custom_id is None else f"id:{custom_id}"
 
 
+def _lock(answers: BinaryIO, target: Path) -> None:
+    try:
+        fcntl.flock(answers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RequestError(f"another batch is writing to {target}; name another --out") from None
+
+
+def _remove_failures(answers: BinaryIO, target: Path) -> None:
+    """Put a file without the answers that have an error in the place of ``target``.
+
+    A kill at any time leaves the old file or the new one, whole.
+    """
+    target = target.resolve()  # a link stays one
+    new = target.with_name(f".{target.name}.moe-batch")
+    answers.seek(0)
+    try:
+        with new.open("wb") as kept:
+            shutil.copymode(target, new)
+            kept.writelines(line for line in answers if from_json(line)["error"] is None)
+            kept.flush()
+            os.fsync(kept.fileno())
+        new.replace(target)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
 def _repair(answers: BinaryIO, target: Path, tally: Tally) -> set[str]:
-    """Remove an incomplete last answer; returns the `line_key` of every complete one."""
+    """Remove an incomplete last answer; returns the `line_key` of every one without an error."""
     done: set[str] = set()
     end = 0
     answers.seek(0)
@@ -281,8 +312,8 @@ def _repair(answers: BinaryIO, target: Path, tally: Tally) -> set[str]:
         try:
             answer = from_json(line)
             number = int(answer["id"].removeprefix(_ID))
-            repeated = (answer["error"] or {}).get("code") == DUPLICATE
-            done.add(line_key(number, None if repeated else answer["custom_id"]))
+            if answer["error"] is None:
+                done.add(line_key(number, answer["custom_id"]))
         except (ValueError, KeyError, TypeError, AttributeError):
             raise RequestError(
                 f"line {count} of {target} is not an answer of a batch; name another --out"
@@ -332,6 +363,10 @@ def batch(name: str | Path, profile: LoadedProfile, source: Path, target: Path) 
                 on_step(f"answering, {now.failed} failed", done, total)
 
             tally = run_batch(model, public_name(name), files, show)
-    failed = f", {tally.failed} failed: their lines say why" if tally.failed else ""
+    failed = (
+        f", {tally.failed} failed: their lines say why, and the same command tries them again"
+        if tally.failed
+        else ""
+    )
     print(f"moe: {tally.answered} answered{failed}; see {target}", file=sys.stderr)
     return 1 if tally.failed else 0

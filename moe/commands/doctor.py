@@ -26,7 +26,7 @@ from rich.text import Text
 
 from moe import machine
 from moe.commands.console import stdout_console
-from moe.extras import INSTALL, install_line
+from moe.extras import EXTRAS, INSTALL, install_line
 
 Status = Literal["ok", "warning", "missing"]
 
@@ -46,6 +46,17 @@ class Finding:
     remedy: str = ""
     required: bool = False
 
+
+PURPOSES = {
+    "parallel": "for several ranks",
+    "gguf": "to read GGUF files",
+    "calibration": "for --target-bits",
+    "images": "for images in prompts",
+    "plots": "for plots",
+    "gpu": "for CUDA",
+    "telemetry": "for OpenTelemetry traces",
+}
+"""What each extra is for."""
 
 # The dependencies of pyproject.toml (a test compares them), because a plain checkout has no
 # metadata to read them from.
@@ -221,20 +232,27 @@ def check_gpu() -> Finding:
     return Finding("GPU", "missing", "none seen by torch", "optional: everything runs on the CPU")
 
 
-def check_optional(name: str, remedy: str) -> Finding:
-    """Is an optional distribution installed?"""
-    found = _version(name)
-    if found:
-        return Finding(name, "ok", found)
-    return Finding(name, "missing", "not installed", f"optional, {remedy}")
+def check_extra(extra: str) -> Finding:
+    """Are the packages of an extra installed, in the versions that it asks for?"""
+    name = f"extra {extra}"
+    found = [check_library(requirement, required=False) for requirement in EXTRAS[extra]]
+    wrong = [one for one in found if one.status != "ok"]
+    detail = "; ".join(f"{one.name}: {one.detail}" for one in wrong or found)
+    if not wrong:
+        return Finding(name, "ok", detail)
+    return Finding(name, "missing", detail, f"optional, {PURPOSES[extra]}: {install_line(extra)}")
 
 
 def check_megablocks() -> Finding:
-    found = check_optional("megablocks", "for CUDA: pip install --no-deps megablocks")
-    if found.status == "ok" and util.find_spec("megablocks_ops") is None:
-        detail = f"{found.detail} without its CUDA extension megablocks_ops: not usable"
-        return Finding("megablocks", "warning", detail, "build it on a machine with CUDA")
-    return found
+    from kernels.megablocks import INSTALL as RECIPE
+
+    found = _version("megablocks")
+    if found is None:
+        return Finding("megablocks", "missing", "not installed", f"optional, {RECIPE}")
+    if util.find_spec("megablocks_ops") is None:
+        detail = f"{found} without its CUDA extension megablocks_ops: not usable"
+        return Finding("megablocks", "warning", detail, RECIPE)
+    return Finding("megablocks", "ok", found)
 
 
 def check_module_names() -> Finding:
@@ -270,12 +288,6 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "memory": check_memory,
     "disk": check_disk,
     "GPU": check_gpu,
-    "triton": partial(check_optional, "triton", f"for CUDA: {install_line('gpu')}"),
+    **{f"extra {extra}": partial(check_extra, extra) for extra in EXTRAS},
     "megablocks": check_megablocks,
-    "deepspeed": partial(
-        check_optional, "deepspeed", f"for several ranks: {install_line('parallel')}"
-    ),
-    "gguf": partial(check_optional, "gguf", f"to read GGUF: {install_line('gguf')}"),
-    "scipy": partial(check_optional, "scipy", f"for --target-bits: {install_line('calibration')}"),
-    "matplotlib": partial(check_optional, "matplotlib", f"for plots: {install_line('plots')}"),
 }

@@ -207,6 +207,31 @@ def test_an_absent_text_and_a_place_that_cannot_be_written(
     assert "cannot write the calibration to" in capsys.readouterr().err
 
 
+def test_a_run_that_fails_leaves_no_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").write_text("too short")
+    shutil.copytree(DEMO, tmp_path / "model")
+    before = sorted(tmp_path.rglob("*"))
+    for place in ([], ["--out", str(tmp_path / "new/folder")]):
+        command = ["calibrate", str(tmp_path / "model"), "--text", str(tmp_path / "text"), *place]
+        assert main(command) == 2
+        assert "calibration needs at least" in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_a_stopped_run_leaves_is_no_calibration_to_moe_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The manifest is written last."""
+    shutil.copytree(DEMO, tmp_path / "model")
+    beside = tmp_path / "model" / CALIBRATION_FOLDER
+    beside.mkdir()
+    (beside / PREDICTORS_FILE).write_bytes(b"cut off")
+    assert main(["plan", str(tmp_path / "model"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["routing"].startswith("every expert taken")
+
+
 def test_activations_that_are_not_finite_are_refused_with_numbers(
     demo: MoE, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,11 @@ def expert_bytes(manifest: Manifest) -> list[int]:
     ]
 
 
+def layer_names(manifest: Manifest) -> list[str]:
+    """Of each MoE layer: its number, or ``mtp`` in a multi-token-prediction layer."""
+    return ["mtp" if layer.drafts else str(i) for i, layer in enumerate(manifest.layers)]
+
+
 def run(directory: Path, image: Path | None) -> int:
     """The subcommand: returns the exit code."""
     try:
@@ -42,13 +47,17 @@ def run(directory: Path, image: Path | None) -> int:
     console.print(_table(manifest))
     console.print(_summary(manifest))
     if image is not None:
-        draw(bit_map(manifest), image)
+        draw(bit_map(manifest), layer_names(manifest), image)
         console.print(f"drawn: {image}")
     return 0
 
 
-def draw(bits: list[list[int]], image: Path) -> None:
+def draw(bits: list[list[int]], names: list[str], image: Path) -> None:
     """A heat map, layers by experts.
+
+    Args:
+        bits: of each expert of each layer.
+        names: of the layers.
 
     Raises:
         ProfileError: matplotlib is not installed, or the image cannot be written.
@@ -65,6 +74,7 @@ def draw(bits: list[list[int]], image: Path) -> None:
     shown = axes.imshow(grid, aspect="auto", interpolation="nearest", cmap="viridis", vmin=2)
     axes.set_xlabel("expert")
     axes.set_ylabel("MoE layer")
+    axes.set_yticks(range(len(names)), names, fontsize=8)  # fits the rows' height
     figure.colorbar(shown, label="bits", ticks=sorted(set(grid[~np.isnan(grid)].tolist())))
     try:
         figure.savefig(image, dpi=120)
@@ -78,22 +88,25 @@ def _table(manifest: Manifest) -> Table:
     table = Table(title=f"{manifest.source}: experts of each MoE layer", title_justify="left")
     for name in ("layer", *(f"{width} bits" for width in widths), "mean", "MB"):
         table.add_column(name, justify="right")
-    for index, (own, size) in enumerate(zip(bits, expert_bytes(manifest), strict=True)):
+    for layer, own, size in zip(layer_names(manifest), bits, expert_bytes(manifest), strict=True):
         counts = Counter(own)
         mean = sum(own) / len(own)
-        row = (index, *(counts[width] for width in widths), f"{mean:.2f}", f"{size / 1e6:,.1f}")
+        row = (layer, *(counts[width] for width in widths), f"{mean:.2f}", f"{size / 1e6:,.1f}")
         table.add_row(*map(str, row))
     return table
 
 
 def _summary(manifest: Manifest) -> str:
-    total = sum(expert_bytes(manifest))
+    model = manifest.without_drafts()
+    total = sum(expert_bytes(model))
     weights = sum(
         layer.experts * layer.hidden * layer.intermediate * (layer.parts + 1)
-        for layer in manifest.layers
+        for layer in model.layers
     )
+    drafts = sum(expert_bytes(manifest)) - total
+    beside = f"; beside them {drafts / 1e9:.2f} GB of experts that draft (mtp)" if drafts else ""
     scales = "" if manifest.bits == WHOLE else f", groups of {manifest.group_size}"
     return (
         f"{total / 1e9:.2f} GB of experts: {8 * total / weights:.2f} bits a weight, scales "
-        f"included{scales}; {100 - 100 * total / (2 * weights):.1f} % smaller than bfloat16"
+        f"included{scales}; {100 - 100 * total / (2 * weights):.1f} % smaller than bfloat16{beside}"
     )

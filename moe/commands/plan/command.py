@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from huggingface_hub import constants
 from rich.console import Console
 from rich.table import Table
@@ -42,11 +43,13 @@ from moe.commands.plan.speeds import (
 )
 from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
+from moe.loader import expert_backend, routing_policies
 from moe.loading.hub import ModelFiles, experts_per_token, public_name, reach_model
 from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.block_diffusion import schedule_of, writes_blocks
 from moe.network.seam import experts_modules
+from moe.settings import Profile
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile, load_profile, value_of
 
@@ -129,6 +132,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = (
     """
     settings = profile.profile
     device = use_device(settings)
+    check_settings(settings, device)
     with (
         reach_model(name, whole=False) as files,
         planning(files.path, settings, device, lambda _: None) as planned,
@@ -161,6 +165,15 @@ def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = (
         0 if files.remote is None else files.remote.nbytes,
         next_commands(str(name), bool(misfit), planned.why_resident, said, profile),
     )
+
+
+def check_settings(settings: Profile, device: torch.device) -> None:
+    """Raise the `ProfileError` of loading for settings that no plan reads.
+
+    A plan ends with a command to run, which must not be refused.
+    """
+    routing_policies(settings)
+    expert_backend(settings, device)
 
 
 def next_commands(

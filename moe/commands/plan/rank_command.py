@@ -14,7 +14,7 @@ from rich.table import Column, Table
 
 from experts.placement import Placement, first_placement
 from moe.commands.console import stdout_console
-from moe.commands.plan.command import disk_of, flops_a_token, model_sizes
+from moe.commands.plan.command import check_settings, disk_of, flops_a_token, model_sizes
 from moe.commands.plan.decode_speed import BATCHES, Bandwidths, DecodeSizes, Locality
 from moe.commands.plan.prefill_apart import (
     ANSWER,
@@ -130,6 +130,7 @@ def plan_many(
         )
     settings = profile.profile
     device = use_device(settings)
+    check_settings(settings, device)
     with (
         reach_model(name, whole=False) as files,
         planning(files.path, settings, device, lambda _: None) as planned,

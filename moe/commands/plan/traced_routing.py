@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from moe.calibration.files import CALIBRATION_FOLDER, load_trace
+from moe.calibration.files import CALIBRATION_FOLDER, MANIFEST_FILE, load_trace
 from moe.calibration.trace import Trace
 from moe.commands.plan.decode_speed import DecodeSizes, Locality, UniformRouting
 from moe.commands.plan.ranks import LAYERS, STEPS
@@ -90,7 +90,7 @@ def known_routing(path: Path, planned: PlannedModel, sizes: DecodeSizes, policy:
     if sizes.canvas > 1:
         return UniformRouting(sizes, "every expert taken as equally likely")
     folder = path / CALIBRATION_FOLDER
-    if not folder.is_dir():
+    if not (folder / MANIFEST_FILE).exists():  # a folder alone may be left of a run that failed
         return UniformRouting(sizes)
     counts = [module.num_experts for _, module in experts_modules(planned.network)]
     return TracedRouting(load_trace(folder, planned.config, counts), policy)

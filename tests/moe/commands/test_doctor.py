@@ -9,12 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from rich.console import Console
 
+from kernels.megablocks import BackendError, MegaBlocksExperts
 from moe import machine
 from moe.commands import doctor
 from moe.commands import doctor as doctor_checks
 from moe.commands.doctor import Finding, exit_code, print_doctor, run_doctor
+from moe.extras import EXTRAS, install_line
 
 ROOT = Path(__file__).parents[3]
 
@@ -101,6 +104,27 @@ def test_the_table_shows_brackets_as_they_are() -> None:
     assert "[none]" in text
     assert "pip install 'x[gpu]'" in text
     assert "required and missing: torch" in text
+
+
+def test_every_extra_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the packages that it lacks, and the line that installs them."""
+    assert doctor.PURPOSES.keys() == EXTRAS.keys()
+    for version, status in (("999", "ok"), ("0.0.1", "missing"), (None, "missing")):
+        monkeypatch.setattr(doctor_checks, "_version", lambda _, version=version: version)
+        for extra, requirements in EXTRAS.items():
+            found = doctor.CHECKS[f"extra {extra}"]()
+            assert (found.status, found.required) == (status, False)
+            assert all(Requirement(one).name in found.detail for one in requirements)
+            assert found.remedy.endswith(install_line(extra) if status == "missing" else "")
+
+
+def test_the_recipe_for_megablocks_is_that_of_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_checks, "_version", lambda _: None)
+    remedy = doctor_checks.check_megablocks().remedy
+    with pytest.raises(BackendError) as raised:
+        MegaBlocksExperts()
+    assert str(raised.value).endswith(remedy.removeprefix("optional, "))
+    assert "pip install --no-deps --no-build-isolation megablocks==" in remedy
 
 
 def test_the_name_of_our_package_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from experts.manifest import StoreError, read_manifest
 from kernels import QuantizedExperts
@@ -25,11 +27,13 @@ from moe.commands.calibrate.record import record_trace
 from moe.commands.convert import bit_allocation
 from moe.commands.convert.bit_allocation import BitBudget
 from moe.commands.convert.convert import convert
-from moe.commands.convert.inspect_store import bit_map, draw, expert_bytes
+from moe.commands.convert.inspect_store import bit_map, draw, expert_bytes, layer_names
 from moe.commands.evaluate.scoring import read
 from moe.errors import CalibrationError, CheckpointError, ProfileError
+from moe.network.seam import experts_modules
 from moe.settings import ModelSettings
 from offload.capacity import why_not
+from tests.moe.speculate.mtp_models import with_mtp
 
 SETTINGS = ModelSettings(group_size=32)
 
@@ -191,9 +195,28 @@ def test_inspect_shows_and_draws_the_bits(
     assert "bits a weight" in shown
     assert "smaller than bfloat16" in " ".join(shown.split())
     with pytest.raises(ProfileError, match="cannot write"):
-        draw([[2, 4]], tmp_path / "nowhere" / "bits.png")
+        draw([[2, 4]], ["0"], tmp_path / "nowhere" / "bits.png")
     assert main(["inspect", str(tmp_path)]) == 2
     assert "is no store; moe convert MODEL STORE makes one" in capsys.readouterr().err
+
+
+def test_inspect_tells_the_layer_that_drafts_from_the_model_s_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network, _ = with_mtp("glm4_moe", tmp_path / "model")
+    store = convert(tmp_path / "model", tmp_path / "store", ModelSettings(expert_bits=8))
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: saved.append(figure))
+    assert main(["inspect", str(store), "--image", str(tmp_path / "bits.png")]) == 0
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    layers = len(experts_modules(network))
+    names = [*map(str, range(layers)), "mtp"]
+    assert layer_names(read_manifest(store)) == names
+    assert re.findall(r"(\d+|mtp) \d+ 8\.00 ", shown) == names
+    assert [tick.get_text() for tick in saved[0].axes[0].get_yticklabels()] == names
+    sizes = expert_bytes(read_manifest(store))
+    assert f"{sum(sizes[:-1]) / 1e9:.2f} GB of experts: " in shown
+    assert f"beside them {sizes[-1] / 1e9:.2f} GB of experts that draft (mtp)" in shown
 
 
 def test_a_manifest_with_bits_that_do_not_fit_is_refused(

@@ -15,6 +15,7 @@ from transformers import Qwen3MoeConfig
 
 from examples.models.random_store import write_random_store
 from kernels.cpu import choose_kernel
+from moe import MoE
 from moe.calibration.trace import Trace
 from moe.cli import main
 from moe.commands.plan import speeds
@@ -26,6 +27,7 @@ from moe.commands.plan.decode_speed import (
     layer_with_reads,
 )
 from moe.commands.plan.traced_routing import TracedRouting
+from moe.errors import ProfileError
 from moe.loading.memory_plan import GIB
 from offload.policies import LRU
 from offload.replay import calls_of
@@ -256,6 +258,28 @@ def test_what_does_not_fit_stays_on_disk_and_the_plan_says_how_fast_that_is(
     code, out = planned(capsys, store, *few, "--set", "memory.device_gib=0.0001")
     assert code == 1
     assert "It does not fit. What would help:\n  - " in out
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        'routing.policies=["top_k:2"]',  # lossy
+        'routing.policies=["nonsense"]',
+        "kernels.backend=triton",
+        "kernels.backend=megablocks",
+    ],
+)
+def test_what_loading_refuses_is_refused(
+    setting: str, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key, _, value = setting.partition("=")
+    settings = {"device": "cpu", key: json.loads(value) if value.startswith("[") else value}
+    with pytest.raises(ProfileError, match=key) as loading:
+        MoE.from_pretrained(store, settings)
+    for ranks in ([], ["--ranks", "2"]):
+        said = ["--set", "device=cpu", "--set", setting, *ranks]
+        assert main(["plan", str(store), *said]) == 2
+        assert capsys.readouterr() == ("", f"moe: {loading.value}\n")
 
 
 def trace_of(rows: torch.Tensor, layers: int, experts: int) -> TracedRouting:

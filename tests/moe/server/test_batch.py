@@ -120,7 +120,54 @@ def test_a_line_that_is_wrong_stops_no_other(
     is_long = "the context is" in message
     assert (refused["error"]["code"] == "context_length_exceeded") == is_long
     assert answers["batch_req_1"]["error"] is answers["batch_req_4"]["error"] is None
-    assert len(files.run(model)) == 3, "a second run has nothing to do"
+    assert by_id(files.run(model)) == by_id([*answers.values()]), "a second run changes nothing"
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    mistakes=st.lists(st.sampled_from([None, *range(len(MISTAKES) - 1)]), min_size=1, max_size=5),
+    mended=st.sets(st.integers(0, 4)),
+)
+def test_a_line_that_failed_is_tried_again(
+    model: MoE,
+    tmp_path_factory: pytest.TempPathFactory,
+    mistakes: list[int | None],
+    mended: set[int],
+) -> None:
+    """Whatever its mistake was, the answer to the mended line takes the place of the error."""
+    good = [line(f"r{i}", prompt="a", max_tokens=1) for i in range(len(mistakes))]
+    first = [own if wrong is None else MISTAKES[wrong][0].replace(b'"x"', b'"r%d"' % i, 1)
+             for i, (own, wrong) in enumerate(zip(good, mistakes, strict=True))]  # fmt: skip
+    files = Files(tmp_path_factory.mktemp("again"), b"".join(first))
+    before = {answer["id"]: answer for answer in files.run(model)}
+    files.target.chmod(0o640)
+    second = [good[i] if i in mended else own for i, own in enumerate(first)]
+    files.source.write_bytes(b"".join(second))
+    after = {answer["id"]: answer for answer in files.run(model)}
+    assert len(files.answers()) == len(after) == len(before) == len(good)
+    for i, (name, wrong) in enumerate(zip(sorted(before), mistakes, strict=True)):
+        assert (after[name]["error"] is None) == (wrong is None or i in mended)
+        if wrong is None:
+            assert after[name] == before[name], "an answer is kept"
+    assert files.target.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in files.target.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_what_failed_is_removed_from_the_file_that_a_link_names(model: MoE, tmp_path: Path) -> None:
+    files = Files(tmp_path, line("x", prompt="x", nonsense=1) + LINES[0])
+    (tmp_path / "far").mkdir()
+    files.target.symlink_to(tmp_path / "far/out")
+    files.run(model)
+    with open_files(files.source, files.target) as opened:
+        assert (opened.tally.answered, opened.tally.failed) == (1, 0)
+        assert opened.done == {"id:r0"}
+        with (
+            pytest.raises(RequestError, match="another batch is writing"),
+            open_files(files.source, files.target),
+        ):
+            pass
+    assert files.target.is_symlink()
+    assert len(files.answers()) == 1
 
 
 def test_a_full_disk_is_said_with_the_file(model: MoE, tmp_path: Path) -> None:
@@ -153,9 +200,10 @@ def test_a_kill_at_any_byte_changes_nothing_in_the_end(
     content, whole = mixed
     files = Files(tmp_path_factory.mktemp("cut"), content)
     files.target.write_bytes(whole[: int(cut * len(whole))])
-    kept = files.target.read_bytes().rpartition(b"\n")[0]
+    complete = files.target.read_bytes().splitlines(keepends=True)
+    kept = [text for text in complete if text.endswith(b"\n") and b'"error": null}' in text]
     answers = files.run(model)
-    assert files.target.read_bytes().startswith(kept)
+    assert files.target.read_bytes().startswith(b"".join(kept))
     expected = [json.loads(text) for text in whole.splitlines()]
     assert len(answers) == len(expected)
     assert by_id(answers) == approximately(by_id(expected))
