@@ -298,12 +298,12 @@ def test_tokens_of_a_draft_stay_on_the_device(
         patch.setattr(host, "on_host", lambda _: False)
         for depths in ([2], [1, 2, 1, 2]):
             (only,) = readbacks(partial(drafts, chain, depths))
-            assert only.startswith("numpy at moe/speculate/elastic.py:")
+            assert only.startswith("to at moe/speculate/elastic.py:")
         # And one more for all that verification draws.
         patch.setattr("moe.sampling.sampler._reading_waits", lambda _: True)
         engine.step()  # records
         places = [place.split(":")[0] for place in readbacks(engine.step)]
-        assert places == ["numpy at moe/speculate/elastic.py", "numpy at moe/sampling/batch.py"]
+        assert places == ["to at moe/speculate/elastic.py", "numpy at moe/sampling/batch.py"]
     lengths = [sequence.cache.length for sequence in own if sequence.cache is not None]
     monkeypatch.setattr(chain.layers, "_forward", lambda rows, *_: rows * float("nan"))
     chain._recorded = None  # as where there is no memory for more
