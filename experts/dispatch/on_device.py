@@ -313,7 +313,9 @@ class _ExactRows:
         rank, ranks = links.rank, links.exchange.size
         self._ids_NK = links.ids_of_all(own, counts)
         self._serving_NK, loads_E = copies.serving(self._ids_NK)
-        self._ranks = [*(r for r in range(ranks) if r != rank), rank]
+        in_turn_R = torch.arange(ranks, device=own.hidden_TH.device)
+        others, here = (in_turn_R[:rank], in_turn_R[rank + 1 :]), in_turn_R[rank : rank + 1]
+        self._rank_R = torch.cat([*others, here])  # a list as an index would wait for the device
         goes_TR, here_NK = self._goes_TR, self._serving_NK == rank
         counts.found(loads_E, goes_TR, here_NK.sum())
         served_R = [part.any(1).sum() for part in here_NK.split(links.tokens_R)]
@@ -325,7 +327,7 @@ class _ExactRows:
 
         weights_TK = None if exact else own.weights_TK
         packed_TW = wire.pack(own.hidden_TH, weights_TK, links.payload)
-        goes = _first(goes_TR[:, self._ranks].T.flatten(), sum(self._to_R))
+        goes = _first(goes_TR[:, self._rank_R].T.flatten(), sum(self._to_R))
         leaving = goes % max(len(goes_TR), 1)
         rows_W = packed_TW[leaving]
         self._kept = rows_W[len(rows_W) - self._to_R[rank] :]
@@ -378,10 +380,10 @@ class _ExactRows:
             rank_TX, weights_TX = serving_TK, own.weights_TK
             position_TX = self._slot_positions(serving_TK)
         else:
-            goes_RT = self._goes_TR[:, self._ranks].T
+            goes_RT = self._goes_TR[:, self._rank_R].T
             place_RT = goes_RT.flatten().cumsum(0).view(goes_RT.shape) - 1
             position_TX = place_RT.masked_fill(~goes_RT, UNUSED).T
-            rank_TX = torch.tensor(self._ranks, device=back.device).expand(position_TX.shape)
+            rank_TX = self._rank_R.expand(position_TX.shape)
             weights_TX = torch.ones(position_TX.shape, device=back.device)
         total_TH = weighted_sum(
             _wide(back), position_TX, weights_TX, own.hidden_TH.dtype, _wide(mine)

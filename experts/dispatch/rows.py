@@ -72,7 +72,8 @@ def write_failures(rows_NH: Tensor, rank: int, failures: Failures) -> None:
         blob = rows_NH[index].view(torch.uint8)  # on any device
         words = f"rank {rank}: {failure.reason}".encode(errors="replace")[: len(blob) - _TEXT]
         text = bytes([255] * _FAILED + [failure.unreadable]) + words
-        blob.copy_(torch.tensor(list(text.ljust(len(blob), b"\0")), dtype=torch.uint8))
+        padded = torch.tensor(list(text.ljust(len(blob), b"\0")), dtype=torch.uint8)
+        blob.copy_(padded, non_blocking=True)
 
 
 def combined(

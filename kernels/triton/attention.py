@@ -95,6 +95,17 @@ def decode_tile(size: int, dtype: torch.dtype) -> KeyTile:
     return KeyTile(DECODE_ROWS, max(16, min(64, numbers // _width(size))), 4, 2)
 
 
+def decode_splits(group: int, kv_heads: int, size: int, dtype: torch.dtype) -> int:
+    """Parts into which a decode step splits the keys of each query.
+
+    Args:
+        group: query heads of a key/value head.
+        size: the larger of D and V.
+    """
+    programs = kv_heads * triton.cdiv(group, decode_tile(size, dtype).rows)
+    return max(1, min(_MOST_SPLITS, _PROGRAMS // programs))
+
+
 def prompt_tile(size: int, dtype: torch.dtype, wide: bool | None = None) -> KeyTile:
     """Of spans of several queries; no tile of halves spills on sm_80, sm_89, sm_90 and sm_120.
 
@@ -175,7 +186,7 @@ def attend(
     parts = triton.cdiv(most_queries * group, tile.rows)
     programs, segments = kv_heads * parts, triton.cdiv(most_keys, SEGMENT)
     if splitting:
-        splits, segment = max(1, min(_MOST_SPLITS, _PROGRAMS // programs)), 0
+        splits, segment = decode_splits(group, kv_heads, widest, query.dtype), 0
     else:
         wide = 4 * tokens * heads * segments * value_size > _SPLIT_BYTES
         few = 2 * programs * spans.shape[0] <= _PROGRAMS and not wide

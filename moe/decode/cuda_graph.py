@@ -1,30 +1,32 @@
 """A decode step as CUDA graphs: the device's work is replayed, and Python stays out.
 
-`GraphStep` makes a `Recording` for a number of rows when it is first needed. To record, it advances
-the walk through the description (`moe.decode.reference.walk`) while torch captures its work: a
-segment ends where the host has to act, which is where it runs experts, or with the step. Meanwhile
-the shared expert of the layer, a recording of its own, runs on another stream. Experts
-that run inside the graph need no stop, so the step is a single segment. What changes from step to
-step lies in `GraphInputs`, tensors that never move; rows of padding fill a recording up to its
-size.
+`GraphStep` makes a `Recording` for a number of rows when it is first needed, in a `_Pool` of memory
+that recordings share. To record, it advances the walk through the description
+(`moe.decode.reference.walk`) while torch captures its work: a segment ends where the host has to
+act, which is where it runs experts, or with the step. Meanwhile the shared expert of the layer, a
+recording of its own, runs on another stream. Experts that run inside the graph need no stop, so the
+step is a single segment. What changes from step to step lies in `GraphInputs`, tensors that never
+move; rows of padding fill a recording up to its size.
 Legend: B rows of a recording, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from moe.decode.device_operations import DeviceOperations, GraphInputs
-from moe.decode.reference import Halt, Walk, walk
+from kernels.triton.attention import decode_splits
+from moe.decode.device_operations import DeviceOperations, GraphInputs, SharedRows
+from moe.decode.reference import Halt, Normed, Walk, walk
 from moe.decode.step import InsideExperts, RankGroup, RoutedExperts, finish_step
 from moe.describe.description import Description, NotDescribed
 from moe.network.device_blocks import DeviceBlocks
+from moe.network.kv_cache import Shape
 from moe.network.packed_pass import Work
 from routing import Routing
 
@@ -66,11 +68,11 @@ class _Segment(NamedTuple):
 
 class CudaCapture:
     """Records CUDA graphs that share a memory pool: what is replayed beside others ends before the
-    next graph, so they use it in this order."""
+    next graph, so each may use what another one has left there."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream, self._side = torch.cuda.Stream(), torch.cuda.Stream()
+        self._stream, self._side = _streams(torch.cuda.current_device())
 
     def __call__(self, function: Callable[[], Made]) -> tuple[Callable[[], object], Made]:
         graph = torch.cuda.CUDAGraph()
@@ -92,6 +94,12 @@ class CudaCapture:
             return lambda: current.wait_stream(self._side)
 
         return start
+
+
+@cache
+def _streams(_device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Of the current device, the same for all pools: cuBLAS keeps memory for each stream."""
+    return torch.cuda.Stream(), torch.cuda.Stream()
 
 
 class _Rehearsal:
@@ -129,7 +137,7 @@ class GraphStep:
     ) -> None:
         self._description, self._memory = description, memory
         self._routed, self._capture = routed, capture
-        self._idle: dict[tuple[int, str], list[Recording]] = {}
+        self._idle: list[_Pool] = []
 
     def takes(self, work: Sequence[Work]) -> bool:
         return True
@@ -170,23 +178,32 @@ class GraphStep:
         """By the recording of a name, with experts inside or, if None, by the host's ``routed``;
         see `Recording.play`."""
         count = sum(len(item.token_ids) for item in work)
-        rows = rows_for(count)
-        # A step that sleeps at a layer keeps its recording; another one gets another.
-        idle = self._idle.setdefault((rows, name), [])
-        recording = idle.pop() if idle else self._record(rows, inside)
+        rows = rows_for(count, halts=inside is None)
+        pool = self._pool_with(rows, name, inside)
+        recording = pool.recordings[rows, name]
         try:
             recording.inputs.fill(work)
             logits, routing = recording.play(count, routed)
         finally:
-            idle.append(recording)
+            self._idle.append(pool)
         if not all(item.lent for item in work):
             logits = logits.clone()
         return finish_step(work, logits), routing
 
-    def _record(self, rows: int, inside: RoutedExperts | None) -> Recording:
+    def _pool_with(self, rows: int, name: str, inside: RoutedExperts | None) -> _Pool:
+        """A pool with this recording; it is idle no longer. A step that sleeps at a layer keeps its
+        pool, and another one gets another. Where recording fails, the pool's memory is free again.
+        """
+        pool = self._idle.pop() if self._idle else None
         try:
-            inputs = GraphInputs(rows, self._description, self._memory)
-            return Recording(self._start, inputs, inside, self._capture())
+            if pool is None or pool.most < rows:
+                pool = None  # its memory is free before a larger one takes some
+                pool = _Pool(rows, self._description, self._memory, self._capture)
+            if (rows, name) not in pool.recordings:
+                inputs = GraphInputs(rows, self._description, pool.shared)
+                recording = Recording(self._start, inputs, inside, pool.capture)
+                pool.recordings[rows, name] = recording
+            return pool
         except Exception as error:
             # Memory, a driver's limits, an operation that cannot be recorded: none can be foreseen.
             raise NotDescribed(
@@ -197,11 +214,67 @@ class GraphStep:
         return walk(self._description, inputs.tokens, DeviceOperations(inputs, self._memory))
 
 
-def rows_for(count: int) -> int:
-    """Rows of the recording that takes ``count`` of them."""
-    if count <= _DOUBLING:
+class _Pool:
+    """Recordings that never run at the same time, so that they share memory: the first one has the
+    most rows, and what the others need fits where its work lies. A step of more rows begins a new
+    pool in the place of this one.
+
+    Attributes:
+        most: rows of the first one.
+        recordings: by rows and name.
+    """
+
+    def __init__(
+        self,
+        most: int,
+        description: Description,
+        memory: DeviceBlocks,
+        capture: Callable[[], Capture],
+    ) -> None:
+        self.most, self.capture = most, capture()
+        self.shared = SharedRows(most, description, memory)
+        self.recordings: dict[tuple[int, str], Recording] = {}
+
+
+def rows_for(count: int, *, halts: bool = False) -> int:
+    """Rows of the recording that takes ``count`` of them.
+
+    Args:
+        halts: at layers; such recordings keep rows for each layer, so there are fewer of them.
+    """
+    if count <= _DOUBLING or halts:
         return 1 << (count - 1).bit_length()
     return -(-count // _DOUBLING) * _DOUBLING
+
+
+def recordings_bytes(
+    count: int,
+    *,
+    vocabulary: int,
+    hidden: int,
+    heads: int,
+    shapes: Iterable[Shape],
+    moe_layers: int,
+    row_bytes: int,
+    dtype: torch.dtype,
+) -> int:
+    """Bytes of a device that recordings take, beside a few of each block of keys and values.
+
+    Args:
+        count: most rows of a step.
+        heads: of queries.
+        shapes: of the layers' keys and values.
+        row_bytes: what a row takes in a layer, with its experts.
+        dtype: of the backbone.
+    """
+    logits = vocabulary * (4 + dtype.itemsize)  # those that are kept, and the head's product
+    kept = 2 * moe_layers * hidden * dtype.itemsize  # of all recordings that halt at layers
+    sums = 0  # of attention to split keys
+    for own in set(shapes):
+        width = max(own.key_size, own.value_size)
+        splits = decode_splits(heads // own.heads, own.heads, width, dtype)
+        sums = max(sums, 4 * heads * splits * (width + 2))
+    return rows_for(count, halts=True) * (logits + kept + sums + row_bytes)
 
 
 class Recording:
@@ -231,12 +304,14 @@ class Recording:
         self._segments, answer = list[_Segment](), None
         while True:
             replay, end = capture(partial(advance, answer))
-            shared = None if end.halt is None else end.halt.beside
-            beside = None if shared is None else capture.beside(shared)
-            self._segments.append(_Segment(replay, end, beside))
-            if end.halt is None:
+            halt, answer = end.halt, end.answer
+            if halt is None:
+                self._segments.append(_Segment(replay, end, None))
                 return
-            answer = end.answer
+            beside = None if halt.beside is None else capture.beside(halt.beside)
+            # What the host does not read is kept no longer than the walk needs it.
+            read = replace(halt, rows=Normed(*[halt.rows.rounded] * 2), beside=None)
+            self._segments.append(_Segment(replay, replace(end, halt=read), beside))
 
     def _advance(self, steps: Walk, routings: list[Routing], answer: Tensor | None) -> _End:
         """Walk to the next halt that is left to the host, or to the end."""
@@ -244,7 +319,7 @@ class Recording:
             while True:
                 halt = steps.send(answer)  # type: ignore[arg-type]  # None begins
                 if self._routed is None:
-                    return _End(halt, torch.zeros_like(halt.rows.rounded))
+                    return _End(halt, self.inputs.answers.zero_())
                 routings.append(halt.routing)
                 answer = self._routed(halt.layer, halt.rows.rounded, halt.routing)
         except StopIteration as end:

@@ -61,6 +61,7 @@ class RowInputs(Protocol):
         slots: ``(B,)`` int64: where each row's keys and values go; -1: nowhere.
         firsts: by `View.span`, ``(B,)`` int32: the first key that each row sees.
         angles: of each rotary table ``(B, size / 2)`` cosines and sines.
+        logits: ``(B, V)`` float32 that takes the logits; None: they get memory of their own.
     """
 
     @property
@@ -69,10 +70,45 @@ class RowInputs(Protocol):
     def firsts(self) -> Mapping[int, Tensor]: ...
     @property
     def angles(self) -> Mapping[RotaryTable, tuple[Tensor, Tensor]]: ...
+    @property
+    def logits(self) -> Tensor | None: ...
 
     def attend(self, query: Tensor, rows: KeyRows, firsts: Tensor, **how: Any) -> Tensor:
         """``(B, Q, V)`` attention to the blocks of each row's sequence; ``how``: of
         `kernels.triton.attention.attend`."""
+
+
+class SharedRows:
+    """Memory of at most ``most`` rows that recordings share; none runs while another one does.
+
+    Attributes:
+        tables: ``(most, C)`` int32: the blocks of each row's sequence.
+        answers: ``(most, H)``: what a halt waits for.
+        logits: ``(most, V)`` float32.
+    """
+
+    def __init__(self, most: int, description: Description, memory: DeviceBlocks) -> None:
+        self.memory = memory
+        how: dict[str, Any] = {"device": memory.device}
+        self.tables = torch.zeros(most, memory.count, dtype=torch.int32, **how)
+        self.answers = torch.zeros(most, description.norm.weight.numel(), dtype=memory.dtype, **how)
+        self.logits = torch.zeros(most, description.head.rows, **how)
+        self._numbers = list[np.ndarray]()  # the blocks of each row, as `tables` has them
+        self._blocks = np.zeros((most, 0), np.int32)  # the same as one array
+
+    def send(self, numbers: Sequence[np.ndarray]) -> np.ndarray:
+        """Send the blocks of the first rows, unless the device has them; padding reads none.
+
+        Returns:
+            ``(rows, most blocks)``, on the host.
+        """
+        if len(numbers) == len(self._numbers) and all(map(is_, numbers, self._numbers)):
+            return self._blocks
+        self._numbers, self._blocks = [*numbers], tables_of(numbers)
+        if numbers:
+            rows, most = self._blocks.shape
+            _send(self.tables[:rows, :most], self._blocks)
+        return self._blocks
 
 
 class GraphInputs:
@@ -85,13 +121,15 @@ class GraphInputs:
         tokens: ``(B,)`` int64, 0 in padding.
         slots: ``(B,)`` int64: where each row's keys and values go; -1 in padding.
         spans: ``(B, 4)`` int32, as `kernels.triton.attention` reads it; each row is a span.
-        tables: ``(B, C)`` int32: the blocks of each row's sequence.
         firsts: by `View.span`, ``(B,)`` int32: the first key that each row sees.
         angles: of each rotary table ``(B, size / 2)`` cosines and sines.
+        tables, answers, logits: of `SharedRows`, the first B rows.
     """
 
-    def __init__(self, count: int, description: Description, memory: DeviceBlocks) -> None:
-        device = memory.device
+    def __init__(self, count: int, description: Description, shared: SharedRows) -> None:
+        device, self._shared = shared.memory.device, shared
+        self.tables, self.answers = shared.tables[:count], shared.answers[:count]
+        self.logits = shared.logits[:count]
         attentions = [layer.attention for layer in description.layers]
         turns = [a.rotation.table for a in attentions if a.rotation is not None]
         self._rotary = list(dict.fromkeys(turns))
@@ -101,9 +139,6 @@ class GraphInputs:
         self._memory = torch.zeros(parts[-1].end, dtype=torch.uint8, device=device)
         # A step is put together while the device may not have read the one before.
         self._staged = cycle([_Staged(parts, device) for _ in range(2)])
-        self.tables = torch.zeros(count, memory.count, dtype=torch.int32, device=device)
-        self._numbers = list[np.ndarray]()  # the blocks of each row, as `tables` has them
-        self._blocks = np.zeros((count, 0), np.int32)  # the same as one array
         longs, ints, *angles = _views(self._memory, parts)
         self.tokens, self.slots = longs
         self.spans, self.firsts = ints[:4].view(count, 4), dict(zip(reaches, ints[4:], strict=True))
@@ -130,13 +165,13 @@ class GraphInputs:
             numbers += [cache.block_numbers] * new
         own, rows = slice(len(tokens)), np.arange(len(tokens))
         positions = rows + np.repeat(np.array(begins, np.int64), sizes)
-        self._send_tables(numbers)
+        blocks = self._shared.send(numbers)
         staged = next(self._staged)
         staged.wait()
         longs, ints = staged.longs, staged.ints
         longs[0], longs[1], ints[:] = 0, -1, 0
         longs[0, own] = tokens
-        longs[1, own] = self._blocks[rows, positions // BLOCK] * BLOCK + positions % BLOCK
+        longs[1, own] = blocks[rows, positions // BLOCK] * BLOCK + positions % BLOCK
         spans = ints[:4].reshape(count, 4)
         spans[:, 1] = spans[:, 0] = np.arange(count)
         spans[own, 2], spans[own, 3] = 1, positions
@@ -149,15 +184,6 @@ class GraphInputs:
                 torch.index_select(values, 0, at, out=next(parts)[own])
         staged.send(self._memory)
         put_ahead(work, self.tokens)
-
-    def _send_tables(self, numbers: Sequence[np.ndarray]) -> None:
-        """Send the block tables of the rows, unless the device has them. Padding reads none."""
-        if len(numbers) == len(self._numbers) and all(map(is_, numbers, self._numbers)):
-            return
-        self._numbers, self._blocks = [*numbers], tables_of(numbers)
-        if numbers:
-            rows, most = self._blocks.shape
-            _send(self.tables[:rows, :most], self._blocks)
 
 
 class _Part(NamedTuple):
@@ -277,6 +303,10 @@ class DeviceOperations:
         output = torch.empty_like(routed, dtype=torch.float32)
         add_shared(routed.contiguous(), scale, shared, gate, output)
         return output
+
+    def logits(self, head: Projection, rows: Normed) -> Tensor:
+        made, kept = self.project(head, rows), self.inputs.logits
+        return made.float() if kept is None else kept.copy_(made)
 
     def attend(self, a: Attention, rows: Normed) -> Tensor:
         own = self.memory.layer_rows(a.layer, a.cache_shape)

@@ -121,6 +121,8 @@ class PromptInputs:
         firsts, angles: as `GraphInputs` has them.
     """
 
+    logits: Tensor | None = None
+
     def __init__(
         self,
         work: Sequence[Work],

@@ -111,16 +111,21 @@ class _FusedForward:
         try:
             logits = self._forward(work)
         except NotDescribed as error:  # a recording of a new size failed
-            if isinstance(error.__cause__, torch.OutOfMemoryError):
-                self._most, self._resting = rows, _REST_STEPS
-                self._fused.reason = f"{self._reason}; but {error}: tried again later"
-            else:
-                self._backbone.decode_by(None)
-                self._fused.enabled, self._fused.reason = False, str(error)
-            return self._backbone.forward_packed(work, decoding=True)
-        if rows >= self._most:
-            self._most, self._fused.reason = math.inf, self._reason
-        return logits
+            self._rest(rows, error)
+        else:
+            if rows >= self._most:
+                self._most, self._fused.reason = math.inf, self._reason
+            return logits
+        # Not in the handler: an exception holds on to what its frames hold.
+        return self._backbone.forward_packed(work, decoding=True)
+
+    def _rest(self, rows: int, error: NotDescribed) -> None:
+        if isinstance(error.__cause__, torch.OutOfMemoryError):
+            self._most, self._resting = rows, _REST_STEPS
+            self._fused.reason = f"{self._reason}; but {error}: tried again later"
+        else:
+            self._backbone.decode_by(None)
+            self._fused.enabled, self._fused.reason = False, str(error)
 
 
 def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[DecodeForward, str]:

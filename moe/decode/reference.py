@@ -96,6 +96,9 @@ class StepOperations(Protocol):
             gate: ``(B, 1)``; None: the shared expert is added as it is.
         """
 
+    def logits(self, head: Projection, rows: Normed) -> Tensor:
+        """``(B, V)`` float32 of the head, of which nobody else keeps a copy."""
+
 
 def walk(
     description: Description,
@@ -128,9 +131,11 @@ def walk(
         watch(len(description.layers) - 1, x)
     if last is not None:
         normed = last(normed)
-    logits = scaled(means.project(description.head, normed).float(), description.logit_scale)
+    logits = means.logits(description.head, normed)  # changed in place: they are large
+    if description.logit_scale != 1.0:
+        logits *= description.logit_scale
     cap = description.logit_softcap
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def scaled(rows: Tensor, scale: float) -> Tensor:
@@ -222,6 +227,9 @@ class _Plain:
     ) -> Tensor:
         weighted = shared if gate is None else shared * torch.sigmoid(gate)
         return scaled(routed, scale) + weighted
+
+    def logits(self, head: Projection, rows: Normed) -> Tensor:
+        return self.project(head, rows).float()
 
     def attend(self, a: Attention, rows: Normed) -> Tensor:
         q = self._turned(self.project(a.q, rows), a.heads, a.q_norm, a)

@@ -55,6 +55,7 @@ def plan_memory(
     offloadable: Offloadable | None = None,
     host_bytes: int | None = None,
     kv_policy: KVPolicy | None = None,
+    recordings_bytes: int = 0,
 ) -> MemoryPlan:
     """Plan one model: with all experts in memory if they fit, else with some.
 
@@ -68,6 +69,7 @@ def plan_memory(
         offloadable: experts that may stay on disk; None if they must be resident.
         host_bytes: main memory for experts that a GPU does not hold; None on a CPU.
         kv_policy: that decode steps will follow; None: none.
+        recordings_bytes: that decode steps take which are recorded (`step_rows` at a time).
     """
     if profile.memory.device_gib is not None:
         budget = int(profile.memory.device_gib * GIB)
@@ -84,6 +86,9 @@ def plan_memory(
         PlanLine("logits", 2 * 4 * batch * logits_size, f"{batch} sequences of {logits_size}"),
         PlanLine(RESERVE, reserve, "memory.reserve_gib, half of it for requests"),
     ]
+    if recordings_bytes:
+        what = f"decode steps of up to {step_rows(profile)} rows, with their logits"
+        lines.append(PlanLine("recordings", recordings_bytes, what))
     if footprint.bytes_per_sequence:
         state, copies = footprint.bytes_per_sequence, _state_copies(profile)
         what = f"{batch} sequences of {copies} times {state} bytes"
@@ -104,6 +109,12 @@ def plan_memory(
     if offloadable is None or left is None or (resident.fits and offloadable.most is None):
         return resident
     return _offloaded(plan, profile, left + weights["experts"], context_length, offloadable)
+
+
+def step_rows(profile: Profile) -> int:
+    """Most rows of a decode step: a token of each sequence, and those that are drafted behind."""
+    drafted = 0 if profile.speculation.mode == "off" else profile.speculation.max_depth
+    return profile.engine.max_batch_size * (1 + drafted)
 
 
 def _state_copies(profile: Profile) -> int:

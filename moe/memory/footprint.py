@@ -66,7 +66,7 @@ class Footprint:
         activation_bytes: most that everything else takes while a batch of prompts is read.
         how: where the figures come from.
         windows: of the layers that keep no more than so many last tokens, the bytes of a token.
-        shapes: of the layers that keep keys and values in blocks, in main memory.
+        shapes: of the layers that keep keys and values in blocks.
         bounds_bytes: of a token, what bounds of the keys take if a policy chooses by them
             (`KVFormat.bounds`).
         canvas_bytes: what a sequence keeps of a pass over its canvas for the next one; 0 where none
@@ -169,11 +169,11 @@ def _measure(
         if form is None:
             return Footprint(per_token, per_token, rest, activations, how)
         coded = per_token - grown.saved_bytes(form)
+        shapes = grown.cache.buffer_shapes if isinstance(grown.cache, KVCache) else {}
         if on_cuda:
-            return Footprint(coded, per_token, rest, activations, how)
+            return Footprint(coded, per_token, rest, activations, how, shapes=shapes)
         windows = seen_windows(backbone, form).token_bytes
         plain, bounded = (grown.saved_bytes(form._replace(bounds=b)) for b in (False, True))
-        shapes = grown.cache.buffer_shapes if isinstance(grown.cache, KVCache) else {}
         return Footprint(coded, per_token, rest, activations, how, windows, plain - bounded, shapes)
     # The batch's other prompts wait at an MoE layer meanwhile, with their rows.
     waiting = (

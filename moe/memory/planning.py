@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from experts.placement import slots_for
+from kernels.triton import triton_status
 from moe.calibration.files import CALIBRATION_FOLDER, load_manifest
 from moe.errors import CalibrationError, DoesNotFitError, ProfileError
 from moe.images.towers import PlannedTowers, plan_towers
@@ -36,6 +37,7 @@ from moe.memory.budget import (
     leaves_room,
     plan_memory,
     prefill_batch_tokens,
+    step_rows,
 )
 from moe.memory.footprint import Footprint, measure_footprint
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
@@ -337,6 +339,28 @@ def _plan(
         offloadable=None if isinstance(offloadable, str) else offloadable,
         host_bytes=host_bytes,
         kv_policy=kv_policy,
+        recordings_bytes=_recordings_bytes(network, profile, footprint) if on_cuda else 0,
+    )
+
+
+def _recordings_bytes(network: PreTrainedModel, profile: Profile, footprint: Footprint) -> int:
+    """Bytes of a GPU for recorded decode steps; 0 where there are none."""
+    if profile.engine.fused == "off" or not footprint.shapes:
+        return 0
+    if triton_status()["name"] != "triton":
+        return 0
+    from moe.decode.cuda_graph import recordings_bytes  # needs Triton
+
+    config = network.config.get_text_config()
+    return recordings_bytes(
+        step_rows(profile),
+        vocabulary=network.get_output_embeddings().weight.shape[0],
+        hidden=config.hidden_size,
+        heads=config.num_attention_heads,
+        shapes=footprint.shapes.values(),
+        moe_layers=len(experts_modules(network)),
+        row_bytes=-(-footprint.activation_bytes // prefill_batch_tokens(profile)),
+        dtype=network.dtype,
     )
 
 

@@ -307,7 +307,7 @@ class Backbone:
         if item.cache.offset and item.rows is None:
             start = item.cache.length + item.cache.offset
             positions = torch.arange(start, start + len(item.token_ids))
-            inputs["position_ids"] = positions[None].to(self.device)
+            inputs["position_ids"] = to_device(positions[None], self.device)
         with given(item.rows):
             output, logits = self._forward([item], **inputs)
         item.cache.state = getattr(output, CACHE_ARGUMENT)

@@ -29,6 +29,7 @@ from transformers.masking_utils import create_causal_mask
 
 from moe.network.kv_cache import LayerKey, StateKey, States
 from moe.network.kv_policy import KVPolicy
+from moe.settings.device import to_device
 
 CACHE_ARGUMENT = (
     "cache" if "cache" in signature(create_causal_mask).parameters else "past_key_values"
@@ -299,7 +300,7 @@ class _PlainLayer:
         in order, behind one that stands for no token."""
         if not self.own.position_dims:
             return None
-        positions = self.cache.history_positions().to(self.own.device)
+        positions = to_device(self.cache.history_positions(), self.own.device)
         return positions.expand(self.own.position_dims, 1, -1)
 
     @indexer_position_ids.setter

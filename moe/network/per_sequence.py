@@ -18,12 +18,14 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from moe.network.attention import MaskRule, current_pass
 from moe.network.own_cache import OwnLayer
 from moe.network.packed_pass import PackedCache
+from moe.settings.device import to_device
 
 # Names that transformers' `dynamic_rope_update` gives what a rotary module keeps.
 _ORIGINAL, _FREQUENCIES, _LENGTH = "original_inv_freq", "inv_freq", "max_seq_len_cached"
@@ -105,7 +107,7 @@ def _forward(
     for running, token, size in _calls(cache, together):
         rows = [starts[index] + token + at for index in running for at in range(size)]
         with cache.running(running, token, size):
-            chosen = _Rows(cache, rows, len(running), device)
+            chosen = _Rows(cache, _index(rows, device), len(rows), len(running), device)
             given = {name: chosen.of(kwargs[name]) for name in kwargs.keys() - distances}
             given |= {name: cache.distances(device) for name in kwargs.keys() & distances}
             output = own(*map(chosen.of, args), **given)
@@ -114,7 +116,7 @@ def _forward(
     if len(outputs) == 1:
         return output if len(running) == 1 else outputs[0]
     joined = _joined(outputs)
-    return joined if order == sorted(order) else _ordered(joined, torch.tensor(order).argsort())
+    return joined if order == sorted(order) else _ordered(joined, _index(np.argsort(order), device))
 
 
 def _calls(cache: PackedCache, together: bool) -> Iterator[tuple[list[int], int, int]]:
@@ -129,12 +131,21 @@ def _calls(cache: PackedCache, together: bool) -> Iterator[tuple[list[int], int,
         yield from ((own, token, 1) for own in ([running] if together else [[i] for i in running]))
 
 
+def _index(rows: Sequence[int] | np.ndarray, device: torch.device) -> slice | Tensor:
+    """What chooses rows without a wait for the device, as a list would."""
+    first, end = int(rows[0]), int(rows[0]) + len(rows)
+    if np.array_equal(rows, range(first, end)):
+        return slice(first, end)
+    return to_device(np.asarray(rows), device)
+
+
 @dataclass(frozen=True)
 class _Rows:
-    """Arguments of a call: some rows of what is packed."""
+    """Arguments of a call: some rows of what is packed, ``count`` of them."""
 
     cache: PackedCache
-    rows: list[int]
+    rows: slice | Tensor
+    count: int
     batch: int
     device: torch.device
 
@@ -143,13 +154,13 @@ class _Rows:
         batch."""
         total = sum(self.cache.sizes)
         if isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total):
-            chosen = value if len(self.rows) == total else value[:, self.rows]
+            chosen = value if self.count == total else value[:, self.rows]
             return chosen.transpose(0, 1) if self.batch > 1 else chosen
         rows = self.cache.table_rows
         if isinstance(value, Tensor) and self.batch == 1 and value.shape[:2] == (1, rows):
             return self.cache.running_table(value)
         if isinstance(value, MaskRule) and self.batch == 1:
-            return self.cache.mask(value, len(self.rows), self.device)
+            return self.cache.mask(value, self.count, self.device)
         if isinstance(value, tuple | list):
             return type(value)(self.of(each) for each in value)
         if isinstance(value, dict):
@@ -190,7 +201,7 @@ def _level(outputs: Sequence[Tensor]) -> list[Tensor]:
     ]
 
 
-def _ordered(output: Any, order: Tensor) -> Any:
+def _ordered(output: Any, order: slice | Tensor) -> Any:
     if isinstance(output, Tensor):
-        return output[:, order.to(output.device)]
+        return output[:, order]
     return tuple(_ordered(each, order) for each in output) if isinstance(output, tuple) else output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -211,6 +212,38 @@ def test_a_step_that_sleeps_at_a_layer_keeps_what_is_its_own(data: st.DataObject
         torch.testing.assert_close([*actual, *nested], expected, rtol=1e-4, atol=1e-4)
 
 
+@torch.inference_mode()
+def test_recordings_share_memory_with_the_largest() -> None:
+    """A larger one takes the place of all before it. What fails gives its memory back."""
+    pools: list[Tape] = []
+
+    def capture() -> Tape:
+        pools.append(Tape())
+        return pools[-1]
+
+    def failing(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    description, memory = layers_like_qwen3(1), DeviceBlocks(CPU, torch.bfloat16, 24)
+    step = GraphStep(description, memory, inside, capture)
+    caches, found = sequences_of(description, memory, [3] * 5, 20), []
+    for count in (2, 5, 1, 2, 5, 3):
+        found.append(step.inside(copies([Work([7], cache) for cache in caches[:count]]), Counted()))
+        (pool,) = step._idle
+        assert pool.most == (2 if len(found) == 1 else 8)
+        ends = [recording._segments[-1].end.answer for recording in pool.recordings.values()]
+        assert {end.untyped_storage().data_ptr() for end in ends} == {pool.shared.logits.data_ptr()}
+    assert len(pools) == 2
+    assert len(pool.recordings) == 4
+    for some in found:
+        torch.testing.assert_close(some, found[1][: len(some)], rtol=1e-2, atol=1e-2)
+    gone = ref(pool)
+    del pool, ends
+    with pytest.raises(NotDescribed, match="recording 8 rows raised OutOfMemoryError"):
+        step.inside_by([Work([7], cache) for cache in caches], "failing", failing)
+    assert gone() is None
+
+
 @pytest.mark.parametrize("late", [False, True])
 @settings(max_examples=1)
 @given(data=st.data())
@@ -384,7 +417,7 @@ def launches_of(layers: int, *, shared: bool = False) -> list[str]:
         step.inside([], Counted())  # recognises the activation
         launches.names.clear()
         with launches:
-            step._record(1, inside)
+            step._pool_with(1, "again", inside)
     return launches.names
 
 
@@ -404,7 +437,8 @@ def test_a_layer_is_thirteen_launches() -> None:
     times = 2  # rehearsed, recorded
     assert len(three) - len(two) == times * 13
     assert three.count("kernel") - two.count("kernel") == times * 11
-    assert three.count("_to_copy") == times * 2  # embeddings and logits, to float32
+    assert three.count("_to_copy") == times  # embeddings, to float32
+    assert three.count("copy_") == 1 + times  # inputs; logits
 
 
 def test_a_shared_expert_with_a_gate_is_five_launches_more() -> None:
@@ -413,6 +447,9 @@ def test_a_shared_expert_with_a_gate_is_five_launches_more() -> None:
     assert more[1] - more[0] == 2 * 5  # rehearsed, recorded
 
 
-@pytest.mark.parametrize(("count", "rows"), [(1, 1), (3, 4), (32, 32), (33, 64), (100, 128)])
-def test_rows_of_recordings(count: int, rows: int) -> None:
-    assert rows_for(count) == rows
+@pytest.mark.parametrize(
+    ("count", "rows", "halting"),
+    [(1, 1, 1), (3, 4, 4), (32, 32, 32), (33, 64, 64), (100, 128, 128), (130, 160, 256)],
+)
+def test_rows_of_recordings(count: int, rows: int, halting: int) -> None:
+    assert (rows_for(count), rows_for(count, halts=True)) == (rows, halting)

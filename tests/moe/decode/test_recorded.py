@@ -29,22 +29,28 @@ from moe.describe.decoder import describe
 from moe.describe.description import NotDescribed
 from moe.describe.observe import observe_random
 from moe.describe.probe import enable_packing
+from moe.loading.meta_model import build_meta_model
 from moe.loading.takeover import arrange_linears, chosen_linears, quantize_linear
+from moe.memory import planning
+from moe.memory.footprint import StorageCounter, measure_footprint
 from moe.memory.planning import PlannedModel
 from moe.network.backbone import Backbone
 from moe.network.device_blocks import DeviceBlocks
 from moe.network.kv_blocks import BlockPool
+from moe.network.kv_cache import KVFormat
 from moe.network.lanes import run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.network.seam import attach, take_experts
 from moe.sampling import batch, host
 from moe.sampling.batch import Proposal
+from moe.settings.profile import load_profile
 from moe.speculate.draft import NEVER, Draft, Mode, Stop
 from moe.speculate.elastic import ElasticDrafts
-from routing import parse_policies
+from routing import Routing, parse_policies
 from tests.launches import Launches
 from tests.moe.decode.tape import Tape
+from tests.moe.decode.test_graphs import Once, as_on_a_device, on_meta
 from tests.moe.loading.test_quantized import quantised
 from tests.readbacks import readbacks
 
@@ -102,6 +108,40 @@ def test_no_weight_is_held_twice_where_projections_are_joined() -> None:
     assert sum(p.untyped_storage().nbytes() for p in storages.values()) == before
     count = len(list(backbone.model.parameters()))
     assert len(storages) == count - 2 * 2  # k and v of two layers lie behind q
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "deepseek_v3"])
+@torch.inference_mode()
+def test_recordings_take_no_more_than_planned(architecture: str) -> None:
+    """Of all numbers of rows, with experts inside, and halting at layers: measured on the meta
+    device, where each keeps what a graph would."""
+    backbone, experts = parts_of(architecture)
+    copy = Shadow.of(backbone)
+    description = on_meta(copy.cast(describe(copy.backbone.model, observe_random(copy.backbone))))
+    network = build_meta_model(backbone.model.config)
+    profile = load_profile({"engine.max_batch_size": 80, "prefill.wave_tokens": 128})
+    footprint = measure_footprint(network, 128, 128, on_cuda=True, form=KVFormat.of_bits(32))
+    planned = planning._recordings_bytes(network, profile.profile, footprint)
+
+    def inside(layer: int, rows: Tensor, routing: Routing) -> Tensor:
+        own: Any = experts.layers[layer]
+        return triton_experts.experts_forward(rows, routing.expert_ids, routing.weights, own)
+
+    with pytest.MonkeyPatch.context() as patch, StorageCounter() as counter:
+        patch.setattr(InterpretedFunction, "run", lambda *_a, **_k: None)
+        patch.setattr("kernels.triton.experts.route", as_on_a_device)
+        memory = DeviceBlocks(torch.device("meta"), torch.float32, 4)
+        step = cuda_graph.GraphStep(description, memory, inside, Once)
+        before = counter.alive()
+        for name, routed in (("", None), ("experts", inside)):
+            for count in range(80, 0, -1):
+                rows = cuda_graph.rows_for(count, halts=routed is None)
+                step._idle.append(step._pool_with(rows, name, routed))
+    assert len(step._idle[0].recordings) == 8 + 8
+    own = step._idle[0].recordings.values()
+    staged = 2 * sum(recording.inputs._memory.nbytes for recording in own)  # in main memory
+    taken = counter.peak - before - staged
+    assert taken <= planned < 2 * taken
 
 
 def test_a_step_that_is_wrong_on_the_device_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,12 +339,12 @@ def test_tokens_of_a_draft_stay_on_the_device(
         patch.setattr(host, "on_host", lambda _: False)
         for depths in ([2], [1, 2, 1, 2]):
             (only,) = readbacks(partial(drafts, chain, depths))
-            assert only.startswith("numpy at moe/speculate/elastic.py:")
+            assert only.startswith("to at moe/speculate/elastic.py:")
         # And one more for all that verification draws.
         patch.setattr("moe.sampling.sampler._reading_waits", lambda _: True)
         engine.step()  # records
         places = [place.split(":")[0] for place in readbacks(engine.step)]
-        assert places == ["numpy at moe/speculate/elastic.py", "numpy at moe/sampling/batch.py"]
+        assert places == ["to at moe/speculate/elastic.py", "numpy at moe/sampling/batch.py"]
     lengths = [sequence.cache.length for sequence in own if sequence.cache is not None]
     monkeypatch.setattr(chain.layers, "_forward", lambda rows, *_: rows * float("nan"))
     chain._recorded = None  # as where there is no memory for more

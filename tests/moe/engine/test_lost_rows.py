@@ -66,8 +66,8 @@ def test_a_step_of_ranks_has_one_readback_unless_rows_are_lost(
 
         def step() -> None:
             for layer in range(2):
-                routing = Routing(ids, torch.ones(ids.shape))
-                call = ExpertCall(layer, torch.ones(len(ids), 8), routing)
+                routing = Routing(ids, torch.ones(ids.shape, device=ids.device))
+                call = ExpertCall(layer, torch.ones(len(ids), 8, device=ids.device), routing)
                 arrived = dispatcher.dispatch(layer, call.hidden_states, call.routing)
                 failures = {}
                 if unreadable is not None and exchange.rank == 1 and layer == 0:

@@ -183,7 +183,7 @@ def test_tokens_of_a_draft_stay_on_the_device(
     assert [len(one.tokens) for one in found[True]] == [3, 2, 3]
     monkeypatch.setattr(host, "on_host", lambda _: False)
     (only,) = readbacks(draft)
-    assert only.startswith("numpy at moe/speculate/passes.py:")
+    assert only.startswith("to at moe/speculate/passes.py:")
 
 
 def test_a_call_ends_drafts_that_do_not_pay(glm: tuple[MoE, MoE]) -> None:
