@@ -8,7 +8,7 @@ of a pass, Q query heads, R latent size, V size of values.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,9 @@ from moe.network.kv_blocks import BlockKVCache
 from moe.network.lanes import ExpertCall, ExpertsRunner, call_experts
 from moe.network.packed_pass import Work, put_ahead
 from moe.settings.device import to_device
+
+EXPANDED_BYTES = 256 << 20
+"""Of keys and values of latents at a time, unless one head's take more."""
 
 
 class DevicePrompts:
@@ -170,16 +173,25 @@ class PromptOperations(DeviceOperations):
         self, a: LatentAttention, plain: Tensor, turned: Tensor, own: KeyRows
     ) -> Tensor:
         """Latents of all tokens become keys and values of each head: many queries meet each, which
-        then cost a third of what meeting latents costs."""
+        then cost a third of what meeting latents costs. Some heads at a time, as tokens may be as
+        many as the context."""
         assert own.values is not None
-        matrix, dtype = a.kv_b, self.memory.dtype
+        dtype = self.memory.dtype
         latents, beside = map(self.inputs.places.history, (own.keys, own.values))
-        made = linear(latents.to(matrix.dtype), matrix.flatten(0, 1)).to(dtype)
-        heads = made.unflatten(1, (a.heads, -1)).transpose(0, 1)
-        rows = KeyRows(
-            heads[..., : a.plain_dim], heads[..., a.plain_dim :], beside.expand(a.heads, -1, -1)
-        )
-        return self._attend(plain.to(dtype), rows, a.view, self._dtype_of(a.o.weight), turned)
+        head_bytes = len(latents) * (a.plain_dim + a.value_dim) * a.kv_b.itemsize
+        most = max(1, EXPANDED_BYTES // head_bytes)
+        latents, parts = latents.to(a.kv_b.dtype), []
+        for first in range(0, a.heads, most):
+            heads = slice(first, first + most)
+            matrix = a.kv_b[heads]
+            made = linear(latents, matrix.flatten(0, 1)).to(dtype)
+            made = made.unflatten(1, (len(matrix), -1)).transpose(0, 1)
+            keys, values = made[..., : a.plain_dim], made[..., a.plain_dim :]
+            rows = KeyRows(keys, values, beside.expand(len(matrix), -1, -1))
+            view = replace(a.view, sinks=None if a.view.sinks is None else a.view.sinks[heads])
+            query, second = plain[:, heads].to(dtype), turned[:, heads]
+            parts.append(self._attend(query, rows, view, self._dtype_of(a.o.weight), second))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _head_sizes(a: Attention | LatentAttention) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,22 +16,24 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from examples.models.tiny import tiny_model
+from kernels.cpu.kv import BLOCK
 from kernels.reference import ExpertWeights
 from kernels.triton.experts import experts_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.routing import Blocks, sort_slots
 from moe import MoE, SamplingParams
-from moe.decode import recorded, reference
-from moe.decode.device_prompts import DeviceAngles, DevicePrompts
+from moe.decode import device_prompts, recorded, reference
+from moe.decode.device_prompts import DeviceAngles, DevicePrompts, PromptOperations
 from moe.decode.reference import _shared as shared_of
 from moe.decode.reference import reference_step
 from moe.decode.step import RoutedExperts
-from moe.describe.description import Attention
+from moe.describe.description import Attention, View
 from moe.describe.routers import by_kernel
-from moe.network.device_blocks import DeviceBlocks
+from moe.memory.footprint import StorageCounter
+from moe.network.device_blocks import DeviceBlocks, DevicePass
 from moe.network.hidden import HiddenRows
 from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import KVCache
+from moe.network.kv_cache import KVCache, Shape
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
 from moe.settings.device import to_device
@@ -76,7 +79,7 @@ def read(
 @given(st.data())
 @torch.inference_mode()
 def test_rows_are_those_of_the_plain_step(data: st.DataObject) -> None:
-    """However prompts are cut, whatever is beside them."""
+    """However prompts are cut, whatever is beside them, whatever heads share what is expanded."""
     description, memory = made(data), new_memory()
     prompts, pool = DevicePrompts(description, memory), BlockPool(memory)
     assert prompts.why_not == ""
@@ -86,7 +89,10 @@ def test_rows_are_those_of_the_plain_step(data: st.DataObject) -> None:
     pieces = [[own[:cut] for own, cut in zip(ids, cuts, strict=True)]]
     pieces += [[own[cut:] for own, cut in zip(ids, cuts, strict=True)]]
     caches = [pool.new_cache(len(own)) for own in ids]
-    found = read(prompts, caches, pieces)
+    with pytest.MonkeyPatch.context() as patch:
+        expanded = data.draw(st.sampled_from([1, device_prompts.EXPANDED_BYTES]))
+        patch.setattr(device_prompts, "EXPANDED_BYTES", expanded)
+        found = read(prompts, caches, pieces)
     plain = [KVCache(len(own)) for own in ids]
     expected = read(lambda *given: reference_step(description, *given), plain, [ids])
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
@@ -349,3 +355,38 @@ def test_experts_of_a_layer_are_five_launches_and_counting_them_is_none(
     launches_of(1, 300, routed)  # recognises the activation
     two, three = launches_of(2, 300, routed), launches_of(3, 300, routed)
     assert len(three) - len(two) == 8 + 5
+
+
+@torch.inference_mode()
+def test_latents_of_a_long_context_are_expanded_in_bounded_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heads, size, latent, turned, rows = 32, 128, 512, 64, 8
+    attention: Any = SimpleNamespace(
+        heads=heads, plain_dim=size, value_dim=size, view=View(1.0),
+        kv_b=torch.zeros(heads, 2 * size, latent, dtype=torch.bfloat16),
+        o=SimpleNamespace(weight=torch.zeros(1, 1, dtype=torch.bfloat16)),
+    )  # fmt: skip
+
+    def attend(_: object, query: Tensor, *__: object) -> Tensor:
+        return query.new_zeros(query.shape)
+
+    monkeypatch.setattr(PromptOperations, "_attend", attend)
+    monkeypatch.setattr(device_prompts, "EXPANDED_BYTES", 2**20)
+    peaks = []
+    for tokens in (1024, 2048):
+        memory = DeviceBlocks(CPU, torch.bfloat16, tokens // BLOCK + 2)
+        cache = BlockPool(memory).new_cache(tokens)
+        cache.reserve(tokens)
+        cache.length = tokens - rows
+        places = DevicePass(memory, [cache], [rows])
+        places.give_shape(0, Shape(1, latent, turned))
+        operations = PromptOperations(SimpleNamespace(places=places), memory)  # type: ignore[arg-type]
+        plain, second = torch.zeros(rows, heads, size), torch.zeros(rows, heads, turned)
+        own = memory.layer_rows(0, Shape(1, latent, turned))
+        with StorageCounter() as counter:
+            out = operations._attend_latents(attention, plain, second, own)
+        assert out.shape == (rows, heads, size)
+        peaks.append(counter.peak)
+    # The pool and a copy of the latents; keys and values of all heads would be 32 KiB a token.
+    assert peaks[1] - peaks[0] < 1024 * 4 * 2**10
