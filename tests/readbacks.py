@@ -22,6 +22,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import GridExecutor
@@ -30,8 +31,9 @@ _WAITING = {
     "_local_scalar_dense", "nonzero", "bincount", "masked_select", "unique_consecutive", "_unique2",
     "equal", "repeat_interleave",
 }  # fmt: skip
-_METHODS = "tolist", "numpy", "cpu", "to", "new_tensor", "__getitem__", "__setitem__"
+_METHODS = "tolist", "numpy", "cpu", "to", "new_tensor"
 """Of tensors: what main memory answers without an operation, or by one that shows no copy."""
+_ITEMS = "__getitem__", "__setitem__"
 _MAKERS = "tensor", "as_tensor", "from_numpy", "empty", "zeros", "ones", "full", "arange"
 _INDEXING = "index", "index_put", "index_put_"
 _ROOT = Path(__file__).parents[1]
@@ -85,6 +87,21 @@ class _Readbacks(TorchDispatchMode):
         return made
 
 
+class _Items(TorchFunctionMode):
+    """Notes lists as indices. Not by a patch: a type whose items were patched counts as a sequence
+    from then on, and numpy asks tensors without dimensions for their length."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        own = _noting(func) if getattr(func, "__name__", "") in _ITEMS else func
+        return own(*args, **(kwargs or {}))
+
+
 @contextmanager
 def unseen() -> Iterator[None]:
     """What this thread runs in here is no part of what is watched."""
@@ -106,7 +123,7 @@ def readbacks(function: Callable[[], object]) -> list[str]:
             patches.enter_context(patch.object(Tensor, name, _noting(getattr(Tensor, name))))
         for name in _MAKERS:
             patches.enter_context(patch.object(torch, name, _making(getattr(torch, name))))
-        with _Readbacks():
+        with _Items(), _Readbacks():
             function()
     return found
 
@@ -152,7 +169,7 @@ def _target(
     if name == "to":
         given = named.get("device", *arguments[:1])
         return given if isinstance(given, str | torch.device) else None
-    if name in ("__getitem__", "__setitem__"):
+    if name in _ITEMS:
         index = arguments[0] if isinstance(arguments[0], tuple) else arguments[:1]
         listed = any(isinstance(own, Sequence | np.ndarray) for own in index)
         return "cpu" if listed else None  # the other way, where it counts as much

@@ -250,7 +250,7 @@ def test_prompts_that_are_refused(model: MoE, prompt: str | list[int], message: 
     [
         ({"temperature": -0.5}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": -0.1}, "top_p"),
         ({"top_p": 1.5}, "top_p"),
     ],
 )

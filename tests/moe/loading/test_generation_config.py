@@ -44,7 +44,7 @@ def test_what_it_names_counts(config: dict[str, Any], values: dict[str, Any] | N
     [
         ({"temperature": "hot"}, "temperature must be a finite number >= 0, got 'hot'"),
         ({"temperature": float("nan")}, "temperature must be a finite number"),
-        ({"top_p": 0}, r"top_p must be a finite number in \(0, 1\], got 0"),
+        ({"top_p": -1}, r"top_p must be a finite number in \[0, 1\], got -1"),
         ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"repetition_penalty": -1}, "repetition_penalty must be"),
         ({"do_sample": "yes"}, "do_sample must be true or false, got 'yes'"),
