@@ -247,7 +247,7 @@ def json_of(schema: Schema) -> str:
     return f"%json {json.dumps({**without_notes(schema), **_OPTIONS})}"
 
 
-_NOTES = {"description", "title", "default", "examples", "$comment"}
+_NOTES = ABOUT - {"$schema", "$id"}
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _OF_SCHEMAS = (
     *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
