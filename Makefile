@@ -31,7 +31,9 @@ EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null |
 demo: $(RUN)
 	$(BIN)/python -m examples.demo $(ARGS)
 
+# Files of others that some tests read (tests/world/files.py); without them those are skipped.
 test: $(DEV)
+	@mkdir -p build; $(BIN)/python -m tests.world.files > build/world.log 2>&1 || echo "build/world.log: some tests will be skipped"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: lint types test
