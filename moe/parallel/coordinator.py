@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import select
 import threading
 import time
 from collections import deque
@@ -23,7 +22,7 @@ from moe.errors import LaunchError, RankLostError
 from moe.parallel.expected_load import ExpectedLoad, PlannedSteps
 from moe.parallel.group import leave_group
 from moe.parallel.membership import CONTROL, WATCH, Membership, kill_member
-from moe.parallel.transport import Message, WireError
+from moe.parallel.transport import Message, WireError, readable
 from moe.parallel.watchdog import Heartbeat, WakePipe, Watchdog, exit_now
 from moe.parallel.worker import RankWorker
 from moe.settings import ParallelSettings
@@ -281,8 +280,7 @@ class WorkerLinks:
         replies: dict[int, Message] = {}
         while pending:
             self._raise_if_lost()
-            ready, _, _ = select.select([*pending, wake], [], [])
-            for file in (file for file in ready if file != wake):
+            for file in (file for file in readable([*pending, wake]) if file != wake):
                 rank = pending[file]
                 try:
                     reply = self._control[rank].receive()

@@ -15,7 +15,6 @@ import ctypes
 import ipaddress
 import os
 import secrets
-import select
 import signal
 import socket
 import sys
@@ -27,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moe.errors import LaunchError, ProfileError
-from moe.parallel.transport import Message
+from moe.parallel.transport import Message, readable
 from moe.settings import Profile
 
 LOOPBACK = "127.0.0.1"
@@ -196,7 +195,7 @@ def stop_with_launcher() -> None:
         return
 
     def watch() -> None:
-        select.select([watched], [], [])
+        readable([watched])
         print("moe: the launcher has ended; stopping", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
+import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
 
 MAX_BYTES = 64 * 2**20
@@ -26,6 +29,18 @@ Message = dict[str, Any]
 
 class WireError(ConnectionError):
     """The other end is gone, or is not one of ours."""
+
+
+def readable(files: Iterable[int], timeout_s: float | None = None) -> list[int]:
+    """Those of these descriptors that can be read, once there are any, or when the time is up.
+
+    Unlike `select`, it takes descriptors from 1024 on: connections of clients may have all below.
+    """
+    poll = select.poll()
+    for file in files:
+        poll.register(file, select.POLLIN)
+    milliseconds = None if timeout_s is None else math.ceil(timeout_s * 1000)
+    return [file for file, _ in poll.poll(milliseconds)]
 
 
 class Connection:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import os
-import select
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Literal
 
-from moe.parallel.transport import Connection, Message, WireError
+from moe.parallel.transport import Connection, Message, WireError, readable
 
 BEATS = 8
 """Heartbeats within the timeout."""
@@ -133,7 +132,7 @@ class Watchdog(threading.Thread):
     def _listen(self, until: float) -> None:
         while (left := until - time.monotonic()) > 0 and not self._closing.is_set():
             by_file = {c.fileno(): rank for rank, c in self._connections.items()}
-            ready, _, _ = select.select([*by_file, self._wake.fileno()], [], [], left)
+            ready = readable([*by_file, self._wake.fileno()], left)
             until = self._excuse(until)
             for file in ready:
                 if file in by_file:
@@ -183,7 +182,7 @@ class Watchdog(threading.Thread):
 
 
 class WakePipe:
-    """Wakes a thread that waits in `select`."""
+    """Wakes a thread that waits for what is `readable`."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe()
@@ -195,7 +194,7 @@ class WakePipe:
         os.write(self._write, b"!")
 
     def reset(self) -> None:
-        while select.select([self._read], [], [], 0)[0]:
+        while readable([self._read], 0):
             os.read(self._read, 1)
 
 

@@ -7,6 +7,7 @@ chats and write the answer in their own words; `translation.py` is what those tw
 
 A request passes through these, in this order:
 
+- `connections.Acceptor` accepts its connection, when there is room;
 - `guard.Guard` checks the API key and the host name, and gives the request its id;
 - `bodies.json_body` reads the body within limits and checks it against a pydantic model
   (`fields.py` has the types of fields);
@@ -17,7 +18,7 @@ A request passes through these, in this order:
 - `engine_thread.EngineThread` steps the engine; a `GenerationJob` carries tokens from there to the
   event loop;
 - an `answers.Answer` turns tokens into the JSON of its dialect;
-- `connections.py` stops the work when the client goes away or does not read.
+- `event_stream.py` stops the work when the client goes away or does not read.
 
 `experts_stream.py` shows the experts at work to any number of viewers, `page/` is the page for
 browsers that does so. `serve.py` is the process, `metrics.py` what Prometheus reads, `errors.py`

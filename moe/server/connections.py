@@ -1,118 +1,54 @@
-"""Connections that a client drops, or keeps open without sending or reading.
+"""Connections to the server: how many there are, and for how long each may say nothing.
+
+Every connection takes a descriptor, and so do the model's files and our processes. asyncio's own
+server accepts all connections that wait before it looks at the first, and stops accepting for a
+second when descriptors run out. So `Acceptor` takes one after the other, `Crowd` makes room for
+each before that, and `most_connections` says for how many the machine has descriptors.
 
 uvicorn times only the pause between two requests: a client could hold a connection for ever with
 headers that arrive byte by byte, with a body that the server no longer reads, or by not reading its
 answer. `TimedProtocol` times headers, `moe.server.bodies` bodies, and `EventStream` streams.
-`Crowd` limits how many connections there are.
-`while_connected` cancels the work for a client that has gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
-import json
 import math
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
+import os
+import resource
+import socket
+import ssl
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from moe.server.errors import GENERIC, APIError, ClientGone
-from moe.server.guard import log_failure
+MOST = 2048
+"""Most connections, however many descriptors there are."""
+RESERVED = 256
+"""Descriptors for the model's files, our processes and links, beside those that are open."""
+TURNED_AWAY = 32
+"""Of all connections: room for those that are told that there are too many (503)."""
+_SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+_REST_S = 0.1
 
-ServerEvent = Mapping[str, Any] | str
-Result = TypeVar("Result")
 
+def most_connections() -> int:
+    """How many connections this process has descriptors for, at least a quarter of its limit.
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of the work. Cancels it and raises `ClientGone` if the client disconnects first.
-
-    Call it only after the request's body has been read.
+    Raises the limit to what the user may raise it to.
     """
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(Response):
-    """Server-sent events, one JSON object or text each.
-
-    Args:
-        events: the events. One that has a ``type`` is also sent under that name.
-        failed: the last events of a stream that an exception ends.
-        close: called once, however the stream ends.
-        send_timeout_s: if the client accepts no data for this many seconds, the stream ends.
-    """
-
-    media_type = "text/event-stream"
-
-    def __init__(
-        self,
-        events: AsyncIterator[ServerEvent],
-        failed: Callable[[APIError], Iterable[ServerEvent]],
-        close: Callable[[], None],
-        send_timeout_s: float,
-    ) -> None:
-        self.status_code = 200
-        self.background = None
-        self.body = b""
-        self.init_headers({"cache-control": "no-store", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events = events
-        self._failed = failed
-        self._close = close
-        self._send_timeout_s = send_timeout_s
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await while_connected(receive, self._send_all(scope["request_id"], send))
-        except (ClientGone, TimeoutError, asyncio.TimeoutError):
-            pass
-        finally:
-            self._close()
-
-    async def _send_all(self, request_id: str, send: Send) -> None:
-        headers = self.raw_headers
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        last: Iterable[ServerEvent] = ()
-        try:
-            async for event in self._events:
-                await self._send_event(send, event)
-        except APIError as error:
-            last = self._failed(error)
-        except (TimeoutError, asyncio.TimeoutError):
-            raise
-        except Exception as error:
-            log_failure(request_id, error)
-            last = self._failed(APIError(500, GENERIC))
-        for event in last:
-            await self._send_event(send, event)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_event(self, send: Send, event: ServerEvent) -> None:
-        text = event if isinstance(event, str) else json.dumps(event, separators=(",", ":"))
-        name = f"event: {event['type']}\n" if isinstance(event, Mapping) and "type" in event else ""
-        body = f"{name}data: {text}\n\n".encode()
-        message = {"type": "http.response.body", "body": body, "more_body": True}
-        await asyncio.wait_for(send(message), self._send_timeout_s)
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        limit = hard
+    if limit == resource.RLIM_INFINITY:
+        return MOST
+    free = limit - len(os.listdir("/dev/fd"))
+    return min(MOST, max(free - RESERVED, limit // 4))
 
 
 class Crowd:
@@ -120,56 +56,65 @@ class Crowd:
     most first, so that silent connections keep nobody out.
 
     Args:
-        most: connections in all; with requests in each, uvicorn answers 503 beyond it.
-        each: connections of one address (IPv6: of one network of 64 bits).
+        most: connections in all. Where `busy_limit` of them have requests, uvicorn answers 503;
+            where all have, new ones are refused.
+        each: connections of one address (IPv6: of one network of 64 bits); None: half of all.
+        on_close: told ``gave_way`` or ``refused`` of each that had to go.
     """
 
-    def __init__(self, most: int, each: int) -> None:
-        self._most, self._each = most, each
-        self._addresses: dict[TimedProtocol, str] = {}  # the oldest first
-        self._counts: Counter[str] = Counter()
+    def __init__(
+        self,
+        most: int,
+        each: int | None = None,
+        on_close: Callable[[str], object] = lambda why: None,
+    ) -> None:
+        self._most, self._each = most, each or most // 2 or 1
+        self._on_close = on_close
+        self._by_address: dict[str, dict[TimedProtocol, None]] = {}  # the oldest first
+        self._count = 0
+
+    @property
+    def busy_limit(self) -> int:
+        """How many connections may have requests."""
+        return self._most - min(TURNED_AWAY, self._most // 8)
 
     def admit(self, new: TimedProtocol, address: str) -> bool:
-        """Whether the connection may stay; closes another if there are too many."""
-        if self._counts[address] >= self._each and not self._close_idle(address):
-            return False
-        if len(self._addresses) >= self._most - 1:
-            self._close_idle(None)
-        self._addresses[new] = address
-        self._counts[address] += 1
-        return True
+        """Take a connection in, closing another if there are too many; False: it must go."""
+        theirs = self._by_address.get(address, {})
+        admitted = len(theirs) < self._each or self._close_idle(address)
+        # uvicorn counts silent ones too: there are never so many that it refuses requests for them.
+        if admitted and self._count >= self.busy_limit - 1:
+            admitted = self.make_room() or self._count < self._most
+        if admitted:
+            self._by_address.setdefault(address, {})[new] = None
+            self._count += 1
+        else:
+            self._on_close("refused")
+        return admitted
 
-    def leave(self, protocol: TimedProtocol) -> None:
+    def make_room(self) -> bool:
+        """Close the oldest silent connection of the address that has most; False: there is none."""
+        by_size = sorted(self._by_address, key=lambda each: -len(self._by_address[each]))
+        return any(map(self._close_idle, by_size))
+
+    def leave(self, protocol: TimedProtocol, address: str) -> None:
         """Forget a connection, if it is known."""
-        address = self._addresses.pop(protocol, None)
-        if address is not None:
-            self._counts[address] -= 1
-            self._counts += Counter()  # without those of none
+        theirs = self._by_address.get(address, {})
+        if protocol in theirs:
+            del theirs[protocol]
+            self._count -= 1
+            if not theirs:
+                del self._by_address[address]
 
-    def _close_idle(self, address: str | None) -> bool:
-        """Close the oldest connection that has no request; False if there is none."""
-        idle = [
-            (-self._counts[theirs], place, protocol)
-            for place, (protocol, theirs) in enumerate(self._addresses.items())
-            if address in (None, theirs) and protocol.is_idle
-        ]
-        if not idle:
-            return False
-        protocol = min(idle)[2]
-        self.leave(protocol)
-        protocol.transport.abort()
-        return True
-
-
-def _address_of(transport: asyncio.Transport) -> str:
-    peer = transport.get_extra_info("peername")
-    if not isinstance(peer, tuple):  # none, of a socket of this machine
-        return ""
-    with suppress(ValueError):
-        address = ipaddress.ip_address(peer[0].partition("%")[0])
-        if address.version == 6 and address.ipv4_mapped is None:
-            return str(ipaddress.ip_network((address, 64), strict=False))
-    return str(peer[0])
+    def _close_idle(self, address: str) -> bool:
+        """Close the oldest connection of an address without a request; False: there is none."""
+        for protocol in self._by_address.get(address, ()):
+            if protocol.is_idle:
+                self.leave(protocol, address)
+                protocol.abort()
+                self._on_close("gave_way")
+                return True
+        return False
 
 
 class TimedProtocol(H11Protocol):
@@ -177,7 +122,7 @@ class TimedProtocol(H11Protocol):
 
     Args:
         read_timeout_s: seconds from the start of the connection, or from the end of the last
-            answer, until the next request's headers are complete.
+            answer, until the next request's headers are complete; as long for a TLS handshake.
         crowd: of all connections.
     """
 
@@ -185,20 +130,48 @@ class TimedProtocol(H11Protocol):
         super().__init__(*args, **kwargs)
         self._read_timeout_s = read_timeout_s
         self._crowd = crowd
+        self._address = ""
+        self._opening: asyncio.Task[None] | None = None
+        self._is_open = False
         self._timer: asyncio.TimerHandle | None = None
         self._unsent = math.inf
 
+    def open(self, connection: socket.socket, peer: object, tls: ssl.SSLContext | None) -> None:
+        """Serve an accepted connection, or close it if the crowd has no room."""
+        self._address = address_of(peer)
+        if self._crowd.admit(self, self._address):
+            self._opening = self.loop.create_task(self._open(connection, tls))
+        else:
+            connection.close()
+
+    async def _open(self, connection: socket.socket, tls: ssl.SSLContext | None) -> None:
+        timeout_s = None if tls is None else self._read_timeout_s
+        try:
+            await self.loop.connect_accepted_socket(
+                lambda: self, connection, ssl=tls, ssl_handshake_timeout=timeout_s
+            )
+        except OSError:  # of the handshake
+            pass
+        finally:
+            if not self._is_open:
+                self._crowd.leave(self, self._address)
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._crowd.admit(self, _address_of(transport)):
-            self._watch()
-        else:
-            transport.abort()
+        self._is_open = True
+        self._watch()
 
     @property
     def is_idle(self) -> bool:
         """No request is being read or answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    def abort(self) -> None:
+        """Close the connection at once, in a handshake too."""
+        if self._is_open:
+            self.transport.abort()
+        elif self._opening is not None:
+            self._opening.cancel()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -210,7 +183,7 @@ class TimedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._crowd.leave(self)
+        self._crowd.leave(self, self._address)
         super().connection_lost(exc)
 
     def _watch(self) -> None:
@@ -236,3 +209,58 @@ class TimedProtocol(H11Protocol):
             self._start_timer()
         else:
             self.transport.abort()  # closing would wait until the client has read everything
+
+
+def address_of(peer: object) -> str:
+    """Whom a connection counts for: an IPv4 address, a network of 64 bits of IPv6, or "" for a
+    socket of this machine."""
+    if not isinstance(peer, tuple):
+        return ""
+    with suppress(ValueError):
+        address = ipaddress.ip_address(peer[0].partition("%")[0])
+        if address.version == 6 and address.ipv4_mapped is None:
+            return str(ipaddress.ip_network((address, 64), strict=False))
+    return str(peer[0])
+
+
+class Acceptor:
+    """Accepts the connections of a socket, one after the other, for as long as it is open.
+
+    It has what uvicorn needs of `asyncio.Server`.
+
+    Args:
+        listener: a listening socket.
+        make: makes the protocol of a connection.
+        crowd: of all connections.
+        tls: for HTTPS; None: HTTP.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make: Callable[[], TimedProtocol],
+        crowd: Crowd,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        listener.setblocking(False)
+        self._listener, self._make, self._crowd, self._tls = listener, make, crowd, tls
+        self._task = asyncio.get_running_loop().create_task(self._accept())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, peer = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno in _SHORTAGE and not self._crowd.make_room():
+                    await asyncio.sleep(_REST_S)
+            else:
+                self._make().open(connection, peer, self._tls)
+            await asyncio.sleep(0)  # what gave way closes its descriptor now
+
+    def close(self) -> None:
+        """Accept no more connections."""
+        self._task.cancel()
+
+    async def wait_closed(self) -> None:
+        await asyncio.gather(self._task, return_exceptions=True)

@@ -21,9 +21,9 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moe.server.connections import EventStream
 from moe.server.engine_queue import EngineQueue
 from moe.server.errors import APIError
+from moe.server.event_stream import EventStream
 from moe.server.fields import Json
 
 INTERVAL_S = 1.0

@@ -18,10 +18,10 @@ from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.server.answers import Answer
-from moe.server.connections import EventStream, while_connected
 from moe.server.engine_queue import EngineQueue
 from moe.server.engine_thread import GenerationJob
 from moe.server.errors import APIError
+from moe.server.event_stream import EventStream, while_connected
 from moe.server.fields import Json
 from moe.server.image_links import fetch_images
 from moe.server.json_answer import JSONAnswer

@@ -37,6 +37,12 @@ class Metrics:
             ["route", "status"],
             registry=self.registry,
         )
+        self.connections_closed = Counter(
+            "moe_connections_closed",
+            "Connections that had to go: silent ones that gave way, and new ones that were refused",
+            ["why"],
+            registry=self.registry,
+        )
         self.prompt_tokens = self._counter("moe_prompt_tokens", "Prompt tokens accepted")
         self.new_tokens = self._counter("moe_generated_tokens", "Tokens generated")
         self.timeouts = self._counter("moe_requests_timed_out", "Requests whose time was up")

@@ -15,8 +15,8 @@ from moe.errors import ContextError
 from moe.model import MoE
 from moe.server.anthropic import CountTokensRequest, MessagesAnswer, MessagesRequest
 from moe.server.bodies import RequestBody, json_body, schema_of
-from moe.server.connections import while_connected
 from moe.server.engine_queue import EngineQueue
+from moe.server.event_stream import while_connected
 from moe.server.fields import MAX_MESSAGES, Items, Json
 from moe.server.generation import answer, caller_of, chat_prompt, check_model, is_heavy
 from moe.server.image_links import fetch_images

@@ -29,7 +29,7 @@ from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.model import MoE
 from moe.server.app import create_app
-from moe.server.connections import Crowd, TimedProtocol
+from moe.server.connections import MOST, Acceptor, Crowd, TimedProtocol, most_connections
 from moe.server.engine_queue import EngineQueue
 from moe.server.guard import LOOPBACK_NAMES
 from moe.server.keys import ApiKeys, make_keys
@@ -40,16 +40,36 @@ if TYPE_CHECKING:  # its packages are optional
     from moe.server.telemetry import Telemetry
 
 HEADER_BYTES = 32 * 1024
-MAX_CONNECTIONS = 2048
 _CLOSE_TIMEOUT_S = 5
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process without draining."""
+    """uvicorn that accepts connections by `Acceptor`, and without its signal handlers, which would
+    end the process without draining.
+
+    Args:
+        crowd: of all connections.
+        tls: for HTTPS; None: HTTP.
+    """
+
+    def __init__(self, config: uvicorn.Config, crowd: Crowd, tls: ssl.SSLContext | None) -> None:
+        super().__init__(config)
+        self._crowd, self._tls = crowd, tls
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        make = partial(
+            cast(Any, self.config.http_protocol_class),
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
+        accepting = [Acceptor(each, make, self._crowd, self._tls) for each in sockets or ()]
+        self.servers = cast(Any, accepting)
+        self.started = True
 
 
 @dataclass
@@ -113,7 +133,9 @@ class Service:
             self._host_names(),
             secret if roles.role == "prefill" else None,
         )
-        server = _Server(_uvicorn_config(app, settings.read_timeout_s, self.tls))
+        count = queue.metrics.connections_closed
+        crowd = Crowd(most_connections(), on_close=lambda why: count.labels(why).inc())
+        server = _Server(_uvicorn_config(app, settings.read_timeout_s, crowd), crowd, self.tls)
         serving = asyncio.create_task(server.serve([self.listener]))
         try:
             await self._first(queue.changed.wait(), self._stop.wait())
@@ -165,10 +187,7 @@ class Service:
             task.cancel()
 
 
-def _uvicorn_config(
-    app: ASGIApp, read_timeout_s: float, tls: ssl.SSLContext | None
-) -> uvicorn.Config:
-    crowd = Crowd(MAX_CONNECTIONS, MAX_CONNECTIONS // 2)
+def _uvicorn_config(app: ASGIApp, read_timeout_s: float, crowd: Crowd) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=cast(Any, partial(TimedProtocol, read_timeout_s=read_timeout_s, crowd=crowd)),
@@ -179,9 +198,8 @@ def _uvicorn_config(
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=HEADER_BYTES,
-        limit_concurrency=MAX_CONNECTIONS,
+        limit_concurrency=crowd.busy_limit,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,
-        ssl_context_factory=None if tls is None else lambda *_: tls,
     )
 
 
@@ -209,7 +227,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise MoEError("the host is empty; give one, or leave out --host for 127.0.0.1")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family, backlog=MAX_CONNECTIONS)
+        listener = socket.create_server((host, port), family=family, backlog=MOST)
     except (OSError, OverflowError) as error:
         raise MoEError(
             f"cannot listen on {host} port {port}: {error}; choose another with --port or --host"

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import select
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from moe.parallel import watchdog
-from moe.parallel.transport import Connection, WireError
+from moe.parallel.transport import Connection, WireError, readable
 from moe.parallel.watchdog import SOONER, Heartbeat, State, Watchdog
 
 TIMEOUT_S = 2.0
@@ -95,12 +93,12 @@ def test_who_was_stopped_itself_blames_nobody(
 
     def paused(*asked: Any) -> Any:
         if time.monotonic() > until:
-            return select.select(*asked)
+            return readable(*asked)
         stopped.set()
         time.sleep(max(0.0, until - time.monotonic()))
-        return [], [], []
+        return []
 
-    monkeypatch.setattr(watchdog, "select", SimpleNamespace(select=paused))
+    monkeypatch.setattr(watchdog, "readable", paused)
     assert stopped.wait(60)
     time.sleep(max(0.0, until - time.monotonic()))
     watched.play(0.5 * TIMEOUT_S, "idle", moves=False)

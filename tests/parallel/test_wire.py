@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import socket
 import struct
 import time
@@ -16,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.parallel import transport as wire
-from moe.parallel.transport import Connection, WireError, accept, connect, listen
+from moe.parallel.transport import Connection, WireError, accept, connect, listen, readable
 
 SECRET = b"a secret"
 WHO = {"rank": 1, "kind": "watch"}
@@ -145,3 +147,14 @@ def test_a_greeting_that_drips_has_the_same_time() -> None:
 def test_an_address_has_one_listener() -> None:
     with listen("127.0.0.1", 1) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+
+
+def test_c21_descriptors_above_those_that_select_can_name() -> None:
+    """Connections of clients may have all below 1024 when ranks meet or a watch begins."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        above = fcntl.fcntl(ours, fcntl.F_DUPFD, 1100)
+        assert readable([above], 0) == []
+        theirs.send(b"x")
+        assert readable([above]) == [above]
+        os.close(above)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hmac
 import shutil
 import ssl
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -118,24 +117,13 @@ def test_files_of_keys_that_are_refused(tmp_path: Path, text: str, message: str)
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
-def test_https_with_a_certificate_of_its_own(model: Any, tmp_path: Path) -> None:
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"),
-            *("-nodes", "-days", "1", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=IP:127.0.0.1"),
-            *("-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
-    )
+def test_https_with_a_certificate_of_its_own(model: Any, certificate: Path) -> None:
     service = Service(
         lambda _: model,
         ["tiny"],
         load_profile({}, environ={}),
         bind("127.0.0.1", 0),
-        tls=make_tls(str(certificate), str(key)),
+        tls=make_tls(str(certificate), None),
     )
     server = Running(service)
     trusted = ssl.create_default_context(cafile=str(certificate))
