@@ -11,6 +11,7 @@ import argparse
 import atexit
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -51,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             _refuse_ranks()
         code: int = options.run(options)
     except MoEError as error:
-        print(f"moe: {error}", file=sys.stderr)
+        _say(error)
         return 2
     except (OffloadError, RankLostError) as error:
-        print(f"moe: {error}", file=sys.stderr)
+        _say(error)
         return 1
     except KeyboardInterrupt as stop:
         print(f"moe: interrupted{stop}", file=sys.stderr)
@@ -63,9 +64,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 141
     except OSError as error:  # a full disk, a file that may not be read
-        print(f"moe: {error}", file=sys.stderr)
+        _say(error)
         return 1
     return code
+
+
+def _say(error: Exception) -> None:
+    """Print an error without control characters: files and hubs have a say in some."""
+    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda one: repr(one[0])[1:-1], str(error))
+    print(f"moe: {text}", file=sys.stderr)
 
 
 def command(run: Callable[[], int] = main) -> NoReturn:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock, Thread
@@ -25,6 +26,8 @@ from huggingface_hub import constants
 CHUNK = 1 << 16
 LFS = 1 << 10
 """Bytes from which on files are stored as the hub stores large ones."""
+MOST_HASHED = 1 << 26
+"""Bytes up to which hashes are true: that of a sparse file of 60 GB would take long."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,9 @@ class Sent:
     token: str
 
 
+Lie = Callable[[str, dict[str, str], Any], tuple[dict[str, str], Any]]
+
+
 @dataclass
 class FakeHub:
     """The state of the server.
@@ -48,6 +54,8 @@ class FakeHub:
         down: nothing is answered.
         on_piece: called with the path before each piece of a body; raises to break the connection.
         ranges: whether range requests are answered as such.
+        lie: called with the kind of an answer ("model", "tree", "file"), its headers, and its body:
+            JSON, or the pieces of a file. Gives others, the status among the headers.
     """
 
     root: Path
@@ -56,6 +64,7 @@ class FakeHub:
     ranges: bool = True
     down: bool = False
     on_piece: Callable[[str], object] = lambda _: None
+    lie: Lie | None = None
     log: list[Sent] = field(default_factory=list)
     lock: Lock = field(default_factory=Lock)
     url: str = ""
@@ -83,10 +92,19 @@ def commit_of(repository: Path) -> str:
 
 
 def etag_of(file: Path) -> str:
-    """Stands for the hash of the content, which of a sparse file of 60 GB would take long."""
-    kind = hashlib.sha256 if file.stat().st_size >= LFS else hashlib.sha1
-    seen = file.name, file.stat().st_size, file.stat().st_mtime_ns
-    return kind(repr(seen).encode()).hexdigest()
+    """The hash that a hub states: git's, or SHA-256 of large files."""
+    status = file.stat()
+    return _hash_of(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache
+def _hash_of(file: Path, size: int, time_ns: int) -> str:
+    if size > MOST_HASHED:
+        return hashlib.sha256(repr((file.name, size, time_ns)).encode()).hexdigest()
+    content = file.read_bytes()
+    if size >= LFS:
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % size + content).hexdigest()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -126,9 +144,10 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if api and found[2] == "tree":
             files = sorted(file for file in repository.rglob("*") if file.is_file())
-            self._send_json([_entry(file, repository) for file in files])
+            self._send_json("tree", [_entry(file, repository) for file in files])
         elif api:
-            self._send_json({"id": name, "sha": commit, "siblings": [], "gated": False})
+            answer: dict[str, Any] = {"id": name, "sha": commit, "siblings": [], "gated": False}
+            self._send_json("model", answer)
         elif not (repository / found[3]).is_file():
             self._refuse(404, "EntryNotFound", "Entry not found")
         else:
@@ -142,14 +161,31 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self._log(0)
 
-    def _send_json(self, content: Any) -> None:
-        body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
+    def _send_json(self, kind: str, content: Any) -> None:
+        headers = {"Content-Type": "application/json"}
+        if self.hub.lie is not None:
+            headers, content = self.hub.lie(kind, headers, content)
+        if isinstance(content, (dict, list)):
+            content = [json.dumps(content).encode()]
+            headers = {"Content-Length": str(len(content[0]))} | headers
+        self._begin(200, headers)
+        self._send(content)
+
+    def _send(self, pieces: Iterable[bytes], start: int = 0) -> None:
+        sent = 0
+        try:
+            for piece in pieces:
+                sent += self.wfile.write(piece)
+        except (OSError, ConnectionBreak):
+            self.close_connection = True
+        finally:
+            self._log(sent, start)
+
+    def _begin(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(int(headers.pop("status", status)))
+        for name, value in headers.items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
-        self._log(len(body))
 
     def _send_file(self, file: Path, commit: str) -> None:
         size = file.stat().st_size
@@ -159,25 +195,23 @@ class _Handler(BaseHTTPRequestHandler):
             start = int(asked[1])
             stop = min(int(asked[2]) + 1 if asked[2] else size, size)
         ranged = bool(asked) and self.hub.ranges
-        self.send_response(206 if ranged else 200)
-        if ranged:
-            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
-        self.send_header("Content-Length", str(stop - start))
-        self.send_header("ETag", f'"{etag_of(file)}"')
-        self.send_header("X-Repo-Commit", commit)
-        self.end_headers()
-        sent = 0
-        try:
-            if self.command == "GET":
-                with file.open("rb") as source:
-                    source.seek(start)
-                    while start + sent < stop:
-                        self.hub.on_piece(file.name)
-                        sent += self.wfile.write(source.read(min(CHUNK, stop - start - sent)))
-        except (OSError, ConnectionBreak):
-            self.close_connection = True
-        finally:
-            self._log(sent, start)
+        headers = {"Content-Range": f"bytes {start}-{stop - 1}/{size}"} if ranged else {}
+        headers |= {"Content-Length": str(stop - start), "ETag": f'"{etag_of(file)}"'}
+        headers |= {"X-Repo-Commit": commit}
+        pieces = self._pieces(file, start, stop)
+        if self.hub.lie is not None:
+            headers, pieces = self.hub.lie("file", headers, pieces)
+        self._begin(206 if ranged else 200, headers)
+        self._send(pieces if self.command == "GET" else [], start)
+
+    def _pieces(self, file: Path, start: int, stop: int) -> Iterator[bytes]:
+        with file.open("rb") as source:
+            source.seek(start)
+            while start < stop:
+                self.hub.on_piece(file.name)
+                piece = source.read(min(CHUNK, stop - start))
+                start += len(piece)
+                yield piece
 
     def _log(self, nbytes: int, start: int = 0) -> None:
         token = self.headers.get("Authorization", "")
@@ -194,6 +228,7 @@ def _entry(file: Path, repository: Path) -> dict[str, Any]:
     entry = {"type": "file", "path": str(file.relative_to(repository)), "size": size, "oid": tag}
     if size >= LFS:
         entry["lfs"] = {"oid": tag, "size": size, "pointerSize": 134}
+        entry["oid"] = hashlib.sha1(tag.encode()).hexdigest()  # of the pointer
     return entry
 
 

@@ -64,6 +64,8 @@ ROTARY_TENSORS: Mapping[str, tuple[str, ...]] = {
 }
 """Tensors by which a file divides the frequencies of positions (Llama 3.1's and 4's, and LongRoPE's
 at either length), and which of transformers' parts of ``longrope`` they are."""
+MAX_ROTARY_BYTES = 1 << 20
+"""Of one of them: a number for each of half a head's dimensions."""
 
 _logger = logging.getLogger(__name__)
 
@@ -181,6 +183,20 @@ def gguf_config(
         stated = {part: value for part, value in tokens.items() if value is not None}
         own = {"text_config": own | stated | {"model_type": known.text}}
     return own | tokens | {"model_type": known.model_type} | _stored_types(tensors)
+
+
+def rotary_tensors(tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
+    """Those of `ROTARY_TENSORS` that a file has, small enough to be read with its header.
+
+    Raises `HeaderError`.
+    """
+    found = {name: tensors[name] for name in ROTARY_TENSORS.keys() & tensors.keys()}
+    for name, tensor in found.items():
+        if len(tensor.shape) != 1 or kind_name(tensor.kind) != "F32":
+            raise HeaderError(f"has {name} of another type than F32, or not of one dimension")
+        if tensor.end - tensor.start > MAX_ROTARY_BYTES:
+            raise HeaderError(f"has {name} of more than {MAX_ROTARY_BYTES} bytes")
+    return found
 
 
 def _special_tokens(

@@ -21,8 +21,8 @@ import numpy as np
 from experts.safetensors_io import HeaderError
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.checkpoint import listing
-from moe.loading.gguf.config import ROTARY_TENSORS, gguf_config
-from moe.loading.gguf.header import GgufFile, GgufTensor, kind_name, open_gguf, package
+from moe.loading.gguf.config import gguf_config, rotary_tensors
+from moe.loading.gguf.header import GgufFile, GgufTensor, open_gguf, package
 from moe.loading.gguf.tokenizer import write_tokenizer
 
 SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
@@ -80,7 +80,8 @@ def _directory(name: str, seen: tuple[tuple[Path, int, int], ...], tokenizer: bo
     split = SPLIT.fullmatch(name)
     made = Path(tempfile.mkdtemp(prefix="moe-gguf-"))
     atexit.register(shutil.rmtree, made, ignore_errors=True)
-    directory = made / (split[1] if split else name.removesuffix(".gguf"))
+    stem = split[1] if split else name.removesuffix(".gguf")
+    directory = made / (stem if stem.strip(".") else "model")  # a file may be called "...gguf"
     directory.mkdir()
     for index, (path, *_) in enumerate(seen):
         (directory / f"{index:05}.gguf").symlink_to(path)
@@ -93,14 +94,12 @@ def _directory(name: str, seen: tuple[tuple[Path, int, int], ...], tokenizer: bo
 
 def _rotary_divisors(tensors: Mapping[str, GgufTensor]) -> dict[str, list[float]]:
     """What a configuration needs of the data of tensors; raises `HeaderError`."""
-    found = {}
-    for name in ROTARY_TENSORS.keys() & tensors.keys():
-        tensor = tensors[name]
-        if len(tensor.shape) != 1 or kind_name(tensor.kind) != "F32":
-            raise HeaderError(f"has {name} of another type than F32, or not of one dimension")
-        size = tensor.end - tensor.start
-        found[name] = np.fromfile(tensor.file, "<f4", size // 4, offset=tensor.start).tolist()
-    return found
+    return {
+        name: np.fromfile(
+            tensor.file, "<f4", (tensor.end - tensor.start) // 4, offset=tensor.start
+        ).tolist()
+        for name, tensor in rotary_tensors(tensors).items()
+    }
 
 
 def _headers(paths: list[Path]) -> tuple[dict[str, object], dict[str, GgufTensor]]:

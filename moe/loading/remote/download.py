@@ -1,29 +1,30 @@
 """Download a model of a hub into huggingface_hub's cache, with one count of bytes for all files.
 
-huggingface_hub places and links files; it begins a file anew after each stop. Here large files
-continue: each is written to ``<blob>.part`` in the same cache until it is complete. Other tools
-find the result as if they had downloaded it.
+huggingface_hub begins a file anew after each stop, and believes the hub's names and bytes. Here
+files continue: each is written to ``<blob>.part`` in the same cache until it is complete and has
+the hash that the list of files states. Other tools find the result as if they had downloaded it:
+blobs by their hash, a folder of links for the commit, and the commit of a branch or tag.
 """
 
 from __future__ import annotations
 
 import fcntl
-import glob
 import os
+import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock
-from typing import Any
+from uuid import uuid4
 
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
-from huggingface_hub.utils import tqdm
 
+from experts.safetensors_io import CHUNK_BYTES, MAX_SMALL_BYTES, write_bytes
 from moe.errors import CheckpointError
-from moe.loading.gguf.directory import SPLIT
 from moe.loading.memory_plan import size_text
 from moe.loading.progress import LoadProgress, Report
 from moe.loading.remote.names import COPIES, PATTERNS, HubName, choose_files
@@ -31,8 +32,7 @@ from moe.loading.remote.repository import HubFile, Repository, hub_errors
 
 AT_ONCE = 8
 """Files that are downloaded at the same time."""
-LARGE = 8 << 20
-"""Bytes from which on a file is continued after a stop."""
+_PART_OF_MANY = re.compile(r".+-(\d{5})-of-(\d{5})\.(?:gguf|safetensors)")
 
 
 def cached(name: HubName) -> Path | None:
@@ -49,12 +49,18 @@ def cached(name: HubName) -> Path | None:
         }
         choice = choose_files(name, sizes)
         if not choice.gguf:
-            return Path(_local(name, list(PATTERNS)))
+            folder = Path(_local(name, list(PATTERNS)))
     except (LocalEntryNotFoundError, CheckpointError, OSError):
         return None
-    first = next(iter(choice.weights))
-    split = SPLIT.fullmatch(first)
-    return folder / first if split is None or int(split[3]) == len(choice.weights) else None
+    if not _are_all(choice.weights):
+        return None
+    return folder / next(iter(choice.weights)) if choice.gguf else folder
+
+
+def _are_all(weights: Iterable[str]) -> bool:
+    """Whether no part of a split file is missing, as far as names tell."""
+    parts = [_PART_OF_MANY.fullmatch(file) for file in weights]
+    return all(part is None or int(part[2]) == len(parts) for part in parts)
 
 
 def _local(name: HubName, patterns: list[str]) -> str:
@@ -73,31 +79,59 @@ def download(repository: Repository, report: Report) -> Path:
     """The snapshot of a repository in the cache, or the first part of the GGUF file in it.
 
     Raises:
-        CheckpointError: the disk is too small, or the hub stops answering.
+        CheckpointError: the disk is too small, or the hub stops answering, or does not send what
+            its list of files states.
     """
     name, choice = repository.name, repository.choice
-    files = [repository.files[path] for path in (*choice.weights, *choice.others)]
-    blobs = Path(
-        constants.HF_HUB_CACHE, repo_folder_name(repo_id=name.repository, repo_type="model")
-    )
-    blobs = blobs / "blobs"
+    # Weights get their names last: what is there without them is nothing that could be loaded
+    files = [repository.files[path] for path in (*choice.others, *choice.weights)]
+    place = _CachePlace(name, repository.commit)
     with hub_errors(name):
-        blobs.mkdir(parents=True, exist_ok=True)
-        _fetch_all([file for file in files if file.size >= LARGE], blobs, name, report)
-        folder = snapshot_download(
-            name.repository,
-            revision=name.revision,
-            allow_patterns=[glob.escape(file.path) for file in files],
-            tqdm_class=_Silent,
-        )
-    return Path(folder, next(iter(choice.weights))) if choice.gguf else Path(folder)
+        place.blobs.mkdir(parents=True, exist_ok=True)
+        _fetch_all([file for file in files if not place.has(file)], place.blobs, name, report)
+        for file in files:
+            place.link(file)
+        place.name_commit(name.revision or constants.DEFAULT_REVISION)
+    return place.snapshot / next(iter(choice.weights)) if choice.gguf else place.snapshot
 
 
-class _Silent(tqdm):
-    """No bar: ours counts the bytes."""
+class _CachePlace:
+    """Where huggingface_hub's cache has the files of one commit."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options | {"disable": True})
+    def __init__(self, name: HubName, commit: str) -> None:
+        folder = repo_folder_name(repo_id=name.repository, repo_type="model")
+        self._root, self._commit = Path(constants.HF_HUB_CACHE, folder), commit
+        self.blobs = self._root / "blobs"
+        self.snapshot = self._root / "snapshots" / commit
+
+    def has(self, file: HubFile) -> bool:
+        """Whether the file is in the snapshot."""
+        at = self.snapshot / file.path
+        return at.is_file() and at.stat().st_size == file.size
+
+    def link(self, file: HubFile) -> None:
+        """Put a downloaded file into the snapshot. Raises OSError."""
+        if self.has(file):
+            return
+        at, blob = self.snapshot / file.path, self.blobs / file.etag
+        at.parent.mkdir(parents=True, exist_ok=True)
+        made = at.with_name(f".{uuid4().hex}")
+        try:
+            made.symlink_to(os.path.relpath(blob, at.parent))
+        except OSError:  # a file system without links, where several may have this content
+            if file.size > MAX_SMALL_BYTES:
+                blob.replace(at)
+                return
+            shutil.copyfile(blob, made)
+        made.replace(at)
+
+    def name_commit(self, revision: str) -> None:
+        """Remember which commit a branch or tag is."""
+        if revision != self._commit:
+            at = self._root / "refs" / revision
+            with suppress(OSError):  # "a" in place of "a/b": of an earlier time, and only a name
+                at.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes(at, self._commit.encode())
 
 
 class _Stopped(Exception):
@@ -136,29 +170,34 @@ def fetch(file: HubFile, target: Path, advance: Callable[[int], object]) -> None
         advance: called with every number of bytes that are there; may raise to stop.
 
     Raises:
-        CheckpointError: the hub sent another number of bytes than it announced.
+        CheckpointError: what came has another hash than the list of files states; it is removed.
         OSError: the file cannot be written. And as `HubFile.stream`.
     """
     part = _part_of(target)
-    with part.open("ab") as out:
+    with part.open("a+b") as out:
         fcntl.flock(out, fcntl.LOCK_EX)
-        if target.exists():
+        if target.exists() and target.stat().st_size == file.size:
             part.unlink(missing_ok=True)  # ours, made after the other process was done
             advance(file.size)
             return
-        if out.tell() > file.size:
-            out.truncate(0)
-        advance(done := out.seek(0, os.SEEK_END))
+        done = out.seek(0, os.SEEK_END)
+        if done > file.size:
+            done = out.truncate(0)
+        digest = file.new_digest()
+        out.seek(0)
+        while piece := out.read(CHUNK_BYTES):
+            digest.update(piece)
+        advance(done)
         for piece in file.stream(done, file.size):
+            digest.update(piece)
             out.write(piece)
-            done += len(piece)
             advance(len(piece))
         out.flush()
-        if done != file.size:
-            part.unlink()
-            raise CheckpointError(
-                f"{file.url} sent {done} bytes and announced {file.size}; try again"
-            )
+        try:
+            file.check(digest.hexdigest())
+        except CheckpointError:
+            part.unlink()  # else each further try would go on from it
+            raise
         os.fsync(out.fileno())
         part.rename(target)
 

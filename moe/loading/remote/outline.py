@@ -19,7 +19,7 @@ from experts.manifest import MANIFEST_NAME
 from experts.safetensors_io import MAX_HEADER_BYTES, HeaderError
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import INDEX_NAME
-from moe.loading.gguf.config import ROTARY_TENSORS
+from moe.loading.gguf.config import rotary_tensors
 from moe.loading.gguf.directory import gguf_directory
 from moe.loading.gguf.header import read_gguf
 from moe.loading.remote.repository import HubFile, Repository, hub_errors
@@ -95,10 +95,10 @@ def _outline_gguf(file: HubFile, at: Path) -> None:
         out.truncate(file.size)
         try:
             _, tensors = read_gguf(_Growing(file, out), file.size, at)
-            for name in ROTARY_TENSORS.keys() & tensors.keys():
-                data = bytearray(tensors[name].end - tensors[name].start)
-                file.read(memoryview(data), tensors[name].start)
-                out.seek(tensors[name].start)
+            for tensor in rotary_tensors(tensors).values():
+                data = bytearray(tensor.end - tensor.start)
+                file.read(memoryview(data), tensor.start)
+                out.seek(tensor.start)
                 out.write(data)
         except (HeaderError, ValueError) as error:
             raise CheckpointError(f"{file.url} {error}") from error
@@ -109,7 +109,7 @@ class _Growing:
 
     def __init__(self, file: HubFile, out: BinaryIO) -> None:
         self._file, self._out = file, out
-        self._held, self._fetched = memoryview(b""), 0
+        self._held, self._fetched = bytearray(), 0
 
     def read(self, count: int) -> bytes:
         """The next `count` bytes, or fewer where the file ends."""
@@ -118,6 +118,7 @@ class _Growing:
             self._file.read(memoryview(piece), self._fetched)
             self._out.write(piece)
             self._fetched += len(piece)
-            self._held = memoryview(bytes(self._held) + piece)
-        taken, self._held = self._held[:count], self._held[count:]
-        return bytes(taken)
+            self._held += piece
+        taken = bytes(self._held[:count])
+        del self._held[:count]
+        return taken

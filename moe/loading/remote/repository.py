@@ -1,39 +1,31 @@
 """One repository of a hub at one commit: its files, read whole or by ranges.
 
-huggingface_hub speaks to the hub, with its own settings: `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`,
+huggingface_hub opens the connections, with its own settings: `HF_ENDPOINT`, `HF_TOKEN`, `HF_HOME`,
 `HF_HUB_OFFLINE`. What goes wrong becomes a `CheckpointError` that says what to do.
 """
 
 from __future__ import annotations
 
 import errno
-import time
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
-from huggingface_hub import HfApi, constants, hf_hub_url
+from huggingface_hub import constants, hf_hub_url
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HTTPError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
-    Response,
     RevisionNotFoundError,
 )
-from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
+from experts.safetensors_io import MAX_SMALL_BYTES
 from moe.errors import CheckpointError
+from moe.loading.remote.answers import ask, commit_of, list_files, pause, untrusted
 from moe.loading.remote.names import ChosenFiles, HubName, choose_files
-
-RETRIES = 5
-"""Of a transfer that breaks off, without a byte in between."""
-PAUSE_S = 0.5
-"""Before another try, times the tries that brought nothing."""
-TIMEOUT_S = 30
 
 
 class HubUnreachableError(CheckpointError):
@@ -45,9 +37,9 @@ class HubFile:
     """A file of a repository at a commit.
 
     Attributes:
-        path: in the repository.
+        path: in the repository, plain and relative.
         size: bytes.
-        etag: hash of the content.
+        etag: hash of the content, in hex: SHA-256 of large files, git's of others.
         url: where it is read.
     """
 
@@ -57,41 +49,39 @@ class HubFile:
     url: str
 
     def stream(self, start: int, stop: int) -> Iterator[bytes]:
-        """The bytes ``[start, stop)``, as they come.
+        """The bytes ``[start, stop)``, as they come, and no more.
 
-        A transfer that breaks off goes on where it stopped. Raises what `hub_errors` translates.
+        A transfer that breaks off goes on where it stopped. Raises `CheckpointError` for answers
+        to another question, and what `hub_errors` translates.
         """
         failures = 0
         while start < stop:
             before = start
             try:
-                with self._request(start, stop) as answer:
-                    for piece in answer.iter_bytes():
-                        start += len(piece)
-                        yield piece
-            except HfHubHTTPError:
-                raise
-            except HTTPError:
-                failures = failures + 1 if start == before else 0
-                if failures > RETRIES:
-                    raise
-                time.sleep(failures * PAUSE_S)
+                for piece in self._pieces(start, stop):
+                    start += len(piece)
+                    yield piece
+                reason = HTTPError("answers end without a byte")
+            except HTTPError as error:
+                reason = error
+            failures = failures + 1 if start == before else 0
+            if start < stop:
+                pause(reason, failures)
 
-    @contextmanager
-    def _request(self, start: int, stop: int) -> Iterator[Response]:
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
-        headers["Range"] = f"bytes={start}-{stop - 1}"
-        with http_stream_backoff(
-            # what breaks off is tried again by `stream`, which knows how far it came
-            "GET", self.url, headers=headers, timeout=TIMEOUT_S, retry_on_exceptions=()
-        ) as answer:  # fmt: skip
-            hf_raise_for_status(answer)
-            if answer.status_code != 206:
-                raise CheckpointError(
-                    f"{self.url} does not answer range requests (status {answer.status_code}); use "
-                    "another HF_ENDPOINT"
-                )
-            yield answer
+    def _pieces(self, start: int, stop: int) -> Iterator[bytes]:
+        whole = (start, stop) == (0, self.size)  # which a hub without ranges has, too
+        headers = {} if whole else {"Range": f"bytes={start}-{stop - 1}"}
+        with ask(self.url, **headers) as answer:
+            status, given = answer.status_code, answer.headers.get("Content-Range", "")
+            if status != (200 if whole else 206):
+                raise untrusted(self.url, f"does not answer range requests (status {status})")
+            if not whole and not given.startswith(f"bytes {start}-"):
+                raise untrusted(self.url, f"answers {given!r} to bytes {start} to {stop - 1}")
+            for piece in answer.iter_raw():
+                start += len(piece)
+                if start > stop:
+                    raise untrusted(self.url, f"sends more than the {self.size} bytes it announced")
+                yield piece
 
     def read(self, view: memoryview, offset: int = 0) -> int:
         """Fill `view` from `offset`; returns its length. Raises as `stream`."""
@@ -102,10 +92,27 @@ class HubFile:
         return done
 
     def content(self) -> bytes:
-        """All of it."""
-        buffer = bytearray(self.size)
+        """All of a small file, with the hash that was announced. Raises as `stream`."""
+        if self.size > MAX_SMALL_BYTES:
+            raise untrusted(self.url, f"has {self.size} bytes, {MAX_SMALL_BYTES} is the most")
+        buffer, digest = bytearray(self.size), self.new_digest()
         self.read(memoryview(buffer))
+        digest.update(buffer)
+        self.check(digest.hexdigest())
         return bytes(buffer)
+
+    def new_digest(self) -> hashlib._Hash:
+        """Hashes the content as `etag` does."""
+        if len(self.etag) == 64:
+            return hashlib.sha256()
+        return hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+
+    def check(self, found: str) -> None:
+        """Raise `CheckpointError` where what came has another hash than was announced."""
+        if found != self.etag:
+            raise untrusted(
+                self.url, f"sent what has the hash {found}, not {self.etag} as announced"
+            )
 
 
 @dataclass(frozen=True)
@@ -128,23 +135,15 @@ class Repository:
 
         Raises:
             HubUnreachableError: there is no answer.
-            CheckpointError: there is no such repository or revision, or it may not be read.
+            CheckpointError: there is no such repository or revision, or it may not be read; or an
+                answer is none that can be believed.
         """
-        api = HfApi()
         with hub_errors(name):
-            commit = api.model_info(name.repository, revision=name.revision).sha
-            assert commit is not None
-            tree = list(api.list_repo_tree(name.repository, revision=commit, recursive=True))
-        files = {
-            item.path: HubFile(
-                item.path,
-                item.size,
-                item.blob_id if item.lfs is None else item.lfs.sha256,
-                hf_hub_url(name.repository, item.path, revision=commit),
-            )
-            for item in tree
-            if isinstance(item, RepoFile)
-        }
+            commit = commit_of(name)
+            files = {
+                path: HubFile(path, size, etag, hf_hub_url(name.repository, path, revision=commit))
+                for path, size, etag in list_files(name, commit)
+            }
         return cls(name, commit, files)
 
     @cached_property
@@ -175,13 +174,18 @@ def hub_errors(name: HubName) -> Iterator[None]:
         ) from error
     except OfflineModeIsEnabled as error:
         raise HubUnreachableError("HF_HUB_OFFLINE is set") from error
-    except (HTTPError, OSError) as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+    except (HTTPError, ConnectionError, TimeoutError) as error:
+        reason = (str(error).strip() or "no reason given").splitlines()[0]
+        raise HubUnreachableError(
+            f"{constants.ENDPOINT} gave no answer for {name}: {type(error).__name__}: {reason}"
+        ) from error
+    except OSError as error:
+        where = f"{error.filename or constants.HF_HUB_CACHE}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
                 f"the disk of {constants.HF_HUB_CACHE} is full; make room, or set HF_HOME to a "
                 "larger one. The same command goes on where this one stopped"
             ) from error
-        reason = (str(error).strip() or "no reason given").splitlines()[0]
-        raise HubUnreachableError(
-            f"{constants.ENDPOINT} gave no answer for {name}: {type(error).__name__}: {reason}"
+        raise CheckpointError(
+            f"cannot write {where}: {error.strerror or error}; HF_HOME names another place"
         ) from error

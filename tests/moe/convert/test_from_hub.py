@@ -148,7 +148,7 @@ def test_a_hub_that_stops_answering_is_said(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shared(hub, "qwen3_moe")
-    monkeypatch.setattr("moe.loading.remote.repository.PAUSE_S", 0)
+    monkeypatch.setattr("moe.loading.remote.answers.PAUSE_S", 0)
 
     def stop(name: str) -> None:
         hub.down = hub.bytes_sent(".safetensors") > 300_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +21,9 @@ from examples.models.tiny import tiny_model
 from experts.safetensors_io import HeaderError
 from moe import MoE
 from moe.errors import CheckpointError, MoEError, UnsupportedModelError
-from moe.loading.gguf.header import open_gguf
+from moe.loading.gguf.config import rotary_tensors
+from moe.loading.gguf.directory import gguf_directory
+from moe.loading.gguf.header import GgufTensor, open_gguf
 from moe.loading.hub import read_config, resolve_model
 from moe.loading.load import plan_weights
 from moe.loading.meta_model import build_meta_model
@@ -99,6 +102,20 @@ def test_a_cut_file_is_named_with_its_tensor(good: Path, tmp_path: Path) -> None
     cut.write_bytes(b"GGUF")
     with pytest.raises(CheckpointError, match="is truncated or damaged"):
         planned(cut)
+
+
+@pytest.mark.parametrize("name", [".gguf", "..gguf", "...gguf", "..-00001-of-00001.gguf"])
+def test_a_file_of_any_name_has_a_directory(good: Path, tmp_path: Path, name: str) -> None:
+    """Hubs name files, too."""
+    shutil.copy(good, tmp_path / name)
+    assert gguf_directory(tmp_path / name, tokenizer=False).name == "model"
+
+
+def test_what_divides_frequencies_is_small(good: Path) -> None:
+    """It is read with the header, by whatever size that states."""
+    tensor = GgufTensor(good, 0, (1 << 40,), 0, 4 << 40)
+    with pytest.raises(HeaderError, match=r"has rope_freqs.weight of more than 1048576 bytes"):
+        rotary_tensors({"rope_freqs.weight": tensor})
 
 
 def test_weights_that_are_not_numbers_are_named(good: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from moe.errors import CheckpointError
 from moe.loading.hub import read_config, resolve_model
 from moe.loading.progress import LoadProgress
+from moe.loading.remote import answers
 from moe.loading.remote import download as downloading
 from moe.loading.remote.download import fetch
 from moe.loading.remote.names import HubName
@@ -30,11 +31,6 @@ SMALL = {"config.json": b'{"model_type": "qwen3_moe"}', "tokenizer.json": b"{}" 
 
 class Killed(BaseException):
     """What no code of ours catches."""
-
-
-@pytest.fixture(autouse=True)
-def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(downloading, "LARGE", 1)
 
 
 @pytest.fixture
@@ -162,9 +158,28 @@ def test_what_is_not_there_is_said(hub: FakeHub, repository: dict[str, bytes]) -
         resolve_model("org/absent")
     with pytest.raises(CheckpointError, match=r"org/small has no revision v9; http:.* lists its"):
         resolve_model(f"{NAME}@v9")
+
+
+def test_a_hub_without_ranges_serves_downloads_that_did_not_stop(
+    hub: FakeHub, repository: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.ranges = False
+    monkeypatch.setattr(answers, "PAUSE_S", 0)
+
+    def breaking(name: str) -> None:
+        if hub.bytes_sent(name) == 0 and name == "model-00001-of-00002.safetensors":
+            pieces.append(name)
+            if len(pieces) == 3:
+                raise ConnectionBreak
+
+    pieces: list[str] = []
+    hub.on_piece = breaking
     with pytest.raises(CheckpointError, match=r"does not answer range requests \(status 200\)"):
         resolve_model(NAME)
+    hub.on_piece = lambda _: None
+    for part in (hub.root.parent / "cache").rglob("*.part"):
+        part.unlink()
+    assert content(resolve_model(NAME)) == repository
 
 
 def test_a_disk_that_is_too_small_is_said_before_and_after(
