@@ -6,7 +6,8 @@ cheap enough to be asked once a second, and may be called from any thread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from routing.statistics import RoutingStatistics
 
 ELSEWHERE = "rank"
 """Only other ranks hold the expert."""
+PART_TOKENS = 64
+"""Tokens of a part of `expert_choices`: running sequences wait for it."""
 
 
 def expert_layout(
@@ -72,14 +75,30 @@ def expert_activity(
     ]
 
 
-@torch.inference_mode()
 def expert_choices(
-    backbone: Backbone, experts: MoELayers, token_ids: Sequence[int]
-) -> list[list[list[int]]]:
-    """Read tokens; of each MoE layer and token, the experts that it went to. Call it between steps.
+    backbone: Backbone,
+    experts: MoELayers,
+    token_ids: Sequence[int],
+    locked: Callable[[], AbstractContextManager[object]],
+) -> Iterator[list[list[list[int]]]]:
+    """Read tokens part by part; of each part, for each MoE layer and token the experts that it went
+    to. Other steps may run between two parts.
 
     It counts as any reading does, in statistics and in the expert cache.
+
+    Args:
+        locked: held while a part is read.
     """
+    cache = backbone.new_cache(len(token_ids))
+    part = PART_TOKENS if backbone.can_cut else len(token_ids)
+    for begin in range(0, len(token_ids), part):
+        with locked(), torch.inference_mode():
+            chosen = _read(backbone, experts, Work(token_ids[begin : begin + part], cache))
+        yield chosen
+
+
+def _read(backbone: Backbone, experts: MoELayers, work: Work) -> list[list[list[int]]]:
+    """Read tokens; of each MoE layer and token, the experts that it went to."""
     chosen: list[list[list[int]]] = [[] for _ in experts.layers]
 
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
@@ -88,7 +107,7 @@ def expert_choices(
             chosen[layer] += [[expert for expert in ids if expert >= 0] for ids in ids_NK]
         return experts.run(layer, calls)
 
-    lanes = backbone.lanes([Work(list(token_ids), backbone.new_cache(len(token_ids)))])
+    lanes = backbone.lanes([work])
     run_lanes(lanes, run)
     for lane in lanes:
         lane.result()

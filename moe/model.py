@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -144,18 +144,18 @@ class MoE:
         """What was planned before loading."""
         return self._loaded.memory_plan
 
-    def expert_choices(self, token_ids: Sequence[int]) -> list[list[list[int]]]:
-        """Read a text, and return for each MoE layer and token the experts that the token goes to.
+    def expert_choices(self, token_ids: Sequence[int]) -> Iterator[list[list[list[int]]]]:
+        """Read a text part by part; of each part, for each MoE layer and token the experts that the
+        token goes to.
 
-        Call it between steps.
+        Ask for a part between steps.
 
         Raises:
             RequestError: several ranks share the model.
         """
         if isinstance(self._session, Coordinator):
             raise RequestError("a text's experts are not shown where ranks share the model")
-        with self._lock():
-            return expert_choices(self.backbone, self.experts, token_ids)
+        return expert_choices(self.backbone, self.experts, token_ids, self._lock)
 
     @property
     def expert_wait_seconds(self) -> float:

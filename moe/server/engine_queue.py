@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moe.engine.engine import Engine, StepLoop
@@ -127,13 +129,19 @@ class EngineQueue:
         Raises:
             APIError: as `submit`; and whatever the work raises.
         """
-        self.ready_model()
-        self._check_room()
-        self._num_texts += 1
-        try:
+        with self._waits():
             return await self._run_text(work, caller, heavy=heavy)
-        finally:
-            self._num_texts -= 1
+
+    async def expert_choices(self, token_ids: list[int], caller: str) -> list[list[list[int]]]:
+        """See `MoE.expert_choices`; for all tokens. It counts as a waiting request.
+
+        Raises:
+            APIError: as `submit`.
+            RequestError: several ranks share the model.
+        """
+        with self._waits():
+            parts = await self._beside(self.ready_model().expert_choices(token_ids), caller)
+        return [list(chain.from_iterable(layers)) for layers in zip(*parts, strict=True)]
 
     async def submit(
         self,
@@ -189,13 +197,13 @@ class EngineQueue:
 
     async def fingerprint(self) -> str:
         """See `moe.server.remote_prefill.fingerprint`. Slow the first time."""
-        self._fingerprint = self._fingerprint or await self.between_steps(fingerprint)
+        if not self._fingerprint:
+            (self._fingerprint,) = await self._beside(map(fingerprint, [self.ready_model()]))
         return self._fingerprint
 
-    async def between_steps(self, work: Callable[[MoE], Result]) -> Result:
-        """Run work in the engine's thread; no sequence gets a token meanwhile."""
-        model = self.ready_model()
-        return await asyncio.wrap_future(self._engine.ask(lambda _: work(model)))
+    async def _beside(self, parts: Iterator[Result], caller: str = "") -> list[Result]:
+        """Run an errand in the engine's thread; no sequence gets a token during a part of it."""
+        return await asyncio.wrap_future(self._engine.run(parts, caller))
 
     async def num_cached(self, salt: str, token_ids: list[int]) -> int:
         """Tokens of a prompt that the prefix cache has."""
@@ -241,6 +249,17 @@ class EngineQueue:
     async def _run_text(self, work: Callable[[MoE], Result], caller: str, *, heavy: bool) -> Result:
         run = partial(work, self.ready_model())
         return await asyncio.wrap_future(self._text.submit(caller, run, heavy=heavy))
+
+    @contextmanager
+    def _waits(self) -> Iterator[None]:
+        """Count something other than a job as a waiting request. Raises `APIError` as `submit`."""
+        self.ready_model()
+        self._check_room()
+        self._num_texts += 1
+        try:
+            yield
+        finally:
+            self._num_texts -= 1
 
     def _check_room(self) -> None:
         waiting = len(self._waiting) + self._num_texts

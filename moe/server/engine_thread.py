@@ -1,8 +1,9 @@
 """The thread that loads the model and steps its engine: `EngineThread`.
 
-Greenlets belong to one thread, so only this one touches the engine. It runs commands between steps,
-and hands the tokens of a whole step to the event loop in one call. A `GenerationJob` is one HTTP
-request on its way through `moe.server.engine_queue` and the thread.
+Greenlets belong to one thread, so only this one touches the engine. Between two steps it runs all
+commands, which take no time, and one part of what else was asked of it (`Errands`). It hands the
+tokens of a whole step to the event loop in one call. A `GenerationJob` is one HTTP request on its
+way through `moe.server.engine_queue` and the thread.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ import math
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from moe.completion import StreamEvent, places_of
 from moe.engine.engine import StepLoop
@@ -121,6 +123,69 @@ class Listener(Protocol):
         """Loading, or the engine as a whole, has failed. The engine thread ends."""
 
 
+class _Errand(NamedTuple):
+    parts: Iterator[Any]
+    done: list[Any]
+    future: Future[list[Any]]
+
+
+class Errands:
+    """Work that needs the model and is no sequence of the scheduler's, such as a text whose experts
+    are shown: each delays the tokens of all, so one part of one errand runs between two steps.
+
+    An errand that has begun goes on to its end, as it may hold memory; then the next caller has its
+    turn. Any thread may add some.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[_Errand]] = {}  # in the order of turns
+        self._begun: _Errand | None = None
+
+    def add(self, caller: str, parts: Iterator[Result]) -> Future[list[Result]]:
+        """Queue an errand; for the results of its parts. Cancelling the future ends it."""
+        errand = _Errand(parts, [], Future())
+        with self._lock:
+            self._waiting.setdefault(caller, deque()).append(errand)
+        return errand.future
+
+    @property
+    def idle(self) -> bool:
+        return self._begun is None and not self._waiting
+
+    def run_part(self) -> None:
+        """Run the next part, if there is any."""
+        errand = self._begun or self._next()
+        while errand is not None and errand.future.cancelled():
+            errand = self._next()
+        self._begun = errand
+        if errand is None:
+            return
+        try:
+            errand.done.append(next(errand.parts))
+            return
+        except StopIteration:
+            outcome: Exception | None = None
+        except Exception as error:
+            outcome = error
+        self._begun = None
+        if errand.future.set_running_or_notify_cancel():
+            if outcome is None:
+                errand.future.set_result(errand.done)
+            else:
+                errand.future.set_exception(outcome)
+
+    def _next(self) -> _Errand | None:
+        with self._lock:
+            for caller, errands in self._waiting.items():
+                errand = errands.popleft()
+                del self._waiting[caller]
+                if errands:
+                    self._waiting[caller] = errands
+                return errand
+        return None
+
+
 class EngineThread:
     """Loads the model and steps its engine. Its public methods may be called from any thread.
 
@@ -149,6 +214,7 @@ class EngineThread:
         self._loop = loop
         self._reports_waits = reports_waits
         self._places: dict[RunningSequence, tuple[GenerationJob, int, int]] = {}
+        self._errands = Errands()
         self._commands: queue.SimpleQueue[Callable[[StepLoop], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="moe-engine", daemon=True)
         self._thread.start()
@@ -158,7 +224,7 @@ class EngineThread:
         self._commands.put(lambda engine: self._take(engine, job))
 
     def ask(self, work: Callable[[StepLoop], Result]) -> Future[Result]:
-        """Run work between two steps; for its result."""
+        """Run work that takes no time between two steps; for its result."""
         future: Future[Result] = Future()
 
         def run(engine: StepLoop) -> None:
@@ -169,6 +235,12 @@ class EngineThread:
                     future.set_exception(error)
 
         self._commands.put(run)
+        return future
+
+    def run(self, parts: Iterator[Result], caller: str) -> Future[list[Result]]:
+        """Run an errand, a part between two steps; for the results of its parts."""
+        future = self._errands.add(caller, parts)
+        self._commands.put(lambda _: None)  # it may wait for one
         return future
 
     def drop(self, job: GenerationJob) -> None:
@@ -204,6 +276,7 @@ class EngineThread:
         self._post(self._listener.on_loaded, model)
         watched = self._reports_waits
         while self._run_commands(engine):
+            self._errands.run_part()
             start_ns, waited = time.time_ns(), model.expert_wait_seconds if watched else 0.0
             outcomes = [] if engine.idle else self._step(engine)
             if watched and (seconds := model.expert_wait_seconds - waited) > 0:
@@ -220,8 +293,9 @@ class EngineThread:
         }
 
     def _run_commands(self, engine: StepLoop) -> bool:
-        """Run queued commands; waits for one if the engine is idle. False: the thread must end."""
-        block = engine.idle
+        """Run queued commands; waits for one if there is nothing to do. False: the thread must
+        end."""
+        block = engine.idle and self._errands.idle
         while True:
             try:
                 command = self._commands.get(block)

@@ -76,7 +76,7 @@ async def answer(
         build, caller_of(request), heavy=heavy, timeout_s=timeout_s, trace=trace, before=fetch
     )
     job = await while_connected(request.receive, submitted)
-    spend = _spending(request)
+    spend = spending(request)
     spend(job.num_prompt_tokens)
     assert queue.model is not None
     made = make(queue.model.codec, request.scope["request_id"], name)
@@ -173,7 +173,7 @@ def _check_echo(body: GenerationRequest, num_tokens: int) -> None:
         )
 
 
-def _spending(request: Request) -> Callable[[int], object]:
+def spending(request: Request) -> Callable[[int], object]:
     """Counts tokens for the request's API key, if it has one."""
     key = request.scope["api_key"]
     return (lambda _: None) if key is None else key.spend

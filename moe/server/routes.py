@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, model_validator
@@ -18,7 +18,14 @@ from moe.server.bodies import RequestBody, json_body, schema_of
 from moe.server.engine_queue import EngineQueue
 from moe.server.event_stream import while_connected
 from moe.server.fields import MAX_MESSAGES, Items, Json
-from moe.server.generation import answer, caller_of, chat_prompt, check_model, is_heavy
+from moe.server.generation import (
+    answer,
+    caller_of,
+    chat_prompt,
+    check_model,
+    is_heavy,
+    spending,
+)
 from moe.server.image_links import fetch_images
 from moe.server.json_answer import JSONAnswer
 from moe.server.openai.answers import ChatAnswer, CompletionAnswer
@@ -76,7 +83,7 @@ async def count_tokens(
     return await _with_model(
         request,
         body.model,
-        lambda model: {"input_tokens": len(chat_prompt(model, body.chat))},
+        lambda model: (n := len(chat_prompt(model, body.chat)), {"input_tokens": n}),
         body.chat.messages,
     )
 
@@ -108,13 +115,14 @@ async def tokenize(
 ) -> Response:
     """Token ids of a text, or of messages put through the chat template."""
 
-    def work(model: MoE) -> dict[str, Any]:
+    def work(model: MoE) -> tuple[int, Json]:
         prompt = template_messages(body.messages or ()) if body.prompt is None else body.prompt
         limit = most_tokens(model)
         ids = model.codec.encode(prompt, limit, ending=body.ending)
         if len(ids) > limit:
             raise ContextError(f"the text has {len(ids)} tokens; at most {limit} are counted here")
-        return {"tokens": ids, "count": len(ids), "max_model_len": model.context_length}
+        counted = {"tokens": ids, "count": len(ids), "max_model_len": model.context_length}
+        return len(ids), counted
 
     return await _with_model(request, body.model, work, body.messages or ())
 
@@ -125,8 +133,8 @@ async def detokenize(
 ) -> Response:
     """Text of token ids, special tokens included."""
 
-    def work(model: MoE) -> dict[str, Any]:
-        return {"prompt": model.codec.decode(model.codec.encode(body.tokens))}
+    def work(model: MoE) -> tuple[int, Json]:
+        return len(body.tokens), {"prompt": model.codec.decode(model.codec.encode(body.tokens))}
 
     return await _with_model(request, body.model, work)
 
@@ -147,8 +155,10 @@ async def expert_tokens(
 
     async def work() -> Response:
         await fetch_images(request, body.messages or ())
-        ids, texts = await queue.text(encode, caller_of(request), heavy=True)
-        chosen = await queue.between_steps(lambda model: model.expert_choices(ids))
+        caller = caller_of(request)
+        ids, texts = await queue.text(encode, caller, heavy=True)
+        spending(request)(len(ids))
+        chosen = await queue.expert_choices(ids, caller)
         return JSONAnswer({"tokens": texts, "experts": chosen})
 
     return await while_connected(request.receive, work())
@@ -162,22 +172,26 @@ def most_tokens(model: MoE) -> int:
 async def _with_model(
     request: Request,
     name: str | None,
-    work: Callable[[MoE], dict[str, Any]],
+    work: Callable[[MoE], tuple[int, Json]],
     messages: Sequence[ChatMessage] = (),
 ) -> Response:
     """The answer that the model of that name gives, worked out and written off the event loop.
 
     Args:
+        work: how many tokens the request's key pays for, and the answer.
         messages: those whose links to images are fetched before.
     """
     check_model(request.app.state.model_names, name)
     queue: EngineQueue = request.app.state.queue
 
-    def write(model: MoE) -> Response:
-        return JSONAnswer(work(model))
+    def write(model: MoE) -> tuple[int, Response]:
+        tokens, counted = work(model)
+        return tokens, JSONAnswer(counted)
 
     async def answering() -> Response:
         await fetch_images(request, messages)
-        return await queue.text(write, caller_of(request), heavy=is_heavy(request))
+        tokens, answer = await queue.text(write, caller_of(request), heavy=is_heavy(request))
+        spending(request)(tokens)
+        return answer
 
     return await while_connected(request.receive, answering())

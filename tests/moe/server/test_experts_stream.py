@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from itertools import islice, pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from moe import MoE
+from moe import MoE, expert_map
 from moe.cli import main
+from moe.engine.engine import Engine
 from moe.server import experts_stream
+from moe.server.engine_thread import Errands
 from moe.server.experts_stream import ExpertsFeed
 
 STREAM = "/v1/experts/stream"
 SECRET = "zebra quagga okapi"
 BODY = {"model": "tiny", "prompt": SECRET, "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+LONG = BODY | {"max_tokens": 60}
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +97,103 @@ def test_a_text_is_shown_with_the_experts_of_its_tokens(server: Any, model: MoE)
         assert [went.count(expert) for expert in range(len(added[layer]))] == added[layer]
     refused = server.http.post("/v1/experts/tokens", json={"prompt": SECRET, "model": "other"})
     assert refused.status_code == 404
+
+
+def test_parts_of_a_text_have_the_experts_of_the_whole(
+    server: Any, model: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = server.http.post("/v1/experts/tokens", json={"prompt": SECRET}).json()
+    monkeypatch.setattr("moe.expert_map.PART_TOKENS", 7)
+    assert server.http.post("/v1/experts/tokens", json={"prompt": SECRET}).json() == whole
+
+
+@pytest.fixture
+def reading(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the engine does, in order: ``step``, or ``part`` of a text whose experts are shown."""
+    did = list[str]()
+    step, read = Engine.step, expert_map._read
+
+    def stepping(engine: Engine) -> Any:
+        did.append("step")
+        return step(engine)
+
+    def part(*arguments: Any) -> Any:
+        did.append("part")
+        return read(*arguments)
+
+    monkeypatch.setattr(Engine, "step", stepping)
+    monkeypatch.setattr(expert_map, "_read", part)
+    monkeypatch.setattr(expert_map, "PART_TOKENS", 4)
+    return did
+
+
+def test_c11_texts_of_one_client_do_not_hold_up_the_tokens_of_others(
+    server: Any, reading: list[str]
+) -> None:
+    """Of 8 texts at a time one part is read between two steps, though all wait."""
+    done = threading.Event()
+
+    def show() -> None:
+        while not done.is_set():
+            server.http.post("/v1/experts/tokens", json={"prompt": SECRET})
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            threads.submit(show)
+        try:
+            answer = server.http.post("/v1/completions", json=LONG)
+        finally:
+            done.set()
+    assert answer.status_code == 200
+    first, last = reading.index("step"), len(reading) - reading[::-1].index("step")
+    busy = reading[first:last]
+    assert busy.count("part") > 10
+    assert ("part", "part") not in set(pairwise(busy))
+
+
+def test_c11_callers_take_turns_text_by_text() -> None:
+    errands, read = Errands(), list[str]()
+
+    def text(name: str) -> Iterator[str]:
+        for part in range(2):
+            read.append(f"{name}{part}")
+            yield name
+
+    futures = [errands.add("a", text(f"a{n}")) for n in range(3)]
+    futures.append(errands.add("b", text("b")))
+    futures[1].cancel()
+    for _ in range(12):
+        errands.run_part()
+    assert errands.idle
+    assert read == ["a00", "a01", "b0", "b1", "a20", "a21"]
+    assert futures[0].result() == ["a0", "a0"]
+
+    def broken() -> Iterator[int]:
+        yield 1
+        raise ValueError("no")
+
+    begun = errands.add("a", text("c"))
+    errands.run_part()
+    begun.cancel()
+    failed = errands.add("a", broken())
+    for _ in range(3):
+        errands.run_part()
+    assert read[-1] == "c0"
+    with pytest.raises(ValueError, match="no"):
+        failed.result(0)
+
+
+def test_d1_texts_count_among_the_requests_that_wait(serve: Any, gate: Any) -> None:
+    """They cannot be queued beyond `server.max_waiting`."""
+    with serve(max_waiting=3) as server, ThreadPoolExecutor(9) as threads:
+        threads.submit(server.http.post, "/v1/completions", json=LONG)
+        assert gate.reached.wait(20)
+        ask = partial(server.http.post, "/v1/experts/tokens", json={"prompt": SECRET})
+        asked = [threads.submit(ask) for _ in range(8)]
+        done = [each.result() for each in islice(as_completed(asked), 5)]
+        assert {each.status_code for each in done} == {429}
+        gate.open.set()
+        assert sorted(each.result().status_code for each in asked) == [200] * 2 + [429] * 6
 
 
 def test_no_text_of_another_client_is_in_it(server: Any) -> None:

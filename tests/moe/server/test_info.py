@@ -123,6 +123,7 @@ def test_status_and_metrics(wait_for: Any, client: openai.OpenAI, server: Any) -
     assert {n for n in names if not n.endswith("_created")} == {  # a new metric is a decision
         "moe_http_requests_total",
         "moe_prompt_tokens_total",
+        "moe_connections_closed_total",
         "moe_generated_tokens_total",
         "moe_prompt_tokens_waiting",
         "moe_remote_prefills_total",

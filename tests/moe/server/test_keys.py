@@ -85,6 +85,27 @@ def test_keys_of_a_file_have_limits_of_their_own(serve: Any, tmp_path: Path) -> 
         assert ask(b"s3cret").status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/tokenize", {"prompt": "0123456789"}),
+        ("/detokenize", {"tokens": [5] * 10}),
+        ("/v1/experts/tokens", {"prompt": "0123456789"}),
+        ("/v1/messages/count_tokens", {"model": "tiny", "messages": [
+            {"role": "user", "content": "0123456789"}]}),
+    ],
+)  # fmt: skip
+def test_every_route_that_reads_a_text_costs_its_tokens(
+    route: str, body: Any, serve: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(FILE)
+    with serve(keys=path) as server:
+        answers = [server.http.post(route, json=body, headers=header(b"third")) for _ in range(2)]
+        assert [answer.status_code for answer in answers] == [200, 429]
+        assert "10 tokens a day" in answers[1].text
+
+
 def test_keys_share_no_known_prefixes(serve: Any, text_checkpoint: Path, tmp_path: Path) -> None:
     """With a prefix cache by default, times would tell one tenant what another has asked."""
     path = tmp_path / "keys"
