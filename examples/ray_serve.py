@@ -51,10 +51,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from moe import MoE
-from moe.loading.hub import public_name
+from moe.loading.local import public_name
 from moe.server.guard import LOOPBACK_NAMES
 from moe.server.keys import make_keys
-from moe.server.serve import Service, bind
+from moe.server.listener import bind
+from moe.server.serve import Service
 from moe.settings import ServerSettings
 from moe.settings.profile import load_profile
 

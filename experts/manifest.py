@@ -12,15 +12,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from experts.safetensors_io import (
-    FileRecord,
-    HeaderError,
-    contained,
-    digest_of,
-    parse_json,
-    read_small,
-    write_bytes,
-)
+from experts.files import HeaderError, read_small
+from experts.safetensors_io import FileRecord, contained, digest_of, parse_json, write_bytes
 from experts.weights import ExpertShape
 from kernels.planes import PrefixBits
 

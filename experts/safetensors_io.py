@@ -25,7 +25,6 @@ import json
 import math
 import mmap
 import os
-import stat
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -38,9 +37,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from experts.files import LFS_POINTER, LFS_REFUSAL, MAX_DIMENSION, HeaderError, open_regular
+
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own limit
-MAX_SMALL_BYTES = 64 << 20
-MAX_DIMENSION = 1 << 48  # beyond any memory; keeps products of sizes inside torch's int64
 MAX_DIMENSIONS = 64  # torch's own limit
 
 DTYPES: dict[str, torch.dtype] = {
@@ -62,15 +61,6 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class HeaderError(Exception):
-    """Why a file is refused; the caller adds which file it is."""
-
-
-LFS_POINTER = b"version https://git-lfs"
-"""The beginning of what a clone without Git LFS has in place of a large file."""
-LFS_REFUSAL = "is a pointer of Git LFS, not the file; run git lfs pull where it was cloned"
 
 
 @dataclass(frozen=True)
@@ -243,30 +233,6 @@ def contained(directory: Path, name: str) -> Path:
             f"is a link out of the model directory (to {real}); pass the directory it points into"
         )
     return real
-
-
-def open_regular(path: Path) -> tuple[int, os.stat_result]:
-    """Open a plain file for reading. Raises `OSError`, or `HeaderError` for anything else."""
-    # O_NONBLOCK: a FIFO must be refused, not waited for
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise HeaderError("is not a regular file")
-    return fd, status
-
-
-def read_small(path: Path, most: int = MAX_SMALL_BYTES) -> bytes:
-    """A file of settings or the like: a plain file of at most ``most`` bytes. Raises `OSError`."""
-    try:
-        fd, status = open_regular(path)
-    except HeaderError as error:
-        raise OSError(errno.EINVAL, str(error), str(path)) from None
-    with open(fd, "rb") as file:
-        content = file.read(most + 1) if status.st_size <= most else None
-    if content is None or len(content) > most:
-        raise OSError(errno.EFBIG, f"has more than {most} bytes", str(path))
-    return content
 
 
 def open_tensors(directory: Path, name: str) -> OpenFile:

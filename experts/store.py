@@ -19,12 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from experts.files import HeaderError
 from experts.layer_file import WHOLE, blob_name, layer_entries, plane_name, read_layer
 from experts.manifest import Manifest, MoELayerRecord, StoreError, read_manifest
 from experts.safetensors_io import (
     Entry,
     FileRecord,
-    HeaderError,
     OpenFile,
     TensorInfo,
     digest_of,

@@ -6,6 +6,10 @@ are no ``MoEError``. Invariants of our own code are ``assert`` statements instea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+MAX_LISTED = 50
+
 
 class MoEError(ValueError):
     """Base of every error that a user's input can cause."""
@@ -57,3 +61,12 @@ class RankError(RuntimeError):
 
 class RankLostError(RuntimeError):
     """A rank of the launch is gone or makes no progress; the message names it and the reason."""
+
+
+def listing(title: str, problems: Sequence[str]) -> str:
+    """`title` and one indented line a problem, cut after `MAX_LISTED` with the number left out."""
+    lines = [f"{title} ({len(problems)} problem{'s' if len(problems) != 1 else ''}):"]
+    lines += [f"  - {problem}" for problem in problems[:MAX_LISTED]]
+    if len(problems) > MAX_LISTED:
+        lines.append(f"  ... and {len(problems) - MAX_LISTED} more")
+    return "\n".join(lines)

@@ -12,7 +12,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from experts.safetensors_io import digest_of, read_small, write_bytes
+from experts.files import read_small
+from experts.safetensors_io import digest_of, write_bytes
 
 FILE_NAME = "hot-set.json"
 _logger = logging.getLogger("moe")

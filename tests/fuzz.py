@@ -46,7 +46,8 @@ _INSTRUMENTED = [
 
 
 def header(data: bytes) -> None:
-    from experts.safetensors_io import HeaderError, read_header
+    from experts.files import HeaderError
+    from experts.safetensors_io import read_header
 
     file = _DIRECTORY / "header.safetensors"
     file.write_bytes(data)
@@ -77,7 +78,7 @@ def config(data: bytes) -> None:
 
 
 def gguf(data: bytes) -> None:
-    from experts.safetensors_io import HeaderError
+    from experts.files import HeaderError
     from moe.errors import MoEError
     from moe.loading.gguf.config import gguf_config
     from moe.loading.gguf.header import read_gguf

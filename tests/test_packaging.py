@@ -242,13 +242,3 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours() -> None:
         if re.search(r"pip3? install|uvx? |pipx", line) and "moe-inference" in line
     ]
     assert not found
-
-
-def test_the_command_answers_before_anything_heavy_is_imported() -> None:
-    code = (
-        "import sys; from moe.cli import main\ntry: main(['--version'])\nexcept SystemExit: pass\n"
-    )
-    code += "print(*{'torch', 'transformers', 'numpy', 'pydantic', 'rich'} & set(sys.modules))"
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
-    assert done.stdout.splitlines()[1:] == [""], done.stdout

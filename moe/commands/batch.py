@@ -29,7 +29,7 @@ from moe.commands.terminal import load
 from moe.completion import StreamEvent, places_of
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError, StructureError
-from moe.loading.hub import public_name
+from moe.loading.local import public_name
 from moe.model import MoE
 from moe.sequence import RunningSequence
 from moe.server.bodies import RequestBody, parse

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,22 +63,23 @@ def load_settings(options: argparse.Namespace) -> Any:
 
 
 def run_model(options: argparse.Namespace) -> int:
+    from moe.server.listener import bind
     from moe.settings.profile import parse_assignments
 
     overrides = parse_assignments(options.settings)
-    with importing():
-        from moe.commands.run.command import run
+    _check(options.model)
+    with nullcontext() if options.dry_run else bind(options.host, options.port) as listener:
+        with importing():
+            from moe.commands.run.command import run
 
-    return run(
-        options.model,
-        overrides,
-        dry_run=options.dry_run,
-        yes=options.yes,
-        host=options.host,
-        port=options.port,
-        api_key=options.api_key,
-        secured=_secured(options),
-    )
+        return run(
+            options.model,
+            overrides,
+            listener=listener,
+            yes=options.yes,
+            api_key=options.api_key,
+            secured=_secured(options),
+        )
 
 
 def _secured(options: argparse.Namespace) -> dict[str, str | None]:
@@ -93,6 +94,7 @@ def convert(options: argparse.Namespace) -> int:
         )
     if options.verify:
         return _verify(Path(options.model))
+    _check(options.model)
     with importing():
         from moe.commands.convert.bit_allocation import BitBudget
         from moe.commands.convert.convert import convert as run
@@ -137,6 +139,7 @@ def _verify(directory: Path) -> int:
 
 def evaluate(options: argparse.Namespace) -> int:
     profile = load_settings(options)
+    _check(options.model)
     with importing():
         from moe.commands.evaluate.command import run
 
@@ -152,6 +155,7 @@ def evaluate(options: argparse.Namespace) -> int:
 
 def trace(options: argparse.Namespace) -> int:
     profile = load_settings(options)
+    _check(options.model)
     with importing():
         from moe.commands.trace.command import run
 
@@ -174,6 +178,7 @@ def inspect_store(options: argparse.Namespace) -> int:
 
 def calibrate(options: argparse.Namespace) -> int:
     profile = load_settings(options)
+    _check(options.model)
     with importing():
         from moe.commands.calibrate.calibrate import calibrate as run
 
@@ -184,6 +189,7 @@ def calibrate(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     profile = load_settings(options)
+    _check(options.model)
     if options.ranks is not None:
         with importing():
             from moe.commands.plan.rank_command import run as run_ranks
@@ -209,6 +215,7 @@ def plan(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     profile = load_settings(options)
+    _check(options.model)
     with importing():
         from moe.commands.bench import run
 
@@ -263,18 +270,20 @@ def serve(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     if _worked(options.model, profile):
         return 0
-    with importing():
-        from moe.server.serve import serve as run
+    from moe.server.listener import bind
 
-    return run(
-        options.model,
-        profile,
-        options.host,
-        options.port,
-        options.api_key,
-        options.served_model_name,
-        **_secured(options),
-    )
+    with bind(options.host, options.port) as listener:
+        with importing():
+            from moe.server.serve import serve as run
+
+        return run(
+            options.model,
+            profile,
+            listener,
+            options.api_key,
+            options.served_model_name,
+            **_secured(options),
+        )
 
 
 def top(options: argparse.Namespace) -> int:
@@ -300,6 +309,8 @@ def _batch(options: argparse.Namespace, profile: Any) -> int:
 def _worked(model: str, profile: Any) -> bool:
     """Run this process as a worker rank until rank 0 stops; False if it is not a worker.
 
+    A process without ranks only checks the model; ranks find the same fault together.
+
     Raises:
         MoEError: the model cannot be loaded, or the ranks do not come together.
         RankLostError: rank 0 is lost.
@@ -313,6 +324,7 @@ def _worked(model: str, profile: Any) -> bool:
 
     launch = required_launch(profile.profile)
     if launch is None:
+        _check(model)
         return False
     end_with_parent()
     if launch.rank == 0:  # launchers turn a terminal's SIGINT, sent to all, into SIGTERM
@@ -331,6 +343,13 @@ def _worked(model: str, profile: Any) -> bool:
             signal.signal(number, signal.SIG_IGN)
         loaded.serve_rank()
     return True
+
+
+def _check(model: str) -> None:
+    """Refuse a model for what its name and small files say, before torch is imported."""
+    from moe.loading.local import check_model
+
+    check_model(model)
 
 
 def _prompt_of(argument: str | None) -> str:

@@ -21,35 +21,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from experts.safetensors_io import (
-    HeaderError,
-    OpenFile,
-    TensorInfo,
-    contained,
-    open_tensors,
-    pread_exactly,
-    read_small,
-)
+from experts.files import HeaderError, read_small
+from experts.safetensors_io import OpenFile, TensorInfo, contained, open_tensors, pread_exactly
 from kernels.planes import PlaneFormat
 from kernels.scales import GroupScales
-from moe.errors import CheckpointError
+from moe.errors import CheckpointError, listing
 from moe.loading.plan import LoadPlan, make_plan
+from moe.loading.remote.names import PICKLE_SUFFIXES
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 MTP_NAME = "mtp.safetensors"
 """A file beside the model's with its multi-token-prediction layer."""
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-MAX_LISTED = 50
-
-
-def listing(title: str, problems: Sequence[str]) -> str:
-    """`title` and one indented line a problem, cut after `MAX_LISTED` with the number left out."""
-    lines = [f"{title} ({len(problems)} problem{'s' if len(problems) != 1 else ''}):"]
-    lines += [f"  - {problem}" for problem in problems[:MAX_LISTED]]
-    if len(problems) > MAX_LISTED:
-        lines.append(f"  ... and {len(problems) - MAX_LISTED} more")
-    return "\n".join(lines)
 
 
 Span = tuple[Path, int, int]

@@ -24,8 +24,8 @@ from transformers.core_model_loading import build_glob_alternation
 from experts.linear import QuantizedLinear
 from experts.safetensors_io import TensorInfo, fresh
 from experts.weights import is_finite
-from moe.errors import CheckpointError
-from moe.loading.checkpoint import Checkpoint, listing
+from moe.errors import CheckpointError, listing
+from moe.loading.checkpoint import Checkpoint
 from moe.loading.plan import Index, LoadPlan, WeightConversion
 from moe.loading.progress import LoadProgress, Report
 from moe.network.seam import experts_modules, parents_of

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from moe.loading.progress import size_text
 from moe.network.kv_blocks import window_tokens
 from moe.network.kv_policy import KVPolicy
 from offload.offloaded import HOST
@@ -195,9 +196,3 @@ class MemoryPlan:
         policy = None if self.kv_policy is None else str(self.kv_policy)
         counted = {"needed_bytes": self.needed_bytes, "fits": self.fits}
         return asdict(self) | counted | {"kv_policy": policy}
-
-
-def size_text(number: int) -> str:
-    """Bytes in MiB or GiB, eight columns of them."""
-    unit, name = (GIB, "GiB") if number >= GIB else (2**20, "MiB")
-    return f"{number / unit:8.2f} {name}"

@@ -72,3 +72,9 @@ def _bar() -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
+
+
+def size_text(number: int) -> str:
+    """Bytes in MiB or GiB, eight columns of them."""
+    unit, name = (2**30, "GiB") if number >= 2**30 else (2**20, "MiB")
+    return f"{number / unit:8.2f} {name}"

@@ -29,8 +29,8 @@ from kernels.planes import (
     quantize,
 )
 from kernels.scales import GroupScales
-from moe.errors import CheckpointError, UnsupportedModelError
-from moe.loading.checkpoint import LOCAL, ByteSource, Checkpoint, listing
+from moe.errors import CheckpointError, UnsupportedModelError, listing
+from moe.loading.checkpoint import LOCAL, ByteSource, Checkpoint
 from moe.loading.gguf.checkpoint import GgufCheckpoint, gguf_coding
 from moe.loading.schemes import (
     Coding,

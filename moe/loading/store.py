@@ -28,8 +28,8 @@ from experts.store import Store
 from experts.weights import is_finite, is_interleaved
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts
-from moe.errors import CheckpointError, ProfileError
-from moe.loading.checkpoint import Checkpoint, listing
+from moe.errors import CheckpointError, ProfileError, listing
+from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import DtypeFor, LoadReport, WeightPlan, plan_weights
 from moe.loading.memory_plan import Offloadable
 from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, without_tied

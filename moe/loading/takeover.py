@@ -21,8 +21,8 @@ from experts.weights import quantize_experts
 from kernels import ExpertWeights, QuantizedExperts, arrange_experts
 from kernels.planes import PREFIX_BITS, PlaneLayout, PrefixBits
 from kernels.reference import AnyExperts
-from moe.errors import CheckpointError
-from moe.loading.checkpoint import Checkpoint, listing
+from moe.errors import CheckpointError, listing
+from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import DtypeFor, LoadReport, WeightPlan, load_weights
 from moe.loading.own_planes import OwnPlanes, OwnReader
 from moe.loading.progress import LoadProgress, Report

@@ -24,10 +24,10 @@ from moe.errors import CalibrationError, DoesNotFitError, ProfileError
 from moe.images.towers import PlannedTowers, plan_towers
 from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
-from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable, size_text
+from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable
 from moe.loading.meta_model import build_meta_model, has_towers
 from moe.loading.mtp import NOT_ASKED
-from moe.loading.progress import Report
+from moe.loading.progress import Report, size_text
 from moe.loading.quantized import decoding_notices
 from moe.loading.sources import WeightSource, open_source
 from moe.machine import memory_available, memory_total, spread_memory

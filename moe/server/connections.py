@@ -26,8 +26,8 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-MOST = 2048
-"""Most connections, however many descriptors there are."""
+from moe.server.listener import MOST
+
 RESERVED = 256
 """Descriptors for the model's files, our processes and links, beside those that are open."""
 TURNED_AWAY = 32

@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 
-from experts.safetensors_io import read_small
+from experts.files import read_small
 from moe.errors import MoEError
 from moe.server.errors import APIError
 

@@ -1,7 +1,7 @@
 """The process of ``moe serve``: `serve` runs a `Service` until a signal or a failure ends it.
 
-The socket is bound before the model is loaded: a port in use is an error at once, and health probes
-get answers meanwhile. SIGTERM or Ctrl-C drains; a second one ends the process at once.
+The socket is bound before the model is loaded, so health probes get answers meanwhile. SIGTERM or
+Ctrl-C drains; a second one ends the process at once.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from starlette.types import ASGIApp
 
 from moe.errors import MoEError, ProfileError
 from moe.extras import install_line, is_installed
-from moe.loading.hub import public_name
+from moe.loading.local import public_name
 from moe.loading.memory_plan import MemoryPlan
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.model import MoE
 from moe.server.app import create_app
-from moe.server.connections import MOST, Acceptor, Crowd, TimedProtocol, most_connections
+from moe.server.connections import Acceptor, Crowd, TimedProtocol, most_connections
 from moe.server.engine_queue import EngineQueue
 from moe.server.guard import LOOPBACK_NAMES
 from moe.server.keys import ApiKeys, make_keys
@@ -221,28 +221,10 @@ def make_tls(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None
     return context
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound TCP socket; port 0 takes a free one. Raises `MoEError` if it cannot be bound."""
-    if not host:  # sockets read an empty host as every address
-        raise MoEError("the host is empty; give one, or leave out --host for 127.0.0.1")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listener = socket.create_server((host, port), family=family, backlog=MOST)
-    except (OSError, OverflowError) as error:
-        raise MoEError(
-            f"cannot listen on {host} port {port}: {error}; choose another with --port or --host"
-        ) from None
-    # Without this, tokens wait for the client's delayed acknowledgements (40 ms). asyncio sets it
-    # only for sockets made with an explicit protocol. Accepted connections inherit it.
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return listener
-
-
 def serve(
     name: str | Path,
     profile: LoadedProfile,
-    host: str,
-    port: int,
+    listener: socket.socket,
     api_key: str | None,
     served_names: Sequence[str] = (),
     api_key_file: str | None = None,
@@ -252,6 +234,7 @@ def serve(
     """``moe serve``; returns the exit code.
 
     Args:
+        listener: see `moe.server.listener.bind`; it is closed at the end.
         served_names: names that requests may use; empty: the name of the directory or hub id.
         api_key_file: see `moe.server.keys`.
         ssl_certfile, ssl_keyfile: PEM files for HTTPS; None: HTTP.
@@ -266,7 +249,7 @@ def serve(
         load=partial(_load, name, profile),
         model_names=served_names or [own_name],
         profile=profile,
-        listener=bind(host, port),
+        listener=listener,
         keys=keys,
         tls=make_tls(ssl_certfile, ssl_keyfile),
         telemetry=_telemetry() if profile.profile.server.traces else None,

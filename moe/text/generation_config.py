@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experts.safetensors_io import read_small
+from experts.files import read_small
 from moe.errors import CheckpointError, RequestError
 from moe.sampling.params import SamplingParams
 

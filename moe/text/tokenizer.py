@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from experts.safetensors_io import read_small
+from experts.files import read_small
 from moe.errors import CheckpointError, ContextError, RequestError
 from moe.network.prompt_rows import PromptRows
 from moe.text.chat import (

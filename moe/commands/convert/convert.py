@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from experts.files import HeaderError
 from experts.layer_file import layer_file_name, layer_record, write_layer
 from experts.manifest import (
     JOURNAL_NAME,
@@ -35,7 +36,6 @@ from experts.manifest import (
 from experts.safetensors_io import (
     Entry,
     FileRecord,
-    HeaderError,
     contained,
     read_record,
     sync_directory,
@@ -52,10 +52,9 @@ from moe.images.towers import read_towers
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import ModelFiles, reach_model, read_config
 from moe.loading.load import plan_weights
-from moe.loading.memory_plan import size_text
 from moe.loading.meta_model import build_meta_model, has_towers
 from moe.loading.mtp import plan_mtp
-from moe.loading.progress import Report, reporting
+from moe.loading.progress import Report, reporting, size_text
 from moe.loading.quantized import decoding_notices, open_checkpoint
 from moe.loading.takeover import Takeover, prefixes_of, quantizes
 from moe.network.adopt import check_experts

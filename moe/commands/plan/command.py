@@ -44,7 +44,8 @@ from moe.commands.plan.speeds import (
 from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
 from moe.loader import expert_backend, routing_policies
-from moe.loading.hub import ModelFiles, experts_per_token, public_name, reach_model
+from moe.loading.hub import ModelFiles, experts_per_token, reach_model
+from moe.loading.local import public_name
 from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.block_diffusion import schedule_of, writes_blocks

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from experts.manifest import Bits
 from moe.errors import DoesNotFitError
-from moe.loading.memory_plan import MemoryPlan, Offloadable, size_text
+from moe.loading.memory_plan import MemoryPlan, Offloadable
+from moe.loading.progress import size_text
 from moe.memory.budget import LEAST_POOL, plan_memory
 from moe.memory.footprint import Footprint
 from moe.settings.profile import LoadedProfile, load_profile

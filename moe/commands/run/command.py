@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from moe.commands.plan.speeds import cache_speed, product_speed, step_speeds, to
 from moe.commands.run.choice import TRUNK_BITS, RunChoice, choose_run
 from moe.commands.run.facts import GROUP_SIZE, RunFacts, look_at, store_path, stores_of
 from moe.errors import ProfileError
-from moe.loading.hub import public_name, reach_model
-from moe.loading.memory_plan import size_text
+from moe.loading.hub import reach_model
+from moe.loading.local import public_name
+from moe.loading.progress import size_text
 from moe.loading.remote.repository import HubUnreachableError
 from moe.server.serve import serve
 from moe.settings import ModelSettings
@@ -76,17 +78,16 @@ def run(
     name: str,
     overrides: Mapping[str, Any],
     *,
-    dry_run: bool,
+    listener: socket.socket | None,
     yes: bool,
-    host: str,
-    port: int,
     api_key: str | None,
     secured: Mapping[str, str | None],
 ) -> int:
-    """Print the choice and its reasons; then, unless ``dry_run``, convert and serve.
+    """Print the choice and its reasons; then convert and serve.
 
     Args:
         overrides: what the user set of the profile, by key.
+        listener: where to serve; None: only say what would be done.
         yes: convert without asking.
         secured: further arguments of `moe.server.serve.serve`.
 
@@ -96,8 +97,8 @@ def run(
     """
     made = plan_run(name, overrides)
     for line in explain(made):
-        print(line, file=sys.stdout if dry_run else sys.stderr)
-    if dry_run:
+        print(line, file=sys.stdout if listener is None else sys.stderr)
+    if listener is None:
         print("the same in single commands:", *made.commands, sep="\n  ")
         return 0
     if made.choice.convert:
@@ -112,7 +113,7 @@ def run(
             on_notice=lambda notice: print(f"moe: {notice}", file=sys.stderr),
         )
     profile = load_profile(made.choice.profile, made.settings)
-    return serve(made.served, profile, host, port, api_key, [public_name(name)], **secured)
+    return serve(made.served, profile, listener, api_key, [public_name(name)], **secured)
 
 
 def plan_run(name: str, overrides: Mapping[str, Any]) -> RunPlan:

@@ -18,7 +18,8 @@ from experts.safetensors_io import digest_of
 from moe.commands.plan.command import model_sizes
 from moe.commands.plan.decode_speed import DecodeSizes
 from moe.commands.run.choice import SHORT_WAVE, TRUNK_BITS, WAVE, RunMachine, RunModel
-from moe.loading.hub import ModelFiles, public_name
+from moe.loading.hub import ModelFiles
+from moe.loading.local import public_name
 from moe.memory.planning import PlannedModel, host_room, planning
 from moe.network.seam import expert_shape, experts_modules
 from moe.settings import Profile

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experts.safetensors_io import HeaderError
+from experts.files import HeaderError
 from moe.loading.gguf.layouts import (
     DECAY,
     KEY_PAIRS,

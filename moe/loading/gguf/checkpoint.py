@@ -28,9 +28,9 @@ from moe.errors import CheckpointError
 from moe.loading.checkpoint import LOCAL, ByteSource, Checkpoint
 from moe.loading.gguf.architectures import NAMES, Architecture
 from moe.loading.gguf.config import ROTARY_TENSORS, architecture
-from moe.loading.gguf.directory import open_all
 from moe.loading.gguf.header import FLOATS, GgufTensor, decode, kind_name, package
 from moe.loading.gguf.layouts import AS_IT_IS, WHOLE, Part, TensorLayout
+from moe.loading.gguf.parts import open_all
 from moe.loading.gguf.planes import TYPES
 from moe.loading.plan import Index, LoadPlan, WeightConversion, adjusted, without_tied
 from moe.loading.schemes import Coding

@@ -13,10 +13,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from experts.safetensors_io import HeaderError
+from experts.files import HeaderError
 from moe.errors import UnsupportedModelError
 from moe.loading.gguf.architectures import ARCHITECTURES, DEFAULTS, KEYS, Architecture
 from moe.loading.gguf.header import FLOATS, GgufTensor, kind_name
+from moe.loading.gguf.parts import check_experts
 
 SHOWN = (
     "vocab_size",
@@ -299,13 +300,9 @@ def _shown(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Any]:
     """What tensors tell: sizes of things that are made before the loader compares shapes."""
+    check_experts(name, {tensor for own in layers for tensor in own})
     sparse = [number for number, own in enumerate(layers) if "ffn_gate_inp.weight" in own]
     experts = [_experts(layers[number], f"blk.{number}.", shapes) for number in sparse]
-    if not experts:
-        raise UnsupportedModelError(
-            "none of its layers has experts (tensors ffn_gate_inp and ffn_down_exps), and dense "
-            f"models of architecture {name} are not supported"
-        )
     told: dict[str, Any] = {
         known.sizes["experts"]: experts[0][0],
         known.sizes["width"]: experts[0][1],

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
-import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -18,14 +16,14 @@ from pathlib import Path
 
 import numpy as np
 
-from experts.safetensors_io import HeaderError
+from experts.files import HeaderError
 from moe.errors import CheckpointError, UnsupportedModelError
-from moe.loading.checkpoint import listing
 from moe.loading.gguf.config import gguf_config, rotary_tensors
-from moe.loading.gguf.header import GgufFile, GgufTensor, open_gguf, package
+from moe.loading.gguf.header import GgufTensor, package
+from moe.loading.gguf.parts import parts_of, read_headers
 from moe.loading.gguf.tokenizer import write_tokenizer
+from moe.loading.remote.names import SPLIT
 
-SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _made: set[Path] = set()
 
 
@@ -41,7 +39,7 @@ def gguf_directory(file: Path, *, tokenizer: bool = True) -> Path:
         UnsupportedModelError: its architecture is not known, or the package ``gguf`` is absent.
     """
     package()
-    parts = [part.resolve() for part in _parts(file)]
+    parts = [part.resolve() for part in parts_of(file)]
     try:
         seen = tuple((part, part.stat().st_size, part.stat().st_mtime_ns) for part in parts)
     except OSError as error:
@@ -54,23 +52,9 @@ def is_made(directory: Path) -> bool:
     return directory in _made
 
 
-def _parts(file: Path) -> list[Path]:
-    """All parts of a split file, of which `file` is the first."""
-    split = SPLIT.fullmatch(file.name)
-    if split is None:
-        return [file]
-    stem, number, count = split[1], int(split[2]), int(split[3])
-    if number != 1:
-        raise CheckpointError(f"{file} is part {number} of {count}; name the first part")
-    parts = [file.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
-    if missing := [part.name for part in parts if not part.is_file()]:
-        raise CheckpointError(listing(f"parts of {file} are missing", missing))
-    return parts
-
-
 @lru_cache(maxsize=4)
 def _directory(name: str, seen: tuple[tuple[Path, int, int], ...], tokenizer: bool) -> Path:
-    metadata, tensors = _headers([path for path, *_ in seen])
+    metadata, tensors = read_headers([path for path, *_ in seen])
     try:
         config = gguf_config(metadata, tensors, _rotary_divisors(tensors))
     except HeaderError as error:
@@ -100,38 +84,3 @@ def _rotary_divisors(tensors: Mapping[str, GgufTensor]) -> dict[str, list[float]
         ).tolist()
         for name, tensor in rotary_tensors(tensors).items()
     }
-
-
-def _headers(paths: list[Path]) -> tuple[dict[str, object], dict[str, GgufTensor]]:
-    """The first part's keys, and the tensors of all."""
-    files = open_all(paths)
-    for file in files:
-        os.close(file.fd)
-    first = files[0].metadata
-    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
-    stated = first.get("split.count", 1), first.get("split.tensors.count", len(tensors))
-    if stated not in ((len(files), len(tensors)), (0, len(tensors))):
-        raise CheckpointError(
-            f"{paths[0]} is one of {stated[0]} parts with {stated[1]} tensors, and {len(files)} "
-            f"with {len(tensors)} are here; give it the names of parts (-00001-of-0000N.gguf) again"
-        )
-    return first, tensors
-
-
-def open_all(paths: list[Path]) -> list[GgufFile]:
-    """The files, open. Raises `CheckpointError` listing what is wrong with all of them."""
-    files: list[GgufFile] = []
-    problems: list[str] = []
-    for path in paths:
-        try:
-            files.append(open_gguf(path))
-        except HeaderError as error:
-            problems.append(f"{path}: {error}")
-            continue
-        for name in files[-1].tensors.keys() & {n for f in files[:-1] for n in f.tensors}:
-            problems.append(f"{path}: tensor {name!r} is also in another part")
-    if problems:
-        for file in files:
-            os.close(file.fd)
-        raise CheckpointError(listing("cannot use these GGUF files", problems))
-    return files

@@ -18,13 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.safetensors_io import (
-    LFS_POINTER,
-    LFS_REFUSAL,
-    MAX_DIMENSION,
-    HeaderError,
-    open_regular,
-)
+from experts.files import LFS_POINTER, LFS_REFUSAL, MAX_DIMENSION, HeaderError, open_regular
 from moe.errors import UnsupportedModelError
 from moe.extras import install_line
 

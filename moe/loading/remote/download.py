@@ -23,10 +23,10 @@ from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.file_download import repo_folder_name
 
-from experts.safetensors_io import CHUNK_BYTES, MAX_SMALL_BYTES, write_bytes
+from experts.files import MAX_SMALL_BYTES
+from experts.safetensors_io import CHUNK_BYTES, write_bytes
 from moe.errors import CheckpointError
-from moe.loading.memory_plan import size_text
-from moe.loading.progress import LoadProgress, Report
+from moe.loading.progress import LoadProgress, Report, size_text
 from moe.loading.remote.names import COPIES, PATTERNS, HubName, choose_files
 from moe.loading.remote.repository import HubFile, Repository, hub_errors
 

@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 from moe.errors import CheckpointError
-from moe.loading.checkpoint import PICKLE_SUFFIXES
-from moe.loading.gguf.directory import SPLIT
-from moe.loading.memory_plan import size_text
+from moe.loading.progress import size_text
 
 _PART = r"[A-Za-z0-9][\w.-]{0,95}"
 _NAME = re.compile(
@@ -28,6 +26,9 @@ _QUANT = re.compile(
 )
 _BESIDE = ("mmproj", "imatrix")  # GGUF files that are no language model
 
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""Names of the parts of one GGUF file."""
 PATTERNS = (
     *("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"),
     *("LICENSE*", "NOTICE*"),

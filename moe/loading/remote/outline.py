@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from experts.files import HeaderError
 from experts.manifest import MANIFEST_NAME
-from experts.safetensors_io import MAX_HEADER_BYTES, HeaderError
+from experts.safetensors_io import MAX_HEADER_BYTES
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import INDEX_NAME
 from moe.loading.gguf.config import rotary_tensors

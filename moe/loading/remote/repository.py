@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from experts.safetensors_io import MAX_SMALL_BYTES
+from experts.files import MAX_SMALL_BYTES
 from moe.errors import CheckpointError
 from moe.loading.remote.answers import ask, commit_of, list_files, pause, untrusted
 from moe.loading.remote.names import ChosenFiles, HubName, choose_files

@@ -39,7 +39,8 @@ from moe.commands.convert.convert import convert
 from moe.errors import CalibrationError, CheckpointError, RequestError
 from moe.loading.gguf.architectures import ARCHITECTURES as TABLE
 from moe.loading.gguf.tokenizer import SPLITS
-from moe.loading.hub import public_name, read_config, resolve_model
+from moe.loading.hub import read_config, resolve_model
+from moe.loading.local import public_name
 from moe.loading.meta_model import build_meta_model
 from moe.loading.quantized import decoding_notices, open_checkpoint
 from moe.loading.store import read_layers

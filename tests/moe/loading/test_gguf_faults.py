@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from examples.models import gguf_files
 from examples.models.gguf_files import write_model
 from examples.models.tiny import tiny_model
-from experts.safetensors_io import HeaderError
+from experts.files import HeaderError
 from moe import MoE
 from moe.errors import CheckpointError, MoEError, UnsupportedModelError
 from moe.loading.gguf.config import rotary_tensors

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe.errors import CheckpointError
-from moe.loading.hub import public_name, resolve_model
+from moe.loading.hub import resolve_model
+from moe.loading.local import public_name
 from moe.loading.remote.names import HubName, at_revision, choose_files
 from moe.loading.remote.repository import Repository
 

@@ -24,7 +24,8 @@ from moe.engine.engine import Engine
 from moe.sampling.batch import Token
 from moe.sequence import Delta, RunningSequence
 from moe.server.keys import make_keys
-from moe.server.serve import Service, bind
+from moe.server.listener import bind
+from moe.server.serve import Service
 from moe.settings.profile import load_profile
 from tests.moe.text.tool_calls.templates import HERMES
 

@@ -15,7 +15,8 @@ from moe import MoE
 from moe.errors import MoEError
 from moe.server import keys as keys_module
 from moe.server.keys import make_keys
-from moe.server.serve import Service, bind, make_tls
+from moe.server.listener import bind
+from moe.server.serve import Service, make_tls
 from moe.settings.profile import load_profile
 from tests.moe.server.conftest import Running
 

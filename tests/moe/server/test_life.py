@@ -17,7 +17,8 @@ from moe.engine.engine import Engine
 from moe.errors import MoEError
 from moe.loading.progress import LoadProgress
 from moe.sequence import RunningSequence
-from moe.server.serve import Service, _load, bind
+from moe.server.listener import bind
+from moe.server.serve import Service, _load
 from moe.settings.profile import load_profile
 
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}

@@ -22,7 +22,8 @@ from kernels import ExpertWeights
 from moe import MoE
 from moe.errors import ProfileError
 from moe.server import remote_prefill
-from moe.server.serve import Service, _secret, bind
+from moe.server.listener import bind
+from moe.server.serve import Service, _secret
 from moe.settings.profile import load_profile
 from offload.layer import held_experts
 from tests.launched import Launch, free_port

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from moe.cli import main
-from moe.server.serve import bind
+from moe.server.listener import bind
 
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
 SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}

@@ -23,7 +23,8 @@ from moe.errors import ProfileError
 from moe.loading.memory_plan import GIB
 from moe.server import serve as serving
 from moe.server import telemetry
-from moe.server.serve import Service, bind
+from moe.server.listener import bind
+from moe.server.serve import Service
 from moe.server.telemetry import Telemetry, make_telemetry
 from moe.settings import ModelSettings
 from moe.settings.profile import load_profile
