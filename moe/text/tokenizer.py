@@ -10,6 +10,7 @@ import base64
 import json
 import math
 import operator
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +27,8 @@ from moe.text.chat import (
     with_calls,
     with_reasoning,
 )
+from moe.text.control_tokens import ControlTokens, Masks, Ranges
+from moe.text.conversation import render_whole
 from moe.text.detokenize import IncrementalDecoder, special_token_ids, without_panics
 from moe.text.generation_config import GENERATION_CONFIG, read_generation_config
 from moe.text.renderer import RENDERERS
@@ -158,13 +161,15 @@ class TextCodec:
             messages, images = take_images(prompt)
             if images and isinstance(self.images, str):
                 raise RequestError(f"the messages have images, and {self.images}")
-            text = self._chat_text(messages, settings or {}, {"tools": tools, **ending})
+            text, spelled = self._chat_text(messages, settings or {}, tools, ending)
             if images:
                 assert not isinstance(self.images, str)
                 self._check_text(text, max_tokens)
                 read = self.images.read(text, images)
                 return ImagePrompt(self._checked(read), read.rows)
             token_ids = self._encode_text(text, max_tokens, special=False)
+            if spelled:
+                token_ids = self._control_tokens.encode(text, token_ids, spelled)
         else:
             token_ids = prompt  # type: ignore[assignment]
         return self._checked(token_ids)
@@ -303,23 +308,43 @@ class TextCodec:
         return encode(text)
 
     def _chat_text(
-        self, messages: Sequence[Any], settings: Mapping[str, object], options: Mapping[str, object]
-    ) -> str:
+        self,
+        messages: Sequence[Any],
+        settings: Mapping[str, object],
+        tools: Sequence[ToolSpec] | None,
+        ending: Mapping[str, bool],
+    ) -> tuple[str, Ranges]:
+        """A rendered conversation, and where clients' texts in it spell control tokens."""
         tokenizer = self.require_tokenizer("chat prompts")
         if not tokenizer.chat_template:
             raise RequestError(
                 "chat prompts need a chat template, and the model's tokenizer has none; "
                 "give the prompt as text"
             )
+        if settings:
+            check_settings(tokenizer, settings)
         plain = [dict(message) for message in messages]
         if any(message.get("tool_calls") for message in plain):
             plain = with_calls(plain, self.tools.format)
         if any(message.get(REASONING_KEY) for message in plain):
             format = self.reasoning.format
             plain = with_reasoning(plain, None if format is None else format.key)
-        if settings:
-            check_settings(tokenizer, settings)
-        return render(tokenizer, plain, **options, **settings)
+        source = str(tokenizer.chat_template)
+        options = {**ending, **settings}
+
+        def write(messages: list[dict[str, Any]], tools: Any) -> str:
+            return render_whole(
+                partial(render, tokenizer), messages, source, tools=tools, **options
+            )
+
+        masks = Masks()
+        hidden = [masks.hide(each, self._spelling(each.get("role"))) for each in plain]
+        hidden_tools = masks.hide(tools, self._spelling("tool"))
+        if masks:
+            found = masks.show(write(hidden, hidden_tools))
+            if found is not None:
+                return found
+        return write(plain, tools), ()
 
     def _check_text(self, text: str, max_tokens: int | None) -> None:
         try:
@@ -340,6 +365,19 @@ class TextCodec:
                 f"the prompt has {len(text)} characters, and the model's tokenizer may make "
                 f"{self._growth} of each; send at most {_TEXT_CHARACTERS // self._growth}"
             )
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.require_tokenizer("chat prompts"), self.eos_token_ids)
+
+    def _spelling(self, role: object) -> re.Pattern[str] | None:
+        """Finds control tokens in a message. An answer may have its reasoning in its text, which
+        templates look for."""
+        return self._answers_spelling if role == "assistant" else self._control_tokens.spelling
+
+    @cached_property
+    def _answers_spelling(self) -> re.Pattern[str] | None:
+        return self._control_tokens.spelling_but(self.reasoning_tokens.values())
 
     @cached_property
     def _growth(self) -> int:
