@@ -5,15 +5,16 @@
 Converts the demo model and serves it with a part of its experts in memory (with ``--ranks`` on
 several ranks of one machine, all experts in memory), and drives it with greedy requests whose
 answers are known from a server without faults. Meanwhile, at random: reads of experts fail or take
-long, the disk under ``memory.prefix_dir`` is full, the clock jumps by hours, a process is stopped
-for a while, a process is killed and the server started again, and clients leave. The server lives
-in a control group that allows 128 MiB a rank more than it had without faults (its plan has 31 MiB
-for one rank), and at times a neighbour in that group takes what is left: the kernel takes back all
-pages of files, then ends the neighbour. Where no group can be made, the result says so. Every
-request must be accounted for: answered as without faults, refused, told by an error, left by its
-client, or cut off by a kill. Nothing is killed in the second half, so that the server lives long
-enough: its memory when idle must not grow by more than 5 % and a few MB between kills. Ends with
-exit code 0 or 1 and one JSON object.
+long, the disk under ``memory.prefix_dir`` is full, the clock jumps by hours, the system starts no
+thread and no process (and ends the server's helpers), a process is stopped for a while, a process
+is killed and the server started again, and clients leave. The server lives in a control group that
+allows 128 MiB a rank more than it had without faults (its plan has 31 MiB for one rank), and at
+times a neighbour in that group takes what is left: the kernel takes back all pages of files, then
+ends the neighbour. Where no group can be made, the result says so. Every request must be accounted
+for: answered as without faults, refused, told by an error, left by its client, or cut off by a
+kill. Nothing is killed in the second half, so that the server lives long enough: its memory when
+idle must not grow by more than 5 % and a few MB between kills. Ends with exit code 0 or 1 and one
+JSON object.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -44,6 +46,9 @@ from benchmarks.soak import MALLOC, WORDS, idle_occupancy
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [" ".join(WORDS[at : at + 4 + at % 40]) for at in range(0, 900, 60)]
+CHAT = [{"role": "user", "content": "Once upon a time"}]
+CHATS = 0.2
+"""Of the requests."""
 TOKENS = 24
 ANSWER_S = 60.0
 READY_S = 600.0  # on a machine that does much else, and kernels may be compiled first
@@ -85,12 +90,18 @@ class ChaosServer:
         self.set_faults()
 
     def set_faults(
-        self, fail: float = 0.0, slow: float = 0.0, full: bool = False, clock: float = 0.0
+        self,
+        fail: float = 0.0,
+        slow: float = 0.0,
+        full: bool = False,
+        clock: float = 0.0,
+        short: bool = False,
     ) -> None:
         """So many of the reads of experts fail or are slow; a full disk; seconds added to the time
-        of day."""
+        of day; no threads and processes are started."""
         fresh = self.faults.with_suffix(".new")
-        fresh.write_text(json.dumps({"fail": fail, "slow": slow, "full": full, "clock": clock}))
+        now = {"fail": fail, "slow": slow, "full": full, "clock": clock, "short": short}
+        fresh.write_text(json.dumps(now))
         fresh.replace(self.faults)
 
     def start(self) -> None:
@@ -127,6 +138,13 @@ class ChaosServer:
             time.sleep(0.2)
         raise RuntimeError(f"the server did not get ready; see {self.log}")
 
+    def kill_helpers(self) -> None:
+        """Kill the processes that the server has started."""
+        for process in self.processes:
+            for tasks in Path(f"/proc/{process.pid}/task").glob("*/children"):
+                for child in map(int, tasks.read_text().split()):
+                    os.kill(child, signal.SIGKILL)
+
     def kill(self) -> list[int | None]:
         """Kill one process, wait until all have ended, and give their exit codes."""
         self.kills += 1
@@ -162,6 +180,7 @@ class Chaos:
     def __init__(self, server: ChaosServer, rng: random.Random) -> None:
         self.server, self.rng = server, rng
         self.expected: dict[str, str] = {}
+        self.chat_ids: list[int] = []
         self.outcomes: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
         self.memory: list[list[float]] = []
@@ -174,6 +193,8 @@ class Chaos:
             for prompt in PROMPTS:
                 answer = await http.post("/v1/completions", json=_body(prompt, stream=False))
                 self.expected[prompt] = answer.json()["choices"][0]["text"]
+            answer = await http.post("/tokenize", json={"messages": CHAT})
+            self.chat_ids = answer.json()["tokens"]
 
     async def client(self, seed: str, until: float) -> None:
         """Ask until then."""
@@ -213,7 +234,19 @@ class Chaos:
             raise asyncio.TimeoutError
         return task.result()
 
+    async def _render(self) -> str:
+        """A chat, which a process of its own renders."""
+        async with httpx.AsyncClient(base_url=self.server.url, timeout=None) as http:
+            answer = await http.post("/tokenize", json={"messages": CHAT})
+        if answer.status_code == 200:
+            same = answer.json()["tokens"] == self.chat_ids
+            return "as without faults" if same else "another answer"
+        blamed = f"status {answer.status_code} for what is right"
+        return "refused" if answer.status_code in (429, 503) else blamed
+
     async def _ask(self, rng: random.Random) -> str:
+        if rng.random() < CHATS:
+            return await self._render()
         prompt, stream = rng.choice(PROMPTS), rng.random() < 0.5
         body = _body(prompt, stream)
         async with (
@@ -250,6 +283,7 @@ class Chaos:
             "reads are slow",
             "disk full",
             "clock",
+            "no thread, no process",
             "stopped",
             "nothing",
             *(["killed"] if kills else []),
@@ -267,6 +301,9 @@ class Chaos:
                 self.server.set_faults(full=True)
             elif kind == "clock":
                 self.server.set_faults(clock=self.rng.choice((-7200.0, 7200.0)))
+            elif kind == "no thread, no process":
+                self.server.set_faults(short=True)
+                self.server.kill_helpers()
             elif kind == "stopped":
                 await self._stop_for(self.rng.choice((0.5, 3.0)))
             elif kind == "killed":
@@ -387,6 +424,23 @@ def serve(arguments: list[str]) -> None:
         return encode_block(stored, token_ids)
 
     prefix_store.encode_block = encode_unless_full
+    start, begin_process = threading.Thread.start, subprocess.Popen.__init__
+
+    def start_if_any(thread: threading.Thread) -> None:
+        if fault("short"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def begin_if_any(process: Any, *what: Any, **how: Any) -> None:
+        if fault("short"):
+            process._child_created = False  # or Popen's end complains
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        begin_process(process, *what, **how)
+
+    threads: Any = threading.Thread
+    threads.start = start_if_any
+    processes: Any = subprocess.Popen
+    processes.__init__ = begin_if_any
 
     class Meddled:
         """A transfer that is late or fails."""

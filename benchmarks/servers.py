@@ -49,14 +49,25 @@ class Server:
 
 
 @contextmanager
-def moe_serve(model: Path, *settings: str, within: MemoryGroup | None = None) -> Iterator[Server]:
-    """``moe serve`` of this tree; each setting is a ``key=value`` of the profile."""
+def moe_serve(
+    model: Path,
+    *settings: str,
+    within: MemoryGroup | None = None,
+    descriptors: int | None = None,
+) -> Iterator[Server]:
+    """``moe serve`` of this tree; each setting is a ``key=value`` of the profile.
+
+    Args:
+        descriptors: most that the server may have open; None: as many as this process.
+    """
     port = _free_port()
     command = [sys.executable, "-m", "moe", "serve", str(model), "--port", str(port)]
     for setting in settings:
         command += ["--set", setting]
     endpoint = Endpoint(f"http://127.0.0.1:{port}", model.resolve().name)
     command = command if within is None else within.command(command)
+    if descriptors is not None:
+        command = ["sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh", *command]
     with _running(command, endpoint, "/ready") as server:
         yield server
 

@@ -15,6 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
+from moe.errors import BusyError
+
 Result = TypeVar("Result")
 _REST_S = 10.0
 _NICENESS = 10
@@ -28,6 +30,8 @@ class _Task(NamedTuple):
 
 class FairPool:
     """Runs work in threads.
+
+    Where the machine is short of threads, it makes do with those that it has.
 
     Args:
         workers: most threads.
@@ -53,16 +57,26 @@ class FairPool:
         """Queue work; cancelling its future takes it out of the queue again.
 
         Work of one caller starts in its order, but for light work that passes heavy one.
+
+        Raises:
+            BusyError: there is no thread, and the machine starts none now.
         """
         future: Future[Result] = Future()
         with self._changed:
-            self._waiting.setdefault(caller, deque()).append(_Task(future, work, heavy))
             if not self._num_idle and self._num_threads < self._workers:
-                self._num_threads += 1
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._start_thread()
+            if not self._num_threads:
+                raise BusyError("this machine starts no more threads now; try again later")
+            self._waiting.setdefault(caller, deque()).append(_Task(future, work, heavy))
             self._changed.notify()
         future.add_done_callback(partial(self._forget, caller))
         return future
+
+    def _start_thread(self) -> None:
+        """Start a thread, if the machine has one; else those that run do the work."""
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        if starts(thread):
+            self._num_threads += 1
 
     def _forget(self, caller: Hashable, done: Future[Any]) -> None:
         """Take cancelled work out of the queue."""
@@ -100,8 +114,7 @@ class FairPool:
                 self._num_threads -= 1
                 return None
             if self._waiting and not self._num_idle and self._num_threads < self._workers:
-                self._num_threads += 1  # several came while this thread was waking
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                self._start_thread()  # several came while this thread was waking
             return turn
 
     def _next(self) -> tuple[Hashable, _Task] | None:
@@ -120,6 +133,22 @@ class FairPool:
                 self._num_heavy += task.heavy
                 return caller, task
         return None
+
+
+def starts(thread: threading.Thread) -> bool:
+    """Start a thread; False if the system starts none (threads of a user or group, memory)."""
+    try:
+        thread.start()
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RuntimeError) and not is_shortage(error):
+            raise
+        return False
+    return True
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether it says that the system starts no thread now."""
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 
 def _work(task: _Task) -> None:

@@ -128,6 +128,8 @@ class PrefixStore:
         self._lock = Lock()  # of `_pending`
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="moe-prefixes")
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="moe-prefix-reads")
+        for pool in (self._writer, self._reader):
+            pool.submit(int)  # starts its thread: steps must not fail where there is none
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             self._trim()

@@ -19,6 +19,7 @@ from typing import Any
 from experts.dispatch import ExchangeError
 from experts.placement.rebalance import Rebalancer
 from moe.errors import LaunchError, RankLostError
+from moe.fair_pool import starts
 from moe.parallel.expected_load import ExpectedLoad, PlannedSteps
 from moe.parallel.group import leave_group
 from moe.parallel.membership import CONTROL, WATCH, Membership, kill_member
@@ -338,7 +339,8 @@ class WorkerLinks:
             self._watchdog.say(other, {"end": str(error)})
         ending = threading.Timer(ANSWER_S, exit_now, [str(error)])
         ending.daemon = True
-        ending.start()
+        if not starts(ending):
+            exit_now(str(error))
         if self._tell is not None:
             _logger.error("%s", error)
             self._tell(error)

@@ -20,6 +20,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -124,10 +125,11 @@ class Constraint:
         return bool(matcher.is_stopped()) and not matcher.is_error()
 
     def begin_mask(self) -> None:
-        """Start to compute the mask of the next token, in another thread."""
+        """Start to compute the mask of the next token, in another thread, once there is one."""
         if self._mask is None and self._matcher is not None and not self.is_over:
-            self._mask = self._threads.submit(self._matcher.compute_bitmask)
             self._begun = time.monotonic()
+            with suppress(BusyError):
+                self._mask = self._threads.submit(self._matcher.compute_bitmask)
 
     def wait_until(self, until: float) -> None:
         """Set when masks are late: after this time of `time.monotonic`."""
@@ -142,7 +144,9 @@ class Constraint:
         """
         self.begin_mask()
         matcher = self._idle_matcher()
-        assert self._mask is not None
+        if self._mask is None:  # no thread to be had
+            time.sleep(_PROMPT_S)
+            raise MaskLateError
         known = np.frombuffer(self._mask.result(), dtype=np.uint8)
         self._check(matcher)
         bits = np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)

@@ -12,6 +12,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from moe.errors import BusyError, ContextError, RequestError, StructureError
+from moe.fair_pool import is_shortage
 from offload.errors import OffloadError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -137,6 +138,9 @@ def api_error(error: Exception) -> APIError:
         # OpenAI's clients look for this code to shorten a conversation.
         codes = {ContextError: "context_length_exceeded", StructureError: "structure_too_complex"}
         return APIError(400, str(error), code=codes.get(type(error)))
+    if is_shortage(error):  # starlette's threads
+        message = "this machine starts no more threads now; try again later"
+        return APIError(503, message, code="busy", retry_after_s=5)
     if isinstance(error, OffloadError):
         return APIError(503, UNREADABLE, code="weights_unreadable")
     return APIError(500, GENERIC)

@@ -34,6 +34,7 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from moe import __version__
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import ProfileError
+from moe.fair_pool import starts
 
 MAX_WAITS = 64
 """Most spans ``expert wait`` of a request, the longest ones; attributes count all of them."""
@@ -90,8 +91,8 @@ class Telemetry:
     def close(self) -> None:
         """Send what is left. A collector that does not answer is not waited for long."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
-        closing.start()
-        closing.join(_CLOSE_TIMEOUT_S)
+        if starts(closing):
+            closing.join(_CLOSE_TIMEOUT_S)
 
 
 class RequestTrace:

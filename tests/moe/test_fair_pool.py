@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 
-from moe.fair_pool import FairPool
+from moe.errors import BusyError
+from moe.fair_pool import FairPool, starts
 
 
 class Blocked:
@@ -96,3 +97,56 @@ def test_a_panic_is_an_exception_and_ends_no_thread() -> None:
         with pytest.raises(RuntimeError, match="Panic: at the disco"):
             pool.submit("a", panic).result(10)
     assert pool.submit("a", lambda: 5).result(10) == 5
+
+
+class Shortage:
+    """While `on`, the system starts no threads, as where a user has too many."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.on, self.refused = False, 0
+        start = threading.Thread.start
+
+        def starting(thread: threading.Thread) -> None:
+            if self.on:
+                self.refused += 1
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", starting)
+
+
+@pytest.fixture
+def shortage(monkeypatch: pytest.MonkeyPatch) -> Shortage:
+    return Shortage(monkeypatch)
+
+
+def test_b14_a_shortage_of_threads_is_over_when_it_is_over(shortage: Shortage) -> None:
+    pool, ran = FairPool(2, "test", each=2), list[int]()
+    shortage.on = True
+    for _ in range(5):  # more than there may be threads
+        with pytest.raises(BusyError, match="starts no more threads now; try again later"):
+            pool.submit("a", lambda: ran.append(1))
+    shortage.on = False
+    assert pool.submit("a", lambda: 5).result(10) == 5
+    assert not ran, "what was refused is not run later"
+
+
+def test_b14_threads_that_run_do_the_work_where_no_others_start(
+    blocked: Blocked, shortage: Shortage
+) -> None:
+    pool = FairPool(2, "test", each=2)
+    pool.submit("a", blocked)
+    assert blocked.begun.acquire(timeout=10)
+    shortage.on = True
+    waiting = [pool.submit("a", partial(int, n)) for n in range(4)]
+    assert shortage.refused == 4
+    shortage.on = False
+    assert pool.submit("b", lambda: 7).result(10) == 7, "a second thread, for all"
+    assert [future.result(10) for future in waiting] == [0, 1, 2, 3]
+
+
+def test_other_faults_of_a_start_are_no_shortage() -> None:
+    thread = threading.Thread(target=int)
+    assert starts(thread)
+    with pytest.raises(RuntimeError, match="threads can only be started once"):
+        starts(thread)

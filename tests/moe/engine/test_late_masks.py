@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from moe import MoE, Structure
-from moe.errors import RequestError, StructureError
+from moe.errors import BusyError, RequestError, StructureError
+from moe.fair_pool import FairPool
 from moe.sampling.constraint import MaskThreads
 from moe.sampling.params import SamplingParams
 from moe.sequence import RunningSequence
@@ -110,6 +111,31 @@ def test_what_becomes_slow_ends_its_request_and_delays_nobody(demo: MoE) -> None
     assert longest < 0.8  # its masks take more than that together
     run.finish()
     assert run.ended[plain] == "length"
+
+
+def test_b14_a_shortage_of_threads_delays_a_structure_and_ends_nothing(
+    demo: MoE, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = Structure.regex("[abc]{20}")
+
+    def answer(run: Run) -> list[int]:
+        (sequence,) = run.add(structure=wish, max_new_tokens=12)
+        run.finish()
+        assert run.ended[sequence] in ("length", "stop")
+        return run.tokens[sequence]
+
+    expected, refused = answer(Run(demo)), list[bool]()
+    submit = FairPool.submit
+
+    def short(pool: FairPool, *work: Any, **options: Any) -> Any:
+        refused.append(len(refused) % 3 != 2)
+        if refused[-1]:
+            raise BusyError("no thread")
+        return submit(pool, *work, **options)
+
+    monkeypatch.setattr(FairPool, "submit", short)
+    assert answer(Run(demo)) == expected
+    assert refused.count(True) > 12
 
 
 def test_a_mask_that_costs_too_much_is_remembered(

@@ -359,3 +359,27 @@ def test_every_row_of_the_list_has_a_test_or_a_reason() -> None:
     rows = {f"C{n}" for n in range(1, 25)} | {f"D{n}" for n in range(1, 8)}
     assert tested | set(NOT_HERE) == rows
     assert not tested & set(NOT_HERE)
+
+
+@pytest.mark.parametrize("names", [("moe-text",), ("AnyIO worker thread",)])
+def test_b14_a_shortage_of_threads_is_told_and_is_over_when_it_is_over(
+    names: tuple[str, ...], serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, missing = threading.Thread.start, threading.Event()
+
+    def starting(thread: threading.Thread) -> None:
+        if missing.is_set() and thread.name in names:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    missing.set()
+    with serve() as server:
+        for _ in range(6):  # more than there are threads for texts
+            refused = server.http.post(URL, json=SHORT)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["code"] == "busy"
+            assert refused.headers["retry-after"]
+        missing.clear()
+        assert server.http.post(URL, json=SHORT).status_code == 200
+        assert server.is_idle()
