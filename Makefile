@@ -1,4 +1,5 @@
-# make demo | test | check | lint | types | format | soak | soak-offload | venv | wheel | lock | gpu
+# make demo | test | test-deep | test-all | check | lint | types | format | soak | soak-offload | venv
+#      wheel | lock | gpu
 #
 # Each target makes .venv where there is none and installs what it needs; a second run does not
 # install again until pyproject.toml changes. Needed: Python >= 3.10, make, a C++ compiler.
@@ -6,12 +7,14 @@
 #   make test PYTHON=python3.12               another interpreter
 #   make test ARGS="-k profile"               arguments for pytest
 #   make test JOBS=8                          processes with a thread each; 0 for one process
-#   make demo TORCH="torch --index-url URL"   another build of torch (any arguments of pip install)
+#   make demo TORCH="torch --index-url URL"   another build of torch (any arguments of pip install);
+#                                             else torch_build.py chooses one for this machine
 #   make test LOCK= VENV=.venv-newest         the newest releases that pyproject.toml allows
 
 PYTHON ?= python3
 VENV ?= .venv
-TORCH ?= torch==2.13.0
+TORCH_VERSION := 2.13.0
+TORCH ?=
 ARGS ?=
 JOBS ?= 2
 LOCK ?= requirements.lock
@@ -25,16 +28,32 @@ TOOLS_BIN := build/wheel-tools/bin
 TOOLS := build/wheel-tools/.installed
 EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null || echo 1767225600))
 
-.PHONY: demo test check lint types format soak soak-offload venv wheel lock gpu
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+.PHONY: demo world test test-deep test-all budget check lint types format soak soak-offload venv wheel lock gpu
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
 	$(BIN)/python -m examples.demo $(ARGS)
 
 # Files of others that some tests read (tests/world/files.py); without them those are skipped.
-test: $(DEV)
+world: $(DEV)
 	@mkdir -p build; $(BIN)/python -m tests.world.files > build/world.log 2>&1 || echo "build/world.log: some tests will be skipped"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# The quick tier: most faults a minute. Tests with the marker `deep` are the rest, which takes about
+# half an hour; with DEEP=1 tests take more examples, too.
+test: world
+	$(PYTEST) --cpu-seconds build/cpu/quick.json $(ARGS)
+
+test-deep: world
+	DEEP=1 $(PYTEST) -m "deep and not gpu" --cpu-seconds build/cpu/deep.json $(ARGS)
+
+test-all: world
+	DEEP=1 $(PYTEST) -m "not gpu" --cpu-seconds build/cpu/all.json $(ARGS)
+
+# No file of tests takes more CPU seconds than its budget, nor the quick tier; tests/cpu_budget.py.
+budget: test
+	$(BIN)/python -m tests.cpu_budget build/cpu/quick.json
 
 check: lint types test
 
@@ -82,7 +101,7 @@ $(RUN): pyproject.toml $(LOCK)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed; make PYTHON=/path/to/python3 names one")'
 	@echo "installing into $(VENV): torch, moe (about two minutes)"
 	@$(PYTHON) -m venv $(VENV) || { echo "python -m venv failed (Debian: apt-get install python3-venv)"; exit 1; }
-	@$(PIP) $(TORCH)
+	@$(PIP) $(or $(TORCH),$$($(BIN)/python torch_build.py $(TORCH_VERSION)))
 	@$(PIP) "setuptools>=77" wheel
 	@$(PIP) --no-build-isolation --editable .
 	@touch $@
@@ -100,7 +119,7 @@ $(DEV): $(RUN)
 lock:
 	$(PYTHON) -m venv build/lock-tools
 	build/lock-tools/bin/python -m pip install -qq --disable-pip-version-check uv==0.13.9
-	echo "$(firstword $(TORCH))" | build/lock-tools/bin/uv pip compile pyproject.toml --quiet --upgrade \
+	echo "torch==$(TORCH_VERSION)" | build/lock-tools/bin/uv pip compile pyproject.toml --quiet --upgrade \
 		--all-extras --universal --python-version 3.10 --constraint - --no-annotate --no-header \
 		| grep -vE '^(torch|triton|nvidia-|cuda-)' > requirements.lock
 

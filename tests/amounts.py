@@ -1,12 +1,27 @@
-"""How much a test tries: less in CI, which has twenty minutes on two cores."""
+"""The two tiers of tests: `make test` is quick; `deep` marks what `make test-deep` runs.
+
+A test takes its deep amount of examples, rounds or batches in the deep tier and when all tests run
+(``DEEP=1``).
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
 
 IN_CI = "CI" in os.environ
+_DEEP = "DEEP" in os.environ
 
 
-def amount(usual: int, in_ci: int) -> int:
-    """Examples, rounds or batches of a test."""
-    return in_ci if IN_CI else usual
+def amount(deep: int, quick: int) -> int:
+    """Return how many examples, rounds or batches a test takes."""
+    return deep if _DEEP else quick
+
+
+def deep_except(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Return the values as parameters, all but the `quick` ones marked ``deep``."""
+    deep = pytest.mark.deep
+    return [value if value in quick else pytest.param(value, marks=deep) for value in values]

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from moe import MoE
     from tests.fake_hub import FakeHub
 
+pytest_plugins = ["tests.cpu_seconds"]
+
 gc.disable()  # until tests are imported: it would look through all of that again and again
 # Before any test imports transformers or huggingface_hub, which read these once.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -51,11 +53,11 @@ for name in list(os.environ):
         del os.environ[name]
 
 # A shared machine makes the time of a single example meaningless. In CI the examples are the same
-# each time, so that a failure there is about the change, and fewer: it has twenty minutes.
+# each time, so that a failure there is about the change.
 settings.register_profile(
     "moe",
     deadline=None,
-    max_examples=amount(50, in_ci=12),
+    max_examples=amount(50, quick=12),
     derandomize=IN_CI,
     suppress_health_check=[HealthCheck.too_slow],
 )

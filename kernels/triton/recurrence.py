@@ -27,6 +27,11 @@ _WARP_STATES = 1024  # floats of a state that a warp holds: 32 registers a threa
 _MOST_COLUMNS = 64
 _LEAST_COLUMNS = 8  # of a gated rule: 32 bytes of each row, which GPUs read at once
 
+# Of a thread: twelve warps fit a multiprocessor. Without a bound, some versions of ptxas choose 128
+# and let a state spill.
+_MOST_REGISTERS = 168
+_REGISTERS = 1 << 16  # of a multiprocessor, which has to hold all warps of a program
+
 _OPTIONS = {"num_stages": 2, "enable_fp_fusion": True}
 
 
@@ -37,7 +42,8 @@ def gated_tile(keys: int, values: int) -> dict[str, Any]:
     columns = min(columns, triton.next_power_of_2(values))
     warps = max(1, padded * columns // _WARP_STATES)
     shape = {"K": keys, "V": values, "WIDTH_K": padded, "COLUMNS": columns}
-    return {**shape, "num_warps": warps, **_OPTIONS}
+    registers = min(_MOST_REGISTERS, _REGISTERS // (32 * warps))
+    return {**shape, "num_warps": warps, "maxnreg": registers, **_OPTIONS}
 
 
 def scan_tile(channels: int, states: int) -> dict[str, Any]:

@@ -113,6 +113,7 @@ def test_the_cache_says_how_often_it_had_an_expert(
     }  # fmt: skip
 
 
+@pytest.mark.deep
 def test_every_step_has_code_and_logical_ranks_give_the_rows_of_one(tmp_path: Path) -> None:
     assert {name for part in gpu.STEPS.values() for name in part} == set(gpu_steps._STEPS)
     assert all(sum(part.values()) <= 1.5 * 300 for part in gpu.STEPS.values())
@@ -129,6 +130,7 @@ def test_a_step_that_hangs_or_fails_says_so(
     assert "not run" not in failed["error"]
 
 
+@pytest.mark.deep
 def test_all_tiles_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the interpreter: one or two of each list, and attention."""
     monkeypatch.setattr(gpu_tiles, "DECODE", gpu_tiles.DECODE[1:2])

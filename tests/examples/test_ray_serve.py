@@ -27,7 +27,7 @@ from ray import serve
 
 from examples.ray_serve import Settings, build, session_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "demo-model"

@@ -34,7 +34,7 @@ def test_noise_has_its_share_of_each_canvas() -> None:
     assert noisy[0, :CANVAS].nonzero().flatten().tolist() == list(range(CANVAS - 8, CANVAS))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_few_steps_leave_a_model_that_writes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "examples.train_diffusion", "--quick", "--out", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=600)

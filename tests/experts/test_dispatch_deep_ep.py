@@ -63,7 +63,7 @@ def there_and_back(
     return combined.rows, combined.codes.codes_T
 
 
-@settings(max_examples=amount(80, in_ci=20))
+@settings(max_examples=amount(80, quick=20))
 @given(
     ranks=st.integers(1, 4),
     extra=st.integers(0, 6),

@@ -16,6 +16,7 @@ from torch.nn.functional import gelu, rms_norm, silu
 from kernels import ExpertWeights
 from kernels.cpu.build import load_library
 from kernels.cpu.compiler import cpu_flags
+from tests.amounts import deep_except
 
 # The instruction sets that one source serves, by the flags that choose them.
 TARGETS = ["-march=native"]
@@ -25,6 +26,9 @@ if platform.machine() == "x86_64":
 AMX_TARGETS = list(TARGETS)
 if {"avx512bw", "avx512_vnni"} <= cpu_flags():
     AMX_TARGETS.append("-march=native -DEMULATED_AMX")
+# The first is what everything else here runs; each other one takes a minute to compile.
+TARGET_PARAMS = deep_except(TARGETS[:1], TARGETS)
+AMX_TARGET_PARAMS = deep_except(AMX_TARGETS[:1], AMX_TARGETS)
 
 
 def load_target(target: str) -> CDLL:

@@ -23,7 +23,7 @@ from tests.kernels.file_cases import (
     make_file_matrix,
     rounded_rows,
 )
-from tests.kernels.kernel_cases import TARGETS
+from tests.kernels.kernel_cases import TARGET_PARAMS
 from tests.kernels.plane_cases import Expected
 
 Q2_K, Q3_K = PlaneFormat(16, 2, "super-nibbles"), PlaneFormat(16, 3, "super")
@@ -31,7 +31,7 @@ Q4_K, Q6_K = PlaneFormat(32, 4, "super-offset"), PlaneFormat(16, 6, "super")
 Q8_0, AWQ = PlaneFormat(32, 8, "centred"), PlaneFormat(128, 4, "offset")
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=TARGET_PARAMS)
 def native(request: pytest.FixtureRequest) -> NativePlanes:
     return NativePlanes(load_library((request.param,)))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.cpu.build import load_library
 from kernels.cpu.dense import BlockRows, NativeAttention
 from kernels.cpu.kv import BLOCK, NativeKV, RowFormat
-from tests.kernels.kernel_cases import TARGETS
+from tests.kernels.kernel_cases import TARGET_PARAMS
 
 FORMATS = [RowFormat(32), RowFormat(16), RowFormat(8), RowFormat(8, True), RowFormat(4, True)]
 _CANARY = 0x5A
@@ -36,7 +36,7 @@ class Blocks:
         return bool((self.memory[:, self.bytes :] == _CANARY).all())
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=TARGET_PARAMS)
 def target(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

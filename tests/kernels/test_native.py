@@ -17,7 +17,7 @@ from kernels.reference import ExpertWeights
 from tests.kernels.kernel_cases import (
     ACTIVATIONS,
     DTYPES,
-    TARGETS,
+    TARGET_PARAMS,
     Case,
     assert_close,
     cases,
@@ -25,7 +25,7 @@ from tests.kernels.kernel_cases import (
 )
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=TARGET_PARAMS)
 def native(request: pytest.FixtureRequest) -> NativeExperts:
     return NativeExperts(load_library((request.param,)))
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from kernels.cpu import choose_kernel
 from kernels.cpu.dense import NativeAttention
-from tests.kernels.kernel_cases import AMX_TARGETS, load_target
+from tests.kernels.kernel_cases import AMX_TARGET_PARAMS, load_target
 
 
-@pytest.fixture(scope="module", params=AMX_TARGETS)
+@pytest.fixture(scope="module", params=AMX_TARGET_PARAMS)
 def native(request: pytest.FixtureRequest) -> NativeAttention:
     return NativeAttention(load_target(request.param))
 

@@ -14,7 +14,7 @@ import kernels
 from kernels import PlaneMatrix, planes, reference
 from kernels.cpu.experts import NativePlanes
 from kernels.planes import PREFIX_BITS, PlaneLayout
-from tests.kernels.kernel_cases import ACTIVATIONS, AMX_TARGETS, load_target
+from tests.kernels.kernel_cases import ACTIVATIONS, AMX_TARGET_PARAMS, load_target
 from tests.kernels.plane_cases import (
     Expected,
     LayerCase,
@@ -26,7 +26,7 @@ from tests.kernels.plane_cases import (
 )
 
 
-@pytest.fixture(scope="module", params=AMX_TARGETS)
+@pytest.fixture(scope="module", params=AMX_TARGET_PARAMS)
 def native(request: pytest.FixtureRequest) -> NativePlanes:
     return NativePlanes(load_target(request.param))
 

@@ -14,7 +14,7 @@ from kernels import recurrence
 from kernels.cpu.build import load_library
 from kernels.cpu.recurrence import use_library
 from tests.amounts import amount
-from tests.kernels.kernel_cases import TARGETS
+from tests.kernels.kernel_cases import TARGET_PARAMS
 from tests.kernels.recurrence_cases import (
     Case,
     ConvolutionCase,
@@ -31,7 +31,7 @@ from tests.kernels.recurrence_cases import (
 CASES = cases(3, 40, [1, 3, 8, 16, 17, 33, 64, 100])
 
 
-@pytest.fixture(scope="module", params=TARGETS, autouse=True)
+@pytest.fixture(scope="module", params=TARGET_PARAMS, autouse=True)
 def library(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recurrence, "_kernels", dict(recurrence._kernels))
@@ -91,7 +91,7 @@ def test_no_state_is_a_state_of_zeros(case: Case) -> None:
         assert all(map(torch.equal, fresh, begun))
 
 
-LONG = amount(1 << 15, in_ci=1 << 13)
+LONG = amount(1 << 15, quick=1 << 13)
 
 
 @cache

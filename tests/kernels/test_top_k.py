@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from kernels import row_top_k
 from kernels.cpu.build import load_library
 from kernels.cpu.dense import MOST_CHOICES, NativeNorms
-from tests.kernels.kernel_cases import TARGETS
+from tests.kernels.kernel_cases import TARGET_PARAMS
 
 _NUMBERS = [0.0, -0.0, 1.0, -1.0, 1e-45, 3e38, float("inf"), -float("inf"), float("nan")]
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", TARGET_PARAMS)
 @given(data=st.data())
 def test_the_largest_come_first_and_of_equal_ones_the_first(
     target: str, data: st.DataObject

@@ -111,7 +111,7 @@ def test_an_activation_of_torchs(dtype: torch.dtype) -> None:
     assert_close(experts_forward(case.hidden, case.ids, case.weights, planes), whole)
 
 
-@settings(max_examples=amount(6, in_ci=3))
+@settings(max_examples=amount(6, quick=3))
 @given(
     tokens=st.sampled_from((1, 3, 6)),
     hidden=st.integers(1, 80),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
+import triton
 
 from kernels.triton.tiles import PREFILL, TALL
 
@@ -377,8 +379,12 @@ _Q8_0, _Q6_K = "8/centred/32/2", "6/super/16/2"
 _FP8, _MXFP4 = "8/fp8/128/1", "4/mxfp4/32/1"
 _FILES = [_AWQ, _Q4_K, _Q8_0, _Q6_K, _FP8, _MXFP4]
 """Codes: their bits, scales (kernels/scales.py), columns of a scale, and planes that there are."""
-_MOST_INSTRUCTIONS = {_SYMMETRIC[3]: 6, _Q4_K: 6.5, _Q8_0: 6, _Q6_K: 15, _MXFP4: 6.5, _FP8: 5.1}
-"""Of a thread for each code; else 5."""
+_INSTRUCTIONS: dict[str, dict[str, float]] = {
+    "3.6": {"": 5, _SYMMETRIC[3]: 6, _Q4_K: 6.5, _Q8_0: 6, _Q6_K: 15, _MXFP4: 6.5, _FP8: 5.1},
+    "3.7": {"": 6, _SYMMETRIC[3]: 9, _Q4_K: 7.5, _Q8_0: 9, _Q6_K: 15, _MXFP4: 6.5, _FP8: 6},
+}
+_INSTRUCTIONS["3.8"] = _INSTRUCTIONS["3.9"] = _INSTRUCTIONS["3.6"]
+"""Of a thread for each code, at most, by Triton's version; "" is for all other codes."""
 _MOST_OF_64_ROWS = 10
 """Each code meets 64 rows there: as many matrix instructions as codes."""
 _MOST_REGISTERS = 168  # a thread: twelve warps fit a multiprocessor
@@ -397,6 +403,7 @@ def lines_of(program: str, *arguments: str) -> list[list[str]]:
     return [line.split() for line in done.stdout.splitlines()]
 
 
+@pytest.mark.deep
 def test_kernels_compile() -> None:
     lines = lines_of(_PROGRAM)
     assert len(lines) == 36 + sum(tile.fits(parts) for tile in PREFILL + TALL for parts in (1, 2))
@@ -407,7 +414,12 @@ def test_kernels_compile() -> None:
 
 
 def check_planes(architectures: str, codes: list[str], tiles: str, parts: int = 4) -> None:
-    """Print the table of tiles, and hold them to the limits."""
+    """Print the table of tiles, and hold them to the limits.
+
+    Spills and loads from shared memory are a kernel's faults with any Triton. Counts of
+    instructions are a compiler's: they are held for the versions that were measured, and a warning
+    reports any other version.
+    """
     lines = lines_of(_PLANES, architectures, " ".join(codes), tiles, str(parts))
     heads = ["sm", "rows", "blocks", "experts", "unroll", "fetch", "codes", "registers", "spilled",
              "instructions", "loads"]  # fmt: skip
@@ -416,12 +428,18 @@ def check_planes(architectures: str, codes: list[str], tiles: str, parts: int = 
     assert lines
     for words in lines:
         own = dict(zip(heads, words, strict=True))
-        most = _MOST_INSTRUCTIONS.get(own["codes"], 5)
+        assert int(own["spilled"]) == 0, own
+        assert float(own["loads"]) == 0, own  # nothing passes through shared memory
+    version = ".".join(triton.__version__.split(".")[:2])
+    if version not in _INSTRUCTIONS:
+        warnings.warn(f"nobody has counted instructions of Triton {version}", stacklevel=2)
+        return
+    for words in lines:
+        own = dict(zip(heads, words, strict=True))
+        most = _INSTRUCTIONS[version].get(own["codes"], _INSTRUCTIONS[version][""])
         if own["rows"] == "64":
             most = _MOST_OF_64_ROWS
-        assert int(own["spilled"]) == 0, own
         assert float(own["instructions"]) <= most, own
-        assert float(own["loads"]) == 0, own  # nothing passes through shared memory
 
 
 def test_codes_take_few_instructions() -> None:
@@ -447,17 +465,18 @@ def check_attention(architectures: str) -> None:
             assert row["products"] == ("wgmma" if wide else "mma"), row
 
 
+@pytest.mark.deep
 def test_attention_and_small_kernels_compile() -> None:
     check_attention("90")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_attention_and_small_kernels_compile_for_all() -> None:
     """`-s` prints the table."""
     check_attention("80 89 120")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_every_tile_of_planes_takes_few_instructions() -> None:
     """`-s` prints the table; some minutes."""
     check_planes("80 89 90", [*_SYMMETRIC, *_FILES], "0:6")

@@ -24,7 +24,7 @@ from tests.moe.sampling.test_batch import rows
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
 
 
-@settings(max_examples=amount(30, in_ci=10))
+@settings(max_examples=amount(30, quick=10))
 @given(st.lists(rows(), min_size=1, max_size=5), st.booleans())
 def test_kernels_draw_what_torch_draws(
     batched: list[tuple[list[float], Row]], bfloat: bool
@@ -88,7 +88,7 @@ NUMBERS = st.sampled_from(
 )
 
 
-@settings(max_examples=amount(60, in_ci=20))
+@settings(max_examples=amount(60, quick=20))
 @given(
     st.integers(1, 30).flatmap(
         lambda size: st.lists(st.lists(NUMBERS, min_size=size, max_size=size), min_size=1)

@@ -48,7 +48,7 @@ def test_equals_the_float64_reference(case: Case) -> None:
     assert_close(run(case), Expected.of(case))
 
 
-@settings(max_examples=amount(20, in_ci=6))
+@settings(max_examples=amount(20, quick=6))
 @given(case=SMALL, data=st.data())
 def test_cuts_and_company_change_no_bits(case: Case, data: st.DataObject) -> None:
     out, state = run(case)

@@ -122,7 +122,7 @@ def test_two_kernels_sort_as_torch_does(data: st.DataObject, slots: int, experts
 
 @pytest.mark.parametrize(
     ("slots", "experts"),
-    [(CHUNK, 4), (9 * CHUNK, 128), pytest.param(65_536, 512, marks=pytest.mark.slow)],
+    [(CHUNK, 4), (9 * CHUNK, 128), pytest.param(65_536, 512, marks=pytest.mark.deep)],
 )
 def test_two_kernels_sort_many_slots(slots: int, experts: int) -> None:
     torch.manual_seed(slots)

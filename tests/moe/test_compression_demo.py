@@ -16,7 +16,7 @@ from moe.commands.calibrate.compression import LayerSensitivity, layer_path
 from moe.commands.convert.inspect_store import bit_map, expert_bytes
 from moe.sampling.params import SamplingParams
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 ROOT = Path(__file__).parents[2]
 DEMO = str(ROOT / "examples/demo-model")

@@ -148,7 +148,7 @@ def test_a_calibrated_model_looks_ahead_by_itself(tmp_path: Path) -> None:
     store = convert("examples/demo-model", tmp_path / "store", ModelSettings(expert_bits=8))
     resident = MoE.from_pretrained(store, SMALL)
     text = Path("tests/data/heldout_python.txt").read_text(encoding="utf-8")
-    trace, fitted = calibrate_model(resident, text, tokens=amount(3072, in_ci=1024))
+    trace, fitted = calibrate_model(resident, text, tokens=amount(3072, quick=1024))
     save_calibration(store / CALIBRATION_FOLDER, resident.config, "text", trace, fitted)
     model = offload(store, resident, 0.25)
     assert model.status()["offload"]["predictor"] == "ensemble"

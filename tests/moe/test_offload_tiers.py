@@ -84,7 +84,7 @@ def test_any_tiers_give_the_bits_of_a_resident_model(
     assert torch.equal(model.logits(PROMPTS[0]), resident.logits(PROMPTS[0]))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_slots_are_arranged_by_the_kernel_behind_their_copies(
     store: Path, resident: MoE, load: Callable[..., MoE], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,7 +103,7 @@ def test_slots_are_arranged_by_the_kernel_behind_their_copies(
     assert len(set(came)) > 4
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_layers_in_memory_are_arranged_by_one_launch_a_projection(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from moe.engine.prefix_cache import BLOCK
 from moe.network.kv_cache import SNAPSHOTS, KVCache
 from moe.sequence import Delta
 from moe.settings.profile import load_profile
+from tests.amounts import deep_except
 from tests.moe.greedy import likeliest
 
 KINDS = {
@@ -83,7 +84,7 @@ def answers(model: MoE, prompts: list[list[int]], drafts: bool = False) -> list[
     return [group.sequences[0].token_ids for group in groups]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", deep_except(["qwen3_next"], KINDS))
 def test_every_way_says_what_transformers_says(
     tiny_checkpoint: Callable[[str], Path], drafting: Load, kind: str
 ) -> None:
@@ -110,7 +111,7 @@ def test_every_way_says_what_transformers_says(
     assert all(each == said for each in found.values()), found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", deep_except(["qwen3_next"], KINDS))
 def test_logits_do_not_depend_on_company(drafting: Load, kind: str) -> None:
     model = drafting(kind)
     together = model.batch_logits(PROMPTS)
@@ -139,7 +140,7 @@ def test_a_second_turn_reads_only_what_is_new(
         said_so_far += [*answer, 7, 8, 9]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "jamba"])
+@pytest.mark.parametrize("kind", deep_except(["qwen3_next"], ["qwen3_next", "jamba"]))
 def test_a_shared_beginning_is_read_twice_and_then_known(
     tiny_checkpoint: Callable[[str], Path], drafting: Load, kind: str
 ) -> None:
@@ -166,14 +167,19 @@ def scores(model: MoE, prompts: list[list[int]]) -> list[list[float | None]]:
     return [[token.logprob for token in c.tokens] for c in model.generate(prompts, params)]
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"hy_v4", "deepseek_v4"}))
+@pytest.mark.parametrize(
+    "kind", deep_except(["qwen3_next"], sorted(KINDS.keys() - {"hy_v4", "deepseek_v4"}))
+)
 def test_decoded_tokens_have_the_same_bits_alone_and_together(planes: Load, kind: str) -> None:
     """With weights as planes. The two others leave more to torch, and last bits move there."""
     model = planes(kind)
     assert scores(model, PROMPTS) == [scores(model, [prompt])[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "lfm2_moe", "bailing_hybrid"])
+@pytest.mark.parametrize(
+    "kind",
+    deep_except(["qwen3_next"], ["qwen3_next", "granitemoehybrid", "lfm2_moe", "bailing_hybrid"]),
+)
 def test_cuts_change_no_bits(
     tiny_checkpoint: Callable[[str], Path], planes: Load, kind: str
 ) -> None:
@@ -185,7 +191,10 @@ def test_cuts_change_no_bits(
             assert scores(model, PROMPTS) == in_layers, settings
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "granitemoehybrid", "lfm2_moe", "bailing_hybrid"])
+@pytest.mark.parametrize(
+    "kind",
+    deep_except(["qwen3_next"], ["qwen3_next", "granitemoehybrid", "lfm2_moe", "bailing_hybrid"]),
+)
 def test_a_known_prefix_changes_no_bits(tiny_checkpoint: Callable[[str], Path], kind: str) -> None:
     settings = SETTINGS | {"memory.prefix_tokens": 512}
     model = MoE.from_pretrained(tiny_checkpoint(kind), settings, model=PLANES)

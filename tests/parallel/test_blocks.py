@@ -58,7 +58,7 @@ def written(model: MoE, num_new: int) -> list[list[int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_two_ranks_leave_out_the_rows_that_one_does(launch: Any, tmp_path: Path) -> None:
     whole = ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)
     store = convert(make_model(tmp_path / "model", **SIZES[1]), tmp_path / "store", whole)
@@ -72,6 +72,7 @@ def test_two_ranks_leave_out_the_rows_that_one_does(launch: Any, tmp_path: Path)
     assert found["preempted"] > 0
 
 
+@pytest.mark.deep
 def test_two_ranks_write_what_transformers_writes(launch: Any, tmp_path: Path) -> None:
     whole = ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)
     path = make_model(tmp_path / "model", **SIZES[1])

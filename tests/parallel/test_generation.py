@@ -15,6 +15,7 @@ from moe import MoE
 from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
 from moe.settings.profile import load_profile
+from tests.amounts import deep_except
 from tests.parallel import generation
 
 
@@ -35,7 +36,7 @@ def stored(checkpoint: Path, folder: Path, bits: Literal[8, 16]) -> Path:
     return convert(checkpoint, folder, settings)
 
 
-@pytest.mark.parametrize("bits", [16, 8])
+@pytest.mark.parametrize("bits", deep_except([8], [16, 8]))
 def test_two_ranks_say_what_one_process_says(
     tiny_checkpoint: Callable[[str], Path],
     launch: Any,
@@ -66,7 +67,7 @@ def test_two_ranks_say_what_one_process_says(
     assert second["pairs"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_two_ranks_say_what_one_says_of_looped_layers(
     tiny_checkpoint: Callable[[str], Path], launch: Any, tmp_path: Path
 ) -> None:

@@ -100,7 +100,7 @@ def serving(tmp_path: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[
         process.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_all_end_in_peace_when_rank_0_is_told_to(launch: Any) -> None:
     """SIGTERM goes to everybody, as launchers send it: running requests are finished first. A rank
     that is only slow is not lost meanwhile."""
@@ -159,7 +159,7 @@ def test_the_documented_command_ends_all_that_it_started(tmp_path: Path) -> None
             httpx.get(f"{url}/ready")
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_launcher_lets_the_others_go_on_and_nobody_outlives_it(tmp_path: Path) -> None:
     """kill -9 of a rank under load: all requests are answered, as if nothing had been. Then of the
     launcher: the rank that is left ends."""

@@ -30,6 +30,7 @@ from moe.parallel.worker import RankWorker
 from moe.sampling.batch import LogitsError, Row
 from moe.sampling.sampler import Sampler
 from moe.settings import ParallelSettings
+from tests.amounts import deep_except
 from tests.moe.test_block_diffusion import SIZES, make_model
 from tests.parallel.generation import PROMPTS
 
@@ -126,7 +127,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "qwen3_next"])
+@pytest.mark.parametrize("architecture", deep_except(["qwen3_moe"], ["qwen3_moe", "qwen3_next"]))
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks_say_what_one_engine_says(
     tiny_moe: Callable[[str], MoE], architecture: str, ranks: int

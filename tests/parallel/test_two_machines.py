@@ -72,7 +72,7 @@ def ask(name: str, url: str, body: Any = "") -> subprocess.Popen[bytes]:
     return inside(name, sys.executable, "-c", ASK, url, data, stdout=subprocess.PIPE)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_two_machines_serve_one_model_until_the_cable_is_cut(
     machines: tuple[str, str], tmp_path: Path
 ) -> None:

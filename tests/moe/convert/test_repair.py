@@ -154,7 +154,7 @@ def content(store: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in store.iterdir()}
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_killed_conversion_under_a_budget_goes_on(
     path: Path, folder: Path, launch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

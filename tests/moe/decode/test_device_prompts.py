@@ -75,7 +75,7 @@ def read(
     return [torch.cat(own) for own in found]
 
 
-@settings(max_examples=amount(12, in_ci=4))
+@settings(max_examples=amount(12, quick=2))
 @given(st.data())
 @torch.inference_mode()
 def test_rows_are_those_of_the_plain_step(data: st.DataObject) -> None:
@@ -103,6 +103,7 @@ def test_rows_are_those_of_the_plain_step(data: st.DataObject) -> None:
             torch.testing.assert_close(mine.read(layer, mine.length), theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.deep
 @settings(max_examples=3)
 @given(st.data())
 @torch.inference_mode()
@@ -168,6 +169,7 @@ def test_a_shared_expert_runs_once_and_when_a_lane_waits(data: st.DataObject) ->
     assert happened == ["experts", "shared"] * 2
 
 
+@pytest.mark.deep
 def test_nothing_is_read_back() -> None:
     description, memory = layers_like_qwen3(2), DeviceBlocks(CPU, torch.bfloat16, 24)
     prompts, pool = DevicePrompts(description, memory), BlockPool(memory)
@@ -204,6 +206,7 @@ def loaded(folder: Path, kind: str, settings: dict[str, Any] | None = None) -> M
     return MoE.from_pretrained(folder, settings or {})
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_whole_models_agree_with_transformers(on_tape: None, kind: str, tmp_path: Path) -> None:
     """Groups of queries, sinks and windows, latents; whole, cut and in company."""
@@ -218,6 +221,7 @@ def test_whole_models_agree_with_transformers(on_tape: None, kind: str, tmp_path
         torch.testing.assert_close(found, theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.deep
 def test_ways_to_read_prompts_give_the_tokens_of_transformers(
     on_tape: None, tmp_path: Path
 ) -> None:
@@ -237,6 +241,7 @@ def test_ways_to_read_prompts_give_the_tokens_of_transformers(
     assert found[1:] == found[:1] * 3
 
 
+@pytest.mark.deep
 def test_a_pass_of_prompts_of_a_model_reads_nothing_back(on_tape: None, tmp_path: Path) -> None:
     model = loaded(tmp_path, "qwen3_moe")
     caches = [model.backbone.new_cache(80) for _ in range(2)]
@@ -273,6 +278,7 @@ def test_what_is_left_to_transformers(change: dict[str, bool], why: str) -> None
     assert DevicePrompts(description, new_memory()).why_not == why
 
 
+@pytest.mark.deep
 def test_what_is_watched_or_has_rows_of_its_own_goes_through_transformers(
     on_tape: None, tmp_path: Path
 ) -> None:

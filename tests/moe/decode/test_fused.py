@@ -17,6 +17,7 @@ from moe import MoE, SamplingParams
 from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
+from tests.amounts import deep_except
 from tests.moe.greedy import likeliest
 
 PROVEN = [
@@ -55,7 +56,9 @@ def generated(model: MoE, params: SamplingParams) -> list[list[int]]:
     return [list(completion.token_ids) for completion in model.generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("architecture", [*PROVEN, *TRACED])
+@pytest.mark.parametrize(
+    "architecture", deep_except(["qwen3_moe", "deepseek_v3", "qwen3_next"], [*PROVEN, *TRACED])
+)
 def test_greedy_tokens_are_those_of_transformers(
     architecture: str, tiny_moe: Callable[[str], MoE]
 ) -> None:
@@ -165,7 +168,9 @@ def test_statistics_count_the_same(
     assert layers[0] == layers[1]
 
 
-@pytest.mark.parametrize("kind", ["qwen2_moe", "qwen3_next", "deepseek_v32", "inkling2_text"])
+@pytest.mark.parametrize(
+    "kind", deep_except(["qwen2_moe"], ["qwen2_moe", "qwen3_next", "deepseek_v32", "inkling2_text"])
+)
 def test_a_quantized_trunk_is_fused_too(kind: str, tiny_checkpoint: Callable[[str], Path]) -> None:
     model = MoE.from_pretrained(
         tiny_checkpoint(kind), model={"expert_bits": 8, "trunk_bits": 8, "group_size": 32}

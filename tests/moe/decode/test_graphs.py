@@ -120,7 +120,7 @@ def in_buffers(work: list[Work]) -> list[Work]:
     return pieces
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @settings(max_examples=4)
 @given(st.data())
 @torch.inference_mode()
@@ -151,7 +151,7 @@ def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.Dat
             assert item.cache.length == other.cache.length
 
 
-@settings(max_examples=amount(3, in_ci=1))
+@settings(max_examples=amount(3, quick=1))
 @given(st.data())
 @torch.inference_mode()
 def test_visits_are_those_of_the_plain_step(data: st.DataObject) -> None:

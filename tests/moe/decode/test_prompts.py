@@ -23,7 +23,7 @@ from moe.decode.records import DescriptionRecords
 from moe.describe.description import Attention, Description, HeadNorm, Norm
 from moe.describe.parts import rotate
 from moe.network.backbone import Backbone
-from tests.kernels.kernel_cases import TARGETS
+from tests.kernels.kernel_cases import TARGET_PARAMS
 from tests.moe.decode.description_cases import Maker, table
 from tests.moe.decode.test_probe import (
     Change,
@@ -37,7 +37,7 @@ from tests.moe.decode.test_probe import (
 pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=TARGET_PARAMS)
 def native(request: pytest.FixtureRequest) -> NativeNorms:
     return NativeNorms(load_library((request.param,)))
 

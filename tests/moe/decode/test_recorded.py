@@ -88,9 +88,9 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
-        pytest.param("qwen2_moe", torch.bfloat16, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", torch.float32, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param("qwen2_moe", torch.bfloat16, marks=pytest.mark.deep),
+        pytest.param("gpt_oss", torch.float32, marks=pytest.mark.deep),
+        pytest.param("deepseek_v3", torch.bfloat16, marks=pytest.mark.deep),
     ],
 )
 def test_it_is_as_near_to_float32_as_transformers(architecture: str, dtype: torch.dtype) -> None:
@@ -160,6 +160,7 @@ def test_a_step_that_is_wrong_on_the_device_is_found(monkeypatch: pytest.MonkeyP
         recorded_step(backbone, experts, Tape)
 
 
+@pytest.mark.deep
 def test_tokens_and_statistics_are_those_of_transformers(on_tape: None, checkpoint: Path) -> None:
     """Experts run inside the recording while only decoding goes on, and outside otherwise."""
     found = []
@@ -281,6 +282,7 @@ def noted(order: list[str], name: str, true: Any) -> Any:
     return method
 
 
+@pytest.mark.deep
 def test_tokens_of_a_draft_stay_on_the_device(
     on_tape: None, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -382,7 +384,7 @@ def count_calls(model: MoE) -> list[int]:
     return asked
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_experts_of_an_fp8_checkpoint_run_inside_with_their_own_codes(
     on_tape: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -403,6 +405,7 @@ def test_experts_of_an_fp8_checkpoint_run_inside_with_their_own_codes(
     assert found[0] == found[1]
 
 
+@pytest.mark.deep
 def test_policies_and_others_at_the_layers_keep_the_host_in(on_tape: None) -> None:
     backbone, experts = parts_of("mixtral")
     experts.forward = triton_experts.experts_forward
@@ -434,6 +437,7 @@ def test_policies_and_others_at_the_layers_keep_the_host_in(on_tape: None) -> No
     assert experts.statistics.expert_loads_by(0)["decode"] == before + 1
 
 
+@pytest.mark.deep
 def test_without_a_recording_transformers_goes_on(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from moe.decode import compiled as fused_step
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from routing import parse_policies
+from tests.amounts import deep_except
 from tests.kernels.kernel_cases import make_case
 from tests.moe.decode.test_fused import PROVEN
 
@@ -65,7 +66,7 @@ def decoded(model: MoE, counts: list[int]) -> tuple[list[Tensor], list[dict[str,
     return found, model.stats()["layers"]
 
 
-@pytest.mark.parametrize("architecture", PROVEN)
+@pytest.mark.parametrize("architecture", deep_except(["qwen3_moe", "deepseek_v3"], PROVEN))
 @torch.inference_mode()
 def test_models_decode_to_the_same_bits_and_counts(
     architecture: str, tiny_moe: Callable[[str], MoE]

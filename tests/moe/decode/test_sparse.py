@@ -434,7 +434,7 @@ LIMITS = {
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("deepseek_v4", "qwen4_exp_text")))
+        pytest.param(kind, marks=[pytest.mark.deep] * (kind in ("deepseek_v4", "qwen4_exp_text")))
         for kind in LIMITS
     ],
 )

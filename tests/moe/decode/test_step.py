@@ -25,7 +25,7 @@ from moe.network.kv_cache import KVCache, KVFormat
 from moe.network.kv_policy import KVPolicy
 from moe.network.packed_pass import Work
 from routing import Routing
-from tests.kernels.kernel_cases import TARGETS
+from tests.kernels.kernel_cases import TARGET_PARAMS
 from tests.moe.decode.description_cases import VOCABULARY, Maker, filled, routed
 
 pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
@@ -35,7 +35,7 @@ def compiled(description: Description, target: str = "-march=native") -> Describ
     return DescribedStep(description, NativeDecode(load_library((target,))))
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("target", TARGET_PARAMS)
 @settings(max_examples=30)
 @given(st.data(), st.integers(0, 2**31))
 @torch.inference_mode()

@@ -39,7 +39,7 @@ def test_greedy_tokens_alone_equal_those_in_random_batches(
 ) -> None:
     alone = [model.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
     choose = random.Random(1)
-    for _ in range(amount(64, in_ci=16)):
+    for _ in range(amount(64, quick=16)):
         batch = choose.choices(range(len(prompts)), k=choose.randint(2, 8))
         together = model.generate([prompts[index] for index in batch], GREEDY)
         assert [c.token_ids for c in together] == [alone[index] for index in batch]

@@ -26,6 +26,7 @@ from moe.network.lanes import ExpertsRunner, run_lanes
 from moe.network.packed_pass import Work
 from moe.sampling.sampler import NextTokens, Sampler
 from moe.sequence import Delta, RunningSequence
+from tests.amounts import deep_except
 
 ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "deepseek_v3", "gpt_oss", "qwen3_next")
 MODES = ("whole", "chunked", "layered", "auto")
@@ -148,7 +149,7 @@ def _run(engine: Engine, groups: list[SequenceGroup], requests: list[Request]) -
     assert all(s.cache is None for group in groups for s in group.sequences)
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", deep_except(["qwen3_moe", "qwen3_next"], ARCHITECTURES))
 @settings(max_examples=12)
 @given(
     requests=REQUESTS,

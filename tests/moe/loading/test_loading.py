@@ -19,6 +19,7 @@ from moe.loading.load import LoadReport, load_weights, plan_weights
 from moe.loading.meta_model import build_meta_model
 from moe.loading.progress import LoadProgress, reporting
 from moe.network.stacked import stacked_origins
+from tests.amounts import deep_except
 
 ARCHITECTURES = [
     "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jetmoe",
@@ -59,7 +60,7 @@ def assert_same(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
         assert torch.equal(mine[name], tensor), name
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", deep_except(["qwen3_moe", "deepseek_v3"], ARCHITECTURES))
 def test_every_tensor_is_the_one_that_transformers_loads(architecture: str, tmp_path: Path) -> None:
     tiny_model(architecture).save_pretrained(tmp_path, max_shard_size="60KB")
     for dtype in (torch.float32, torch.bfloat16):

@@ -26,6 +26,7 @@ from moe.errors import CheckpointError
 from moe.loading import own_planes
 from moe.loading.gguf.planes import TYPES
 from moe.loading.own_planes import find_own
+from tests.amounts import deep_except
 from tests.moe.loading.test_gguf import IDS, PLAIN, broad, parameters_of
 from tests.moe.loading.test_gguf import write as write  # a fixture
 from tests.moe.loading.test_quantized import (
@@ -227,14 +228,19 @@ def test_a_number_that_is_none_stays_one_where_it_is_asked_for(gpu: None, tmp_pa
         MoE.from_pretrained(small, engine=PLAIN)
 
 
-@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q8_0", "IQ4_XS", "MXFP4"])
+@pytest.mark.parametrize(
+    "kind",
+    deep_except(["Q3_K", "Q4_1"], ["Q2_K", "Q3_K", "Q5_K", "Q4_1", "Q8_0", "IQ4_XS", "MXFP4"]),
+)
 def test_files_of_one_type(kind: str, write: Write) -> None:
     model = steady()
     file = write(model, lambda _: kind)
     assert away(MoE.from_pretrained(file, engine=PLAIN).logits(IDS), oracle(model, file)) < 2e-2
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "mixtral", "qwen2_moe"])
+@pytest.mark.parametrize(
+    "model_type", deep_except(["gpt_oss"], ["gpt_oss", "mixtral", "qwen2_moe"])
+)
 def test_other_layouts_of_rows(model_type: str, write: Write) -> None:
     """Experts in turns and transposed, with biases; queries and keys in pairs; shared experts."""
     model = broad(model_type)

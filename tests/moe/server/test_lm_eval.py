@@ -2,7 +2,7 @@
 
 lm-eval brings pandas, scikit-learn and more, so it is no part of the development tools:
 
-    pip install "lm-eval[api]" && pytest -m slow tests/moe/server/test_lm_eval.py
+    pip install "lm-eval[api]" && pytest -m deep tests/moe/server/test_lm_eval.py
 
 `test_echo.py` sends the same requests without it.
 """
@@ -40,7 +40,7 @@ def demo() -> MoE:
     return MoE.from_pretrained(DEMO)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_bits_per_byte_of_heldout_text(
     demo: MoE, serve: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

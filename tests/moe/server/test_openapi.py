@@ -34,7 +34,7 @@ def test_the_description_is_kept(mode: GenerationMode, server: Any) -> None:
             continue
 
         @settings(
-            max_examples=int(os.environ.get("FUZZ_EXAMPLES", amount(9, in_ci=4))),
+            max_examples=int(os.environ.get("FUZZ_EXAMPLES", amount(9, quick=4))),
             derandomize="FUZZ_EXAMPLES" not in os.environ,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -25,7 +25,7 @@ from tests.readbacks import readbacks
 
 MODE = Mode("elastic")
 VOCABULARY = 6
-ROUNDS = amount(5_000, in_ci=2_000)
+ROUNDS = amount(5_000, quick=2_000)
 
 
 def sampler(**params: Any) -> Sampler:
