@@ -33,8 +33,9 @@ MAX_FILE_BYTES = 64 * 1024
 ENVIRONMENT_PREFIX = "MOE_"
 
 # Variables with our prefix that are not profile keys: the code that needs them reads them before
-# any profile exists. Every other variable with the prefix is refused as a misspelling.
-OTHER_VARIABLES = frozenset({"MOE_API_KEY", "MOE_CPU_KERNEL", "MOE_LAUNCH_SECRET"})
+# any profile exists. MOE_REPO tells scripts outside of a checkout which one to try. Every other
+# variable with the prefix is refused as a misspelling.
+OTHER_VARIABLES = frozenset({"MOE_API_KEY", "MOE_CPU_KERNEL", "MOE_LAUNCH_SECRET", "MOE_REPO"})
 
 
 @dataclass(frozen=True)
