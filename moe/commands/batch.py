@@ -36,6 +36,7 @@ from moe.server.bodies import RequestBody, parse
 from moe.server.errors import APIError, api_error
 from moe.server.fields import Json
 from moe.server.generation import check_model, make_groups
+from moe.server.ignored import Ignored
 from moe.server.openai.answers import ChatAnswer, CompletionAnswer, OpenAIAnswer
 from moe.server.openai.request import ChatRequest, CompletionRequest
 from moe.settings.profile import LoadedProfile
@@ -108,11 +109,15 @@ class BatchJob:
             self._refuse(number, custom_id, api_error(error))
 
     def _submit(self, number: int, line: BatchLine) -> None:
-        body = parse(BODIES[line.url], to_json(line.body))
+        takes = self._model.profile.profile.server.unknown_fields == "take"
+        ignored = Ignored() if takes else None
+        body = parse(BODIES[line.url], to_json(line.body), ignored)
         check_model([self._name], body.model)
         if body.stream:
             raise APIError(400, "a batch cannot stream; remove it", param="stream")
         groups = make_groups(self._model, body)
+        if ignored is not None:
+            ignored.log(f"line {number}")
         try:
             for group in groups:
                 self._engine.submit(group)

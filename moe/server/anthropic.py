@@ -10,45 +10,50 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import BeforeValidator, Field, Tag, ValidationInfo, WithJsonSchema, model_validator
 
 from moe.server.answers import EmittedCall
 from moe.server.bodies import RequestBody, ResentBody
+from moe.server.contents import document_text, image_url, result_of, text_of, unread
 from moe.server.errors import APIError
 from moe.server.fields import (
+    MAX_INT,
     MAX_MESSAGES,
     MAX_STOPS,
-    NEUTRAL_MESSAGES,
     Items,
     Json,
     StopString,
-    TokenCount,
+    TokenLimit,
     by_type,
-    image_url,
-    text_of,
     text_or,
+    wish,
 )
-from moe.server.openai.options import (
+from moe.server.ignored import Ignored
+from moe.server.openai.options import EFFORTS, ReasoningEffort
+from moe.server.openai.request import ChatRequest
+from moe.server.openai.tools import (
     MAX_CALLS,
     MAX_TOOLS,
     CallId,
-    ReasoningEffort,
     ToolName,
     call_of,
     function_of,
     run_by_client,
 )
-from moe.server.openai.request import ChatRequest
 from moe.server.translation import BlockAnswer, BlockKind, TranslatedRequest
 from moe.text.chat import REASONING_KEY
 from moe.text.tokenizer import TextCodec
 
 _LABELS = ("cache_control", "citations")
+_TEXT_SCHEMA = WithJsonSchema({"type": "string"})
 BlockText = Annotated[str, BeforeValidator(text_of("text", labels=_LABELS, between="\n"))]
 """A text, or blocks of text, which become lines."""
 
 
 class Block(ResentBody):
+    place = "messages.content."
+    labels = frozenset({"caller", "citations", "title", "context"})
+
     cache_control: dict[str, Any] | None = None
     """Of no effect: known prefixes are found by their tokens."""
 
@@ -92,7 +97,11 @@ class ToolUseBlock(Block):
 class ToolResultBlock(Block):
     type: Literal["tool_result"]
     tool_use_id: CallId
-    content: BlockText = ""
+    content: Annotated[
+        str | list[Json],
+        BeforeValidator(result_of("text", labels=_LABELS, between="\n")),
+        _TEXT_SCHEMA,
+    ] = ""
     is_error: bool = False
     """Of no effect: the model reads the content."""
 
@@ -111,18 +120,56 @@ _ROLES = {
 }
 
 
-def _blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+_KNOWN = ("text", "thinking", "image", "tool_use", "tool_result")
+_UNREADABLE = ("redacted_thinking", "compaction", "fallback")
+"""Blocks of answers of other servers that say nothing to this model."""
+
+
+def _blocks(value: Any, info: ValidationInfo) -> Any:
+    """Content as blocks; what others have answered is left out, or stands there as a line."""
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if info.context is None or not isinstance(value, list):
+        return value
+    said = info.data.get("role") == "assistant"
+    read = (_readable(block, info.context, said=said) for block in value)
+    return [block for block in read if block is not None]
+
+
+def _readable(block: Any, ignored: Ignored, *, said: bool) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str) or kind in _KNOWN:
+        return block
+    text = document_text(block)
+    if text is None and (said or kind.endswith("_tool_result")):
+        ignored.add(f"messages.content.{kind}")
+        if kind in _UNREADABLE:
+            return None
+        text = unread(kind, block)
+    return block if text is None else {"type": "text", "text": text}
 
 
 class InputMessage(ResentBody):
+    place = "messages."
+    labels = frozenset({"id", "model", "stop_reason", "stop_sequence", "type", "usage"})
+
     role: Literal["user", "assistant", "system"]
     content: Annotated[Items[ContentBlock], BeforeValidator(_blocks)] = Field(
-        min_length=1, json_schema_extra=text_or
+        json_schema_extra=text_or
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _allow_silence(cls, value: Any, info: ValidationInfo) -> Any:
+        """An answer may have said nothing."""
+        if info.context is None or not isinstance(value, dict) or value.get("content"):
+            return value
+        return value | {"content": ""} if value.get("role") == "assistant" else value
+
     @model_validator(mode="after")
-    def _check_blocks(self) -> InputMessage:
+    def _check_blocks(self, info: ValidationInfo) -> InputMessage:
+        if not self.content and (info.context is None or self.role != "assistant"):
+            raise ValueError("content: a message must have something in it")
         for block in self.content:
             if not isinstance(block, _ROLES.get(self.role, TextBlock)):
                 raise ValueError(f"a block of type {block.type} is not of role {self.role}")
@@ -133,6 +180,9 @@ class InputMessage(ResentBody):
 
 class MessagesTool(RequestBody):
     """A tool that the model may call."""
+
+    place = "tools."
+    labels = frozenset({"allowed_callers", "eager_input_streaming"})
 
     type: Literal["custom"] | None = None
     name: ToolName
@@ -150,6 +200,8 @@ class MessagesTool(RequestBody):
 
 
 class MessagesToolChoice(RequestBody):
+    place = "tool_choice."
+
     type: Literal["auto", "any", "tool", "none"]
     name: ToolName | None = None
     """With the type tool."""
@@ -170,11 +222,16 @@ class MessagesToolChoice(RequestBody):
 
 
 class Thinking(RequestBody):
-    type: Literal["enabled", "adaptive", "disabled"]
+    place = "thinking."
+
+    type: Annotated[
+        Literal["enabled", "adaptive", "disabled"],
+        wish("thinking.type", "enabled", "adaptive", "disabled", instead="adaptive"),
+    ]
     """adaptive: the model's own default."""
-    budget_tokens: int | None = Field(default=None, ge=1)
-    """Of no effect: only a target in Anthropic's API too; max_tokens is the limit."""
-    display: Literal["summarized"] | None = None
+    budget_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
+    """Most tokens of reasoning; then the model has to answer."""
+    display: Annotated[Literal["summarized"] | None, wish("thinking.display", "summarized")] = None
     """Of no effect: reasoning is never summarized."""
 
 
@@ -184,19 +241,28 @@ class OutputFormat(RequestBody):
 
 
 class OutputConfig(RequestBody):
-    effort: ReasoningEffort | None = None
-    """How much to think, if the chat template reads it."""
+    place = "output_config."
+
+    effort: Annotated[
+        ReasoningEffort | None, wish("output_config.effort", *EFFORTS, instead="medium")
+    ] = None
+    """How much to think; see reasoning_effort of chats."""
     format: OutputFormat | None = None
     """The form of the answer."""
 
 
 class MessagesMetadata(RequestBody):
+    place = "metadata."
+
     user_id: str | None = Field(default=None, max_length=2048)
     """A name for the end user. Not stored, not logged."""
 
 
 class MessagesChat(ChatRequest):
     """A chat that can ask for reasoning without an effort."""
+
+    effort_name = "output_config.effort"
+    thinking_name = "thinking"
 
     thinking: bool | None = None
 
@@ -208,7 +274,7 @@ class MessagesChat(ChatRequest):
 class CountTokensRequest(TranslatedRequest):
     """The body of ``/v1/messages/count_tokens``."""
 
-    neutral = NEUTRAL_MESSAGES
+    dialect = "messages"
     chat_class = MessagesChat
 
     model: str
@@ -216,8 +282,8 @@ class CountTokensRequest(TranslatedRequest):
     """The conversation so far. If it ends with an assistant's message, the model continues it."""
     system: BlockText | None = None
     """A system message in front of the conversation."""
-    tools: list[Annotated[MessagesTool, run_by_client("custom")]] = Field(
-        default_factory=list, max_length=MAX_TOOLS
+    tools: Annotated[list[MessagesTool], Field(max_length=MAX_TOOLS), run_by_client("custom")] = (
+        Field(default_factory=list)
     )
     """Tools that the model may call."""
     tool_choice: MessagesToolChoice = Field(default_factory=lambda: MessagesToolChoice(type="auto"))
@@ -233,7 +299,9 @@ class CountTokensRequest(TranslatedRequest):
 
     def _chat_fields(self) -> Json:
         asked, thinks = self.output_config, self._thinks
-        if None not in (asked.effort, thinks) and thinks != (asked.effort != "none"):
+        off = thinks is False and asked.effort is not None and self.ignored is not None
+        effort = None if off else asked.effort  # how much to think does not matter then
+        if None not in (effort, thinks) and thinks != (effort != "none"):
             raise ValueError("thinking and output_config.effort contradict each other")
         format = {"name": "answer", "schema": asked.format.schema_} if asked.format else None
         return {
@@ -245,13 +313,14 @@ class CountTokensRequest(TranslatedRequest):
             "tool_choice": self.tool_choice.chat,
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "response_format": format and {"type": "json_schema", "json_schema": format},
-            "reasoning_effort": asked.effort,
+            "reasoning_effort": effort,
             "thinking": thinks,
+            "thinking_token_budget": self.thinking and self.thinking.budget_tokens,
         }
 
 
 class MessagesRequest(CountTokensRequest):
-    max_tokens: TokenCount
+    max_tokens: TokenLimit
     """Most tokens to generate, reasoning included."""
     stop_sequences: list[StopString] = Field(default_factory=list, max_length=MAX_STOPS)
     """Text ends before the first of them."""
@@ -284,7 +353,8 @@ def _from_user(turn: InputMessage) -> list[Json]:
     for block in turn.content:
         if isinstance(block, ToolResultBlock):
             made += [_spoken(turn.role, parts)] if parts else []
-            made.append(_message("tool", [block.content]) | {"tool_call_id": block.tool_use_id})
+            about = {"role": "tool", "tool_call_id": block.tool_use_id}
+            made.append(about | {"content": block.content})
             parts = []
         elif isinstance(block, TextBlock | ImageBlock):
             parts.append(block)

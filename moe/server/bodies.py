@@ -12,14 +12,24 @@ import reprlib
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import from_json
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 
 from moe.sequence import MAX_PRIORITY
 from moe.server.errors import APIError, ClientGone
-from moe.server.fields import CODES, Metadata, Neutral, check_size, supported
+from moe.server.fields import Metadata, check_size
+from moe.server.ignored import Ignored, nameable
+from moe.server.unsupported import CODES, Dialect, without_unsupported
 from moe.settings import ServerSettings
 from moe.settings.sections import DAY_S
 
@@ -43,15 +53,20 @@ def json_body(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         settings: ServerSettings = request.app.state.settings
         data = await read_body(request, settings.max_body_bytes, settings.read_timeout_s)
         request.state.body_bytes = len(data)
-        return await run_in_threadpool(parse, model, data)
+        ignored = Ignored() if settings.unknown_fields == "take" else None
+        request.state.ignored = ignored
+        return await run_in_threadpool(parse, model, data, ignored)
 
     return read
 
 
-def parse(model: type[Body], data: bytes) -> Body:
+def parse(model: type[Body], data: bytes, ignored: Ignored | None = None) -> Body:
     """JSON as the model. Refuses NaN, depth over 200, numbers out of range and lone surrogates.
 
     A field that is null counts as left out: OpenAI's clients mean it so.
+
+    Args:
+        ignored: hears of fields that are taken without effect; None: they are refused.
     """
     try:
         tree = from_json(data, allow_inf_nan=False)
@@ -60,7 +75,8 @@ def parse(model: type[Body], data: bytes) -> Body:
     if not isinstance(tree, dict):
         raise APIError(400, "the body must be a JSON object", code="invalid_json")
     try:
-        return model.model_validate({key: v for key, v in tree.items() if v is not None})
+        given = {key: v for key, v in tree.items() if v is not None}
+        return model.model_validate(given, context=ignored)
     except ValidationError as error:
         raise _refusal(error, tree) from None
 
@@ -154,16 +170,37 @@ MAX_FIELDS = 128
 
 
 class RequestBody(BaseModel):
-    """The base of every JSON object in a body: unknown fields are refused."""
+    """The base of every JSON object in a body.
+
+    An unknown field is refused, or taken and named if the body is validated with an `Ignored` as
+    its context.
+
+    Attributes:
+        place: what stands before the names of its fields.
+        labels: fields that change nothing, which are taken there without being named.
+    """
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    place: ClassVar[str] = ""
+    labels: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _check_size(cls, value: Any) -> Any:
-        return check_size(value, MAX_FIELDS)
+    def _check_fields_known(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(check_size(value, MAX_FIELDS), dict) or info.context is None:
+            return value
+        unknown = value.keys() - cls._known_fields()
+        if not unknown:
+            return value
+        named = ((key, value[key]) for key in value if key in unknown - cls.labels)
+        info.context.add(*(f"{cls.place}{name}" for name in nameable(named)))
+        return {key: v for key, v in value.items() if key not in unknown}
+
+    @classmethod
+    def _known_fields(cls) -> set[str]:
+        return {field.alias or name for name, field in cls.model_fields.items()}
 
 
 class ResentBody(RequestBody):
@@ -178,8 +215,13 @@ class ResentBody(RequestBody):
 
 
 class StreamOptions(RequestBody):
+    place = "stream_options."
+    labels = frozenset({"include_obfuscation"})
+
     include_usage: bool = False
     """End the stream with a chunk that has the token counts."""
+    continuous_usage_stats: bool = False
+    """With include_usage: every chunk has them."""
 
 
 class LabelFields(RequestBody):
@@ -199,10 +241,12 @@ class EndpointBody(RequestBody):
     """The base of bodies that generate. The fields are additions, two named as in vLLM.
 
     Attributes:
-        neutral: see `moe.server.fields.supported`.
+        dialect: see `moe.server.unsupported`.
+        ignored: hears of what has no effect; None: it is refused.
     """
 
-    neutral: ClassVar[Neutral]
+    dialect: ClassVar[Dialect]
+    _ignored: Ignored | None = PrivateAttr(default=None)
 
     cache_salt: str = Field(default="", max_length=512)
     """Requests share known prefixes of their prompts only with requests of the same salt."""
@@ -211,7 +255,18 @@ class EndpointBody(RequestBody):
     timeout: float | None = Field(default=None, gt=0, le=DAY_S)
     """Seconds after which the answer ends with what is there."""
 
+    @property
+    def ignored(self) -> Ignored | None:
+        return self._ignored
+
     @model_validator(mode="before")
     @classmethod
-    def _refuse_unsupported(cls, value: Any) -> Any:
-        return supported(value, cls.neutral) if isinstance(value, dict) else value
+    def _check_supported(cls, value: Any, info: ValidationInfo) -> Any:
+        if not isinstance(value, dict):
+            return value
+        return without_unsupported(value, cls.dialect, info.context)
+
+    @model_validator(mode="after")
+    def _keep_ignored(self, info: ValidationInfo) -> EndpointBody:
+        self._ignored = info.context
+        return self

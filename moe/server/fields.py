@@ -1,23 +1,20 @@
-"""Types of request fields, which bring every accepted spelling into one form.
-
-At the end: fields of the dialects that this server can only accept with a neutral value.
-"""
+"""Types of request fields, which bring every accepted spelling into one form."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     Discriminator,
     FailFast,
     Field,
     StringConstraints,
+    ValidationInfo,
     WithJsonSchema,
 )
-from pydantic_core import PydanticCustomError
 
 from moe.sampling.params import MAX_SEQUENCES
 
@@ -30,6 +27,8 @@ MAX_STOP_LENGTH = 1024
 MAX_BIASES = 1024
 MAX_INT = 2**31 - 1
 MAX_MESSAGES = 4096
+NO_LIMIT = -1
+"""As many tokens as there is room for, as load generators write it for vLLM."""
 
 
 def _as_list(value: Any) -> Any:
@@ -54,89 +53,29 @@ def _prompts(value: Any) -> Any:
     raise ValueError(rule)
 
 
-def text_of(*kinds: str, labels: Collection[str] = (), between: str = "") -> Callable[[Any], Any]:
-    """A validator that joins content given in parts into one text.
-
-    Args:
-        kinds: types that parts may have.
-        labels: further fields that parts may have; they are ignored.
-        between: the separator of two parts.
-    """
-
-    def text(content: Any) -> Any:
-        if not isinstance(content, list):
-            return content
-        texts = []
-        for part in content:
-            named = part.keys() - labels if isinstance(part, dict) else set()
-            if named != {"type", "text"} or part["type"] not in kinds:
-                raise ValueError(
-                    f'only text is supported: parts must be {{"type": "{kinds[0]}", "text": ...}}'
-                )
-            texts.append(part["text"])
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("the text of a part must be a string")
-        return between.join(texts)
-
-    return text
-
-
-def content_of(*kinds: str, labels: Collection[str] = ()) -> Callable[[Any], Any]:
-    """As `text_of`, but content with images stays a list of parts, in the shape of OpenAI's chats.
-
-    Images may have the shape of any dialect: ``image_url``, ``input_image`` or ``image``.
-    """
-    text = text_of(*kinds, labels=labels)
-
-    def content(value: Any) -> Any:
-        if not isinstance(value, list) or not any(_is_image(part) for part in value):
-            return text(value)
-        return [
-            {"type": "image_url", "image_url": {"url": image_url(part)}}
-            if _is_image(part)
-            else {"type": "text", "text": text([part])}
-            for part in value
-        ]
-
-    return content
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in ("image_url", "input_image", "image")
-
-
-def image_url(part: Json) -> str:
-    """The URL of a part with an image; bytes in base64 become a data URL."""
-    known = {"type", "image_url", "source", "detail", "cache_control"}
-    if unknown := part.keys() - known:
-        raise ValueError(f"an image has no field {min(unknown)!r:.80}; remove it")
-    url = part.get("image_url")
-    if part["type"] == "image_url" and isinstance(url, dict):
-        url = url.get("url")
-    if part["type"] == "image":
-        source = part.get("source")
-        about = source if isinstance(source, dict) else {}
-        url = about.get("url")
-        if about.get("type") == "base64":
-            url = f"data:{about.get('media_type')};base64,{about.get('data')}"
-    if not isinstance(url, str):
-        raise ValueError(
-            "an image must be a data URL, or a link where server.allow_image_urls allows it: in "
-            "image_url.url of a chat, in image_url of a part input_image, or as the base64 or url "
-            "source of a part image"
-        )
-    return url
-
-
 def by_type(*kinds: str, default: str | None = None) -> Discriminator:
     """The discriminator of a union of models with these tags, by the field ``type``."""
 
     def kind(part: Any) -> str | None:
-        named = part.get("type", default) if isinstance(part, dict) else None
+        told = part if isinstance(part, dict) else vars(part) if hasattr(part, "type") else {}
+        named = told.get("type", default) if told or isinstance(part, dict) else None
         return named if named in kinds else None
 
     rule = f"the type may be {', '.join(kinds)}"
     return Discriminator(kind, custom_error_type="part_type", custom_error_message=rule)
+
+
+def wish(name: str, *known: str, instead: str | None = None) -> BeforeValidator:
+    """A validator of a field that asks for one of several degrees: a text that is none of the
+    `known` ones counts as `instead` and is named, where unknown fields are taken."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if info.context is None or not isinstance(value, str) or value in known:
+            return value
+        info.context.add(name)
+        return instead
+
+    return BeforeValidator(check)
 
 
 def text_or(schema: dict[str, Any]) -> None:
@@ -154,6 +93,12 @@ def check_size(value: Any, most: int) -> Any:
     """Refuse an object with more entries. (Each invalid entry would make a problem of its own.)"""
     if isinstance(value, dict) and len(value) > most:
         raise ValueError(f"this object may have {most} entries, and has {len(value)}; send fewer")
+    return value
+
+
+def _limit(value: int, info: ValidationInfo) -> int:
+    if value == 0 or (value == NO_LIMIT and info.context is None):
+        raise ValueError("Input should be greater than or equal to 1")
     return value
 
 
@@ -196,12 +141,9 @@ StopList = Annotated[
         }
     ),
 ]
-Text = Annotated[str, BeforeValidator(text_of("text"))]
-Content = Annotated[
-    str | list[Json], BeforeValidator(content_of("text")), WithJsonSchema({"type": "string"})
-]
-"""A text, or parts with images."""
 TokenCount = Annotated[int, Field(ge=1, le=MAX_INT)]
+TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=MAX_INT), AfterValidator(_limit)]
+"""As `TokenCount`, or `NO_LIMIT` where unknown fields are taken."""
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_SEQUENCES)]
 LogitBias = Annotated[
@@ -222,63 +164,3 @@ Metadata = Annotated[
     Field(max_length=16),
     at_most(16),
 ]
-
-
-Neutral = dict[str, tuple[object, ...]]
-"""Fields that this server does not support -> their values that ask for nothing, which pass."""
-
-NEUTRAL_CHAT: Neutral = {
-    "audio": (),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "verbosity": (),
-    "web_search_options": (),
-}
-NEUTRAL_COMPLETIONS: Neutral = {"best_of": (1,), "suffix": ("",)}
-NEUTRAL_RESPONSES: Neutral = {
-    "background": (False,),
-    "context_management": ([],),
-    "conversation": (),
-    "max_tool_calls": (),
-    "moderation": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "service_tier": ("auto", "default"),
-}
-NEUTRAL_MESSAGES: Neutral = {
-    "container": (),
-    "context_management": (
-        {"edits": []},
-        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    ),
-    "inference_geo": (),
-    "mcp_servers": ([],),
-    "service_tier": ("auto", "standard_only"),
-    "speed": ("standard",),
-    "thread": (),
-}
-_STATELESS = ": the server keeps no answers, so send the whole conversation"
-_REASONS = {
-    "background": ": the server keeps no answers; leave it out, or stream",
-    "conversation": _STATELESS,
-    "mcp_servers": ": the client runs all tools",
-    "max_tool_calls": ": it is of tools that a server runs, and this one runs none",
-    "previous_response_id": _STATELESS,
-    "thread": _STATELESS,
-}
-# With this code, Anthropic's client continues without the field.
-CODES = {"thread": "thread_unsupported_request"}
-
-
-def supported(body: Mapping[str, Any], neutral: Neutral) -> dict[str, Any]:
-    """The body without the fields of `neutral`. Raises if one of them has another value."""
-    for name in body.keys() & neutral.keys():
-        value = body[name]
-        if not any(type(value) is type(n) and value == n for n in neutral[name]):
-            about = {"name": name, "why": _REASONS.get(name, "")}
-            raise PydanticCustomError("not_supported", "{name} is not supported{why}", about)
-    return {name: value for name, value in body.items() if name not in neutral}

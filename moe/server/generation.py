@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from functools import partial
+from typing import Any
 
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
@@ -23,13 +24,15 @@ from moe.server.engine_thread import GenerationJob
 from moe.server.errors import APIError
 from moe.server.event_stream import EventStream, while_connected
 from moe.server.fields import Json
+from moe.server.ignored import Ignored
 from moe.server.image_links import fetch_images
 from moe.server.json_answer import JSONAnswer
 from moe.server.openai.request import ChatRequest, GenerationRequest
 from moe.server.request_memory import RequestMemory, bytes_of
-from moe.text.tokenizer import TextCodec
+from moe.text.tokenizer import Prompt, TextCodec
 
 MAX_ECHO_LOGPROBS = 2**20
+_NO_IMAGE = "[image: this model reads text only]"
 HEAVY_BYTES = 2**15
 """Bodies with more count as heavy work for the text threads."""
 
@@ -84,14 +87,23 @@ async def answer(
         close = partial(queue.close, job)
         timeout_s = request.app.state.settings.send_timeout_s
         events = _events(made, job, queue.memory, spend)
-        return EventStream(events, made.failed, close, timeout_s)
+        stream = EventStream(events, made.failed, close, timeout_s)
+        return name_ignored(request, stream)
     try:
         tokens = await while_connected(request.receive, _all(job, spend))
         # Decoding the tokens of a long prompt takes too long for the event loop.
         whole = partial(made.whole, job.num_prompt_tokens, tokens)
-        return await run_in_threadpool(lambda: JSONAnswer(whole()))
+        return name_ignored(request, await run_in_threadpool(lambda: JSONAnswer(whole())))
     finally:
         queue.close(job)
+
+
+def name_ignored(request: Request, response: Response) -> Response:
+    """The response to a request, which names the fields of its body that had no effect."""
+    ignored: Ignored | None = request.state.ignored
+    if ignored is not None:
+        ignored.name_in(response.headers, request.url.path)
+    return response
 
 
 def tenant_of(request: Request) -> str:
@@ -155,10 +167,26 @@ def chat_prompt(model: MoE, body: ChatRequest) -> list[int]:
     if body.needs_tools and tools.format is None and not readable:
         message = f"this model cannot be given tools: {tools.reason}"
         raise APIError(400, message, param="tools", code="tools_not_supported")
-    settings = body.template_settings(model.codec)
+    settings = body.template_settings(model.codec, body.ignored)
     (conversation,) = body.prompts
     limit, offered = model.context_length, body.offered_tools
+    if body.ignored is not None and isinstance(model.codec.images, str):
+        conversation = _without_images_of_tools(conversation, body.ignored)
     return model.codec.encode(conversation, limit, offered, settings, body.ending)
+
+
+def _without_images_of_tools(conversation: Prompt, ignored: Ignored) -> Prompt:
+    """Messages with a line of text for each image that a tool has returned: a client cannot take
+    its history back."""
+    made: list[Any] = []
+    for message in conversation:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(message, dict) and message["role"] == "tool" and isinstance(content, list):
+            texts = [part["text"] if part["type"] == "text" else _NO_IMAGE for part in content]
+            message = message | {"content": "\n".join(texts)}
+            ignored.add("messages.content.image")
+        made.append(message)
+    return made
 
 
 def _check_echo(body: GenerationRequest, num_tokens: int) -> None:

@@ -1,125 +1,44 @@
 """OpenAI's ``/v1/responses``, translated to chats and back.
 
-From top to bottom: the items of a conversation, the request, its translation to a chat, the answer.
+The request, its translation to a chat, and the answer. `response_items.py` has the conversation,
+`response_tools.py` the tools.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from moe.sampling.params import MAX_LOGPROBS
 from moe.server.answers import EmittedCall
-from moe.server.bodies import LabelFields, RequestBody, ResentBody
+from moe.server.bodies import LabelFields, RequestBody
 from moe.server.errors import APIError
 from moe.server.fields import (
     MAX_MESSAGES,
-    NEUTRAL_RESPONSES,
     Items,
     Json,
-    TokenCount,
+    TokenLimit,
     at_most,
-    by_type,
-    content_of,
-    text_of,
     text_or,
+    wish,
 )
 from moe.server.openai.answers import token_bytes, token_logprobs
-from moe.server.openai.options import (
-    MAX_CALLS,
+from moe.server.openai.options import EFFORTS, ReasoningEffort
+from moe.server.openai.request import ChatRequest
+from moe.server.openai.tools import (
     MAX_TOOLS,
-    ArgumentsText,
-    CallId,
-    FunctionDefinition,
     NamedFunction,
-    ReasoningEffort,
-    ToolName,
-    call_of,
+    custom_input,
     function_of,
+    narrowed,
     run_by_client,
 )
+from moe.server.response_items import InputItem, chat_messages, read_items
+from moe.server.response_tools import AnyTool, NamedTool, names_of, tools_by_name
 from moe.server.translation import BlockAnswer, BlockKind, TranslatedRequest
-from moe.text.chat import REASONING_KEY
 from moe.text.tokenizer import TextCodec
-
-ItemStatus = Literal["in_progress", "completed", "incomplete"]
-ItemId = Annotated[str, Field(max_length=256)]
-_LABELS = ("annotations", "logprobs")
-_LOGPROBS = "message.output_text.logprobs"
-ItemText = Annotated[str, BeforeValidator(text_of("input_text", "output_text", labels=_LABELS))]
-ItemContent = Annotated[
-    str | list[Json],
-    BeforeValidator(content_of("input_text", "output_text", labels=_LABELS)),
-    WithJsonSchema({"type": "string"}),
-]
-Thought = Annotated[str, BeforeValidator(text_of("reasoning_text"))]
-
-
-class InputItemBase(ResentBody):
-    id: ItemId | None = None
-    """Of no effect: the conversation is sent in full."""
-    status: ItemStatus | None = None
-    """Of no effect."""
-
-
-class MessageItem(InputItemBase):
-    type: Literal["message"] = "message"
-    role: str = Field(min_length=1, max_length=64)
-    """Who speaks; developer is the same as system."""
-    content: ItemContent
-    """Text, or parts of the type ``input_text``, ``output_text`` or ``input_image`` (with a data
-    URL as its ``image_url``)."""
-    phase: Literal["commentary", "final_answer"] | None = None
-    """Of no effect."""
-
-
-class ReasoningItem(InputItemBase):
-    """The model's reasoning before the item that follows."""
-
-    type: Literal["reasoning"]
-    content: Thought = ""
-    summary: list[Any] = Field(default_factory=list, max_length=0)
-    """Must be empty: answers of this server have no summaries."""
-
-
-class FunctionCallItem(InputItemBase):
-    type: Literal["function_call"]
-    call_id: CallId
-    name: ToolName
-    arguments: ArgumentsText
-
-
-class FunctionOutputItem(InputItemBase):
-    type: Literal["function_call_output"]
-    call_id: CallId
-    output: ItemText = ""
-
-
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("message")]
-    | Annotated[ReasoningItem, Tag("reasoning")]
-    | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionOutputItem, Tag("function_call_output")],
-    by_type("message", "reasoning", "function_call", "function_call_output", default="message"),
-]
-
-
-def _items(value: Any) -> Any:
-    """A text counts as one message of the user."""
-    return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-class ResponsesTool(FunctionDefinition):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-
-    @property
-    def chat(self) -> Json:
-        return function_of(**self.model_dump(exclude={"type"}, exclude_none=True))
 
 
 class ResponsesToolChoice(NamedFunction):
@@ -127,6 +46,8 @@ class ResponsesToolChoice(NamedFunction):
 
 
 class ResponsesFormat(RequestBody):
+    place = "text.format."
+
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = Field(default=None, min_length=1, max_length=64)
     """A name for the schema; for the client's own use, as the description."""
@@ -151,57 +72,132 @@ class ResponsesFormat(RequestBody):
 
 
 class TextConfig(RequestBody):
+    place = "text."
+
     format: ResponsesFormat = Field(default_factory=ResponsesFormat)
-    verbosity: Literal["medium"] | None = None
-    """Of no effect; other values are refused."""
+    verbosity: Annotated[Literal["medium"] | None, wish("text.verbosity", "medium")] = None
+    """Of no effect."""
 
 
 class ReasoningConfig(RequestBody):
-    effort: ReasoningEffort | None = None
-    """How much to think, if the chat template reads it; none: not at all."""
-    summary: Literal["auto"] | None = None
+    place = "reasoning."
+
+    effort: Annotated[
+        ReasoningEffort | None, wish("reasoning.effort", *EFFORTS, instead="medium")
+    ] = None
+    """How much to think; see reasoning_effort of chats."""
+    summary: Annotated[Literal["auto"] | None, wish("reasoning.summary", "auto")] = None
     """Of no effect: answers contain the reasoning itself, not a summary."""
 
 
 class ResponsesStreamOptions(RequestBody):
+    place = "stream_options."
+    labels = frozenset({"include_usage"})
+
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesRequest(LabelFields, TranslatedRequest):
-    neutral = NEUTRAL_RESPONSES
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDES = ("reasoning.encrypted_content", "message.output_text.logprobs")
+
+
+def _includes(value: Any, info: ValidationInfo) -> Any:
+    """Without what is of tools that this server does not run."""
+    if info.context is None or not isinstance(value, list):
+        return value
+    kept = [each for each in value if not isinstance(each, str) or each in _INCLUDES]
+    if len(kept) < len(value):
+        info.context.add("include")
+    return kept
+
+
+class ResponsesChat(ChatRequest):
+    effort_name = thinking_name = "reasoning.effort"
+
+
+class InputTokensRequest(TranslatedRequest):
+    """The body of ``/v1/responses/input_tokens``."""
+
+    dialect = "responses"
+    chat_class = ResponsesChat
 
     model: str | None = None
     """One of the names in ``/v1/models``; left out: the first of them."""
-    input: Annotated[list[InputItem], BeforeValidator(_items)] = Field(
+    input: Annotated[list[InputItem], BeforeValidator(read_items)] = Field(
         min_length=1, max_length=MAX_MESSAGES, json_schema_extra=text_or
     )
     """A question, or the conversation so far."""
     instructions: str | None = None
     """A system message in front of the conversation."""
-    max_output_tokens: TokenCount | None = None
-    """Most tokens to generate, reasoning included."""
-    temperature: float | None = Field(default=None, ge=0, le=2)
-    top_p: float | None = Field(default=None, ge=0, le=1)
-    tools: list[Annotated[ResponsesTool, run_by_client("function")]] = Field(
-        default_factory=list, max_length=MAX_TOOLS
-    )
-    """Tools that the model may call."""
+    tools: Annotated[
+        list[AnyTool], Field(max_length=MAX_TOOLS), run_by_client("function", "custom", "namespace")
+    ] = Field(default_factory=list)
+    """Tools that the model may call. Others than functions, custom ones and namespaces of them are
+    left out."""
     tool_choice: Literal["none", "auto", "required"] | ResponsesToolChoice = "auto"
     parallel_tool_calls: bool = True
     """false: an answer ends with its first call."""
     text: TextConfig = Field(default_factory=TextConfig)
     """The form of the answer."""
     reasoning: ReasoningConfig = Field(default_factory=ReasoningConfig)
+    truncation: Annotated[
+        Literal["disabled"], wish("truncation", "disabled", instead="disabled")
+    ] = "disabled"
+    """A conversation that is too long is refused."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_choice(cls, value: Any) -> Any:
+        choice = value.get("tool_choice") if isinstance(value, dict) else None
+        if not isinstance(choice, dict):
+            return value
+        kind = choice.get("type")
+        if kind == "allowed_tools":
+            return narrowed(value, choice, names_of)
+        if kind == "custom":
+            return value | {"tool_choice": choice | {"type": "function"}}
+        return value
+
+    @property
+    def named_tools(self) -> dict[str, NamedTool]:
+        """The tools by the names that the model calls them by."""
+        return tools_by_name(self.tools)[0]
+
+    def _chat_fields(self) -> Json:
+        named, names = tools_by_name(self.tools)
+        asked: str | Json
+        if isinstance(self.tool_choice, str):
+            asked = self.tool_choice
+        else:
+            own = self.tool_choice.name
+            chosen = (flat for (_, name), flat in names.items() if name == own)
+            asked = function_of(name=next(chosen, own))
+        return {
+            "model": self.model,
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "messages": chat_messages(self.instructions, self.input, names),
+            "tools": [tool.chat for tool in named.values()],
+            "tool_choice": asked,
+            "response_format": self.text.format.chat,
+            "reasoning_effort": self.reasoning.effort,
+        }
+
+
+class ResponsesRequest(LabelFields, InputTokensRequest):
+    max_output_tokens: TokenLimit | None = None
+    """Most tokens to generate, reasoning included."""
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
     stream: bool = False
     stream_options: ResponsesStreamOptions | None = None
-    include: Items[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] = Field(
-        default_factory=list
-    )
+    include: Annotated[
+        Items[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]],
+        BeforeValidator(_includes),
+    ] = Field(default_factory=list)
     """Log probabilities of the tokens of messages. ``reasoning.encrypted_content`` has no effect:
     reasoning is not encrypted, and can be sent back as it is."""
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     """Report this many likeliest tokens with each; only with those log probabilities."""
-    truncation: Literal["disabled"] = "disabled"
     store: bool = True
     """Of no effect: nothing is stored, and every answer has store: false."""
     client_metadata: Annotated[dict[str, str], at_most(64)] = Field(
@@ -210,82 +206,19 @@ class ResponsesRequest(LabelFields, TranslatedRequest):
     """Labels. Not stored, not logged."""
 
     def _chat_fields(self) -> Json:
-        choice = self.tool_choice
         logprobs = _LOGPROBS in self.include
         if self.top_logprobs and not logprobs:
             raise ValueError(f"top_logprobs may be given only with include: [{_LOGPROBS!r}]")
-        same = ("model", "temperature", "top_p", "parallel_tool_calls", "stream")
-        return {
-            name: getattr(self, name) for name in (*same, "cache_salt", "priority", "timeout")
-        } | {
-            "messages": _chat_messages(self.instructions, self.input),
-            "max_tokens": self.max_output_tokens,
-            "tools": [tool.chat for tool in self.tools],
-            "tool_choice": choice if isinstance(choice, str) else function_of(name=choice.name),
-            "response_format": self.text.format.chat,
-            "reasoning_effort": self.reasoning.effort,
-            "logprobs": logprobs,
-            "top_logprobs": self.top_logprobs if logprobs else None,
-        }
-
-
-def _chat_messages(instructions: str | None, items: Iterable[InputItem]) -> list[Json]:
-    """Messages of a chat. Consecutive items of the model become one message."""
-    turns = [] if instructions is None else [_turn("system", instructions)]
-    answering = False  # whether the last turn is the model's, and still open
-    for item in items:
-        if isinstance(item, MessageItem) and item.role != "assistant":
-            _add_message(turns, item)
-        elif isinstance(item, FunctionOutputItem):
-            turns.append(_turn("tool", item.output) | {"tool_call_id": item.call_id})
-        else:
-            if not (answering and _goes_on(turns[-1], item)):
-                turns.append(_turn("assistant"))
-            _add_said(turns[-1], item)
-            answering = True
-            continue
-        answering = False
-    for turn in turns:
-        if not any(isinstance(content, list) for content in turn["content"]):
-            turn["content"] = ("\n\n" if turn["role"] == "system" else "").join(turn["content"])
-        else:
-            turn["content"] = [part for content in turn["content"] for part in _parts(content)]
-    return turns
-
-
-def _parts(content: str | list[Json]) -> list[Json]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-def _turn(role: str, *contents: str | list[Json]) -> Json:
-    return {"role": role, "content": list(contents)}
-
-
-def _add_message(turns: list[Json], item: MessageItem) -> None:
-    """Add a message. Leading system messages become one: most chat templates accept only one."""
-    role = "system" if item.role == "developer" else item.role
-    if role == "system" and len(turns) == 1 and turns[0]["role"] == "system":
-        turns[0]["content"].append(item.content)
-    else:
-        turns.append(_turn(role, item.content))
-
-
-def _goes_on(turn: Json, item: MessageItem | ReasoningItem | FunctionCallItem) -> bool:
-    if isinstance(item, FunctionCallItem):
-        return len(turn.get("tool_calls", ())) < MAX_CALLS
-    if isinstance(item, ReasoningItem):
-        return False
-    return not turn["content"] or "tool_calls" in turn
-
-
-def _add_said(turn: Json, item: MessageItem | ReasoningItem | FunctionCallItem) -> None:
-    if isinstance(item, MessageItem):
-        turn["content"].append(item.content)
-    elif isinstance(item, ReasoningItem):
-        turn[REASONING_KEY] = item.content
-    else:
-        call = call_of(item.call_id, item.name, item.arguments)
-        turn.setdefault("tool_calls", []).append(call)
+        same = ("temperature", "top_p", "stream", "cache_salt", "priority", "timeout")
+        return (
+            super()._chat_fields()
+            | {name: getattr(self, name) for name in same}
+            | {
+                "max_tokens": self.max_output_tokens,
+                "logprobs": logprobs,
+                "top_logprobs": self.top_logprobs if logprobs else None,
+            }
+        )
 
 
 _ECHOED = (
@@ -304,6 +237,7 @@ class ResponsesAnswer(BlockAnswer):
         super().__init__(body.chat, codec)
         self._id = request_id
         self._num_events = 0
+        self._tools = body.named_tools
         self._token_bytes = token_bytes(codec) if body.chat.logprobs else None
         self._logprobs: list[Json] = []  # of the open text
         self._about = {
@@ -346,15 +280,24 @@ class ResponsesAnswer(BlockAnswer):
         ]
 
     def called(self, call: EmittedCall) -> list[Json]:
-        about = {"type": "function_call", "call_id": call.id, "name": call.name}
-        item = {"id": self._item_id("call"), **about}
-        place, word = self._place("call"), "response.function_call_arguments"
-        done = place | {"name": call.name, "arguments": call.arguments}
+        named = self._tools.get(call.name)
+        name = call.name if named is None else named.tool.name
+        space = {} if named is None or named.namespace is None else {"namespace": named.namespace}
+        if named is not None and named.is_custom:
+            about = {"id": self._item_id("custom"), "type": "custom_tool_call"}
+            kind, word, field = "custom", "response.custom_tool_call_input", "input"
+            said, done = custom_input(call.arguments), {}
+        else:
+            about = {"id": self._item_id("call"), "type": "function_call"}
+            kind, word, field = "call", "response.function_call_arguments", "arguments"
+            said, done = call.arguments, {"name": name}
+        item = about | {"call_id": call.id, "name": name, **space}
+        place = self._place(kind)
         return [
-            self._item_event("added", item | {"arguments": "", "status": "in_progress"}),
-            self._event(f"{word}.delta", **place, delta=call.arguments),
-            self._event(f"{word}.done", **done),
-            self._item_done(item | {"arguments": call.arguments, "status": "completed"}),
+            self._item_event("added", item | {field: "", "status": "in_progress"}),
+            self._event(f"{word}.delta", **place, delta=said),
+            self._event(f"{word}.done", **place, **done, **{field: said}),
+            self._item_done(item | {field: said, "status": "completed"}),
         ]
 
     def end(self) -> list[Json | str]:
@@ -419,7 +362,7 @@ class ResponsesAnswer(BlockAnswer):
 
 
 _STARTED = ("created", "in_progress")
-_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 
 
 def _part(kind: BlockKind, text: str, logprobs: list[Json]) -> Json:

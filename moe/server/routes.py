@@ -24,6 +24,7 @@ from moe.server.generation import (
     chat_prompt,
     check_model,
     is_heavy,
+    name_ignored,
     spending,
 )
 from moe.server.image_links import fetch_images
@@ -36,7 +37,7 @@ from moe.server.openai.request import (
     CompletionRequest,
     template_messages,
 )
-from moe.server.responses import ResponsesAnswer, ResponsesRequest
+from moe.server.responses import InputTokensRequest, ResponsesAnswer, ResponsesRequest
 
 _STREAMS: dict[int | str, Json] = {200: {"content": {"text/event-stream": {}}}}
 router = APIRouter()
@@ -65,6 +66,19 @@ async def responses(
 ) -> Response:
     """Answer a conversation in the shape of OpenAI's Responses."""
     return await answer(request, body.chat, partial(ResponsesAnswer, body))
+
+
+@router.post("/v1/responses/input_tokens", openapi_extra=schema_of(InputTokensRequest))
+async def input_tokens(
+    request: Request, body: Annotated[InputTokensRequest, Depends(json_body(InputTokensRequest))]
+) -> Response:
+    """Number of prompt tokens of the same request to ``/v1/responses``."""
+
+    def count(model: MoE) -> tuple[int, Json]:
+        num_tokens = len(chat_prompt(model, body.chat))
+        return num_tokens, {"object": "response.input_tokens", "input_tokens": num_tokens}
+
+    return await _with_model(request, body.model, count, body.chat.messages)
 
 
 @router.post("/v1/messages", openapi_extra=schema_of(MessagesRequest), responses=_STREAMS)
@@ -159,7 +173,7 @@ async def expert_tokens(
         ids, texts = await queue.text(encode, caller, heavy=True)
         spending(request)(len(ids))
         chosen = await queue.expert_choices(ids, caller)
-        return JSONAnswer({"tokens": texts, "experts": chosen})
+        return name_ignored(request, JSONAnswer({"tokens": texts, "experts": chosen}))
 
     return await while_connected(request.receive, work())
 
@@ -192,6 +206,6 @@ async def _with_model(
         await fetch_images(request, messages)
         tokens, answer = await queue.text(write, caller_of(request), heavy=is_heavy(request))
         spending(request)(tokens)
-        return answer
+        return name_ignored(request, answer)
 
     return await while_connected(request.receive, answering())

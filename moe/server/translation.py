@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
-from pydantic import PrivateAttr, model_validator
+from pydantic import PrivateAttr, ValidationInfo, model_validator
 
 from moe.completion import StreamEvent
 from moe.sampling.batch import Token
@@ -32,8 +32,8 @@ class TranslatedRequest(EndpointBody):
     _chat: ChatRequest = PrivateAttr()
 
     @model_validator(mode="after")
-    def _translate(self) -> TranslatedRequest:
-        self._chat = self.chat_class.model_validate(self._chat_fields())
+    def _translate(self, info: ValidationInfo) -> TranslatedRequest:
+        self._chat = self.chat_class.model_validate(self._chat_fields(), context=info.context)
         return self
 
     @property

@@ -539,6 +539,14 @@ class ServerSettings(Settings):
     """Send an OpenTelemetry trace of each request over OTLP/HTTP, to where the variables OTEL_...
     say (http://localhost:4318 without any). Needs the packages of the extra ``telemetry``."""
 
+    unknown_fields: Literal["take", "refuse"] = "take"
+    """What becomes of fields of a request that are unknown, or wishes that cannot be granted. take:
+    it is answered without them, and they are named in the header ``x-moe-ignored``, and once in the
+    log. refuse: status 400."""
+
+    any_model: bool = False
+    """Answer requests for every model name; ``--served-model-name '*'`` does the same."""
+
     allow_image_urls: bool = False
     """Fetch images that chats link to over http and https, from public addresses only, with at most
     ``max_body_bytes`` for those of a request. false: images come as data URLs."""

@@ -16,8 +16,8 @@ from moe.sampling.batch import Token
 from moe.server.answers import AnswerParser, EmittedCall
 from moe.server.errors import APIError
 from moe.server.fields import Json
-from moe.server.openai.options import call_of
 from moe.server.openai.request import ChatRequest, CompletionRequest, GenerationRequest
+from moe.server.openai.tools import call_of, custom_input
 from moe.text.detokenize import TokenBytes
 from moe.text.tokenizer import TextCodec
 
@@ -152,12 +152,14 @@ class ChatAnswer(OpenAIAnswer):
         self._codec = codec
         self._token_bytes = token_bytes(codec)
         self._parsers: dict[int, AnswerParser] = {}  # of each sequence
+        self._custom = body.custom_names
 
     def choice(self, index: int, part: Completion) -> Json:
         content, calls, reasoning, finish = self._parsed(index, part)
         message: Json = {"role": "assistant", "content": content, "refusal": None}
         if calls:
-            message |= {"content": content or None, "tool_calls": [_call(call) for call in calls]}
+            made = [self._call(call) for call in calls]
+            message |= {"content": content or None, "tool_calls": made}
         logprobs = self._logprobs(part.tokens)
         return {"message": message | reasoning, "logprobs": logprobs} | finish
 
@@ -168,7 +170,7 @@ class ChatAnswer(OpenAIAnswer):
         content, calls, reasoning, finish = self._parsed(index, part)
         delta: Json = {"content": content} if content else {}
         if calls:  # clients put them together by index
-            delta["tool_calls"] = [{"index": call.index} | _call(call) for call in calls]
+            delta["tool_calls"] = [{"index": call.index} | self._call(call) for call in calls]
         return {"delta": delta | reasoning, "logprobs": self._logprobs(part.tokens)} | finish
 
     def _parsed(self, index: int, part: Completion) -> tuple[str, list[EmittedCall], Json, Json]:
@@ -188,9 +190,11 @@ class ChatAnswer(OpenAIAnswer):
         content = [token_logprobs(token, self._token_bytes) for token in tokens]
         return {"content": content, "refusal": None}
 
-
-def _call(call: EmittedCall) -> Json:
-    return call_of(call.id, call.name, call.arguments)
+    def _call(self, call: EmittedCall) -> Json:
+        if call.name not in self._custom:
+            return call_of(call.id, call.name, call.arguments)
+        custom = {"name": call.name, "input": custom_input(call.arguments)}
+        return {"id": call.id, "type": "custom", "custom": custom}
 
 
 class CompletionAnswer(OpenAIAnswer):

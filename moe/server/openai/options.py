@@ -1,34 +1,26 @@
-"""Options of requests in OpenAI's and vLLM's shapes: structured outputs, tools and reasoning.
+"""Options of requests in OpenAI's and vLLM's shapes: structured outputs, and reasoning with tools.
 
 Each option is a base class with its fields, and with what they mean for one model's tokenizer:
-`StructuredBody` <- `ToolBody` and `ReasoningBody`, on which `ChatRequest` stands.
+`StructuredBody` and `ToolBody` <- `ReasoningBody`, on which `ChatRequest` stands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
-from moe.errors import RequestError
 from moe.sampling.params import MAX_SOURCE, Structure
 from moe.server.answers import AnswerParser, EmittedCall
 from moe.server.bodies import RequestBody
 from moe.server.errors import APIError
-from moe.server.fields import Json, at_most
+from moe.server.fields import at_most, wish
+from moe.server.ignored import Ignored
+from moe.server.openai.tools import ToolBody
 from moe.text.tokenizer import TextCodec
-from moe.text.tool_calls.channels import ChannelParser
-from moe.text.tool_calls.grammar import (
-    ANY,
-    CAN_FOLLOW,
-    FREE,
-    CallGrammar,
-    Schema,
-    after_reasoning,
-)
-from moe.text.tool_calls.parser import CallParser
+from moe.text.tool_calls.grammar import CAN_FOLLOW, after_reasoning
 from moe.text.tool_calls.reasoning import ReasoningParser, ReasoningSupport
 from moe.text.tool_calls.response_template import PREFIX_TOKENS, ResponseTemplate
 
@@ -120,204 +112,59 @@ class StructuredBody(RequestBody):
         return None if asked is None else asked.structure
 
 
-MAX_TOOLS = 128
-MAX_CALLS = 128
-
-ToolName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-CallId = Annotated[str, Field(min_length=1, max_length=128)]
-ArgumentsText = Annotated[str, Field(max_length=2**20)]
-"""A JSON object, as text."""
-
-
-def function_of(**about: object) -> Json:
-    """The object that chats put around a tool, a choice of tool or a call."""
-    return {"type": "function", "function": about}
-
-
-def call_of(id: str, name: str, arguments: str) -> Json:
-    """A tool call in a message of a chat."""
-    return {"id": id, **function_of(name=name, arguments=arguments)}
-
-
-def run_by_client(kind: str) -> BeforeValidator:
-    """A validator of tools: refuses types other than `kind`, the type of tools that clients run."""
-
-    def check(tool: Any) -> Any:
-        if isinstance(tool, dict) and (tool.get("type") or kind) != kind:
-            raise ValueError(
-                f"tools must have the type {kind}, and the client runs them; this server runs none"
-            )
-        return tool
-
-    return BeforeValidator(check)
-
-
-class FunctionDefinition(RequestBody):
-    name: ToolName
-    description: Annotated[str, Field(max_length=2**16)] | None = None
-    parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments."""
-    strict: bool | None = None
-    """true: every call follows the schema. A tool_choice that forces a call implies it."""
-
-
-class ChatTool(RequestBody):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-    function: FunctionDefinition
-
-
-class NamedFunction(RequestBody):
-    name: ToolName
-
-
-class NamedToolChoice(RequestBody):
-    type: Literal["function"]
-    function: NamedFunction
-
-
-ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
-
-
-class CalledFunction(RequestBody):
-    name: ToolName
-    arguments: ArgumentsText
-
-
-class ToolCall(RequestBody):
-    """A call in an earlier answer, which the client sends back."""
-
-    id: CallId
-    type: Literal["function"] = "function"
-    function: CalledFunction
-
-
-class ToolBody(RequestBody):
-    tools: list[ChatTool] = Field(default_factory=list, max_length=MAX_TOOLS)
-    """Tools that the model may call."""
-    tool_choice: ToolChoice = "auto"
-    """none: the model does not see the tools. required, or a function: it must call."""
-    parallel_tool_calls: bool = True
-    """false: an answer ends with its first call."""
-
-    @model_validator(mode="after")
-    def _check_tools(self) -> ToolBody:
-        names = [tool.function.name for tool in self.tools]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"tools: {twice[0]!r} is there twice")
-        choice = self.tool_choice
-        if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
-            raise ValueError(f"tool_choice: there is no tool {choice.function.name!r}")
-        if choice == "required" and not names:
-            raise ValueError("tool_choice may be required only with tools")
-        return self
-
-    @property
-    def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model sees and may call; None if there are none."""
-        if not self.tools or self.tool_choice == "none":
-            return None
-        return [
-            tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
-            for tool in self.tools
-        ]
-
-    def call_structure(self, codec: TextCodec, answer: Structure | None = None) -> Structure | None:
-        """The grammar of answers that must call, or whose calls of strict tools must be valid.
-
-        Args:
-            answer: the form of answers that do not call; None: any text.
-
-        Raises `RequestError` if it cannot be enforced.
-        """
-        if self.offered_tools is None:
-            return None
-        if codec.tools.format is None:  # calls are read by the tokenizer's response_template
-            strict = any(tool.function.strict for tool in self.tools)
-            if answer is not None or self.tool_choice != "auto" or strict:
-                raise RequestError(
-                    "this model's calls can be read, not enforced: its chat template does not show "
-                    "their form; leave out tool_choice and strict, or send either tools or a "
-                    "structure"
-                )
-            return None
-        functions = [tool.function for tool in self.tools]
-        grammar = CallGrammar(codec.tools.format, codec.call_tokens)
-        several = self.parallel_tool_calls
-        if self.tool_choice == "auto":
-            schemas = {f.name: (f.parameters or ANY) if f.strict else FREE for f in functions}
-            if answer is not None:
-                lead = "" if codec.reasoning.format is None else codec.reasoning.format.lead
-                text = grammar.answer_or_calls(answer, lead, schemas, several=several)
-                return Structure.grammar(text, [(answer.name, answer), *_parts(schemas)])
-            if not any(function.strict for function in functions):
-                return None
-            text = grammar.text_or_calls(schemas, several=several)
-            return Structure.grammar(text, _parts(schemas))
-        if isinstance(self.tool_choice, NamedToolChoice):
-            functions = [f for f in functions if f.name == self.tool_choice.function.name]
-            several = False
-        schemas = {function.name: function.parameters or ANY for function in functions}
-        return Structure.grammar(grammar.calls(schemas, several=several), _parts(schemas))
-
-    def call_parser(self, codec: TextCodec) -> CallParser | ChannelParser | None:
-        """A parser of one answer's calls; None if it cannot have any."""
-        format = codec.tools.format
-        if self.offered_tools is None or format is None:
-            return None
-        if format.channels is not None:
-            return ChannelParser(format.channels, self._schemas, self._most_calls)
-        return CallParser(format, self._schemas, self._most_calls)
-
-    @property
-    def _schemas(self) -> dict[str, dict[str, Any]]:
-        """The schemas of the tools that may be called."""
-        if self.offered_tools is None:
-            return {}
-        return {tool.function.name: tool.function.parameters or {} for tool in self.tools}
-
-    @property
-    def _most_calls(self) -> int | None:
-        return None if self.parallel_tool_calls else 1
-
-
-def _parts(schemas: Mapping[str, Schema]) -> list[tuple[str, Structure]]:
-    """The schemas by names that error messages use: clients wrote the schemas, not the grammar."""
-    return [
-        (f"tools: the schema of {name!r}", Structure.json_schema(schema))
-        for name, schema in schemas.items()
-    ]
-
-
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 TemplateName = Annotated[str, StringConstraints(max_length=64)]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateValue = bool | int | float | Annotated[str, Field(max_length=1024)] | None
 
 
 class ReasoningBody(ToolBody, StructuredBody):
+    """What a chat may ask of reasoning.
+
+    Attributes:
+        effort_name, thinking_name: the dialect's names of what asks how much to think, and whether.
+    """
+
+    effort_name: ClassVar[str] = "reasoning_effort"
+    thinking_name: ClassVar[str] = "reasoning_effort"
+
     chat_template_kwargs: Annotated[dict[TemplateName, TemplateValue], at_most(16)] = Field(
         default_factory=dict, max_length=16
     )
     """Variables that the model's chat template reads, such as ``enable_thinking``."""
-    reasoning_effort: ReasoningEffort | None = None
-    """How much to think, if the chat template reads it; none: not at all."""
+    reasoning_effort: Annotated[
+        ReasoningEffort | None, wish("reasoning_effort", *EFFORTS, instead="medium")
+    ] = None
+    """How much to think: the nearest degree that the chat template reads; none: not at all."""
 
     @property
     def asked_to_think(self) -> bool | None:
         """None: the model's own default."""
         return None if self.reasoning_effort is None else self.reasoning_effort != "none"
 
-    def template_settings(self, codec: TextCodec) -> dict[str, object]:
-        """Variables for the chat template. Raises `APIError` 400 if it has none for reasoning."""
+    def template_settings(self, codec: TextCodec, ignored: Ignored | None) -> dict[str, object]:
+        """Variables for the chat template.
+
+        Args:
+            ignored: hears of a wish about reasoning that the template cannot grant; None: it is
+                refused.
+
+        Raises `APIError` 400 for what cannot be.
+        """
         given: dict[str, object] = dict(self.chat_template_kwargs)
         asked: dict[str, object] = {}
-        if self.asked_to_think is not None:
-            effort = self.reasoning_effort
-            asked = _reasoning_variables(codec.reasoning, self.asked_to_think, effort)
-        if twice := sorted(given.keys() & asked.keys()):
-            message = f"chat_template_kwargs: another field says {twice[0]!r}; give one of them"
-            raise APIError(400, message, param="chat_template_kwargs")
+        think, effort = self.asked_to_think, self.reasoning_effort
+        if think is not None and ignored is None:
+            asked = _reasoning_variables(codec.reasoning, think, effort)
+        elif think is not None and ignored is not None:
+            asked = _wished_variables(codec.reasoning, think, effort)
+            reasons = codec.reasoning.format is not None  # by itself
+            if not asked and (reasons != think or (think and effort is not None)):
+                ignored.add(self.thinking_name if effort is None else self.effort_name)
+        for name in sorted(given.keys() & asked.keys()):
+            if ignored is None or given[name] != asked[name]:
+                message = f"chat_template_kwargs: another field says {name!r}; give one of them"
+                raise APIError(400, message, param="chat_template_kwargs")
         return given | asked
 
     def structure_for(self, codec: TextCodec, prompt: Sequence[int]) -> Structure | None:
@@ -395,6 +242,17 @@ def _reasoning_variables(
         raise _unsupported("is not known to make it think; leave out what asks for reasoning")
     elif not think and not settings and support.format is not None:
         raise _unsupported("has nothing that turns reasoning off; leave out what asks for that")
+    return settings
+
+
+def _wished_variables(
+    support: ReasoningSupport, think: bool, effort: ReasoningEffort | None
+) -> dict[str, object]:
+    """The same, as near to the wish as the template can; empty: it can do nothing about it."""
+    settings: dict[str, object] = {} if support.switch is None else {support.switch: think}
+    level = None if effort is None else support.nearest(effort)
+    if level is not None:
+        settings["reasoning_effort"] = level
     return settings
 
 

@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's chats and completions. Every field is honoured or refused, none ignored.
+"""Bodies of OpenAI's chats and completions; `moe.server.unsupported` has what they leave out.
 
 `moe.requests` fills in sampling that a request leaves out. Ranges are those of OpenAI's API;
 `top_k` and the fields below it are additions, named as in vLLM.
@@ -10,31 +10,36 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from moe.sampling.params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES, MIN_SEED
 from moe.server.bodies import EndpointBody, LabelFields, RequestBody, ResentBody, StreamOptions
+from moe.server.contents import Content, Text
 from moe.server.fields import (
     MAX_INT,
     MAX_MESSAGES,
-    NEUTRAL_CHAT,
-    NEUTRAL_COMPLETIONS,
-    Content,
     LogitBias,
     PromptList,
     StopList,
-    Text,
-    TokenCount,
     TokenIds,
+    TokenLimit,
 )
-from moe.server.openai.options import MAX_CALLS, CallId, ReasoningBody, StructuredBody, ToolCall
+from moe.server.openai.options import ReasoningBody, StructuredBody
+from moe.server.openai.tools import MAX_CALLS, CallId, ToolCall
 from moe.text.chat import REASONING_KEY
 from moe.text.tokenizer import Prompt
 from moe.text.tool_calls.grammar import CAN_FOLLOW
 
+_MAY_BE_EMPTY = ("assistant", "tool")
+
 
 class ChatMessage(ResentBody):
-    """One message of a chat. Other fields of OpenAI's API are refused unless null or empty."""
+    """One message of a chat."""
+
+    place = "messages."
+    labels = frozenset(
+        {"annotations", "id", "provider_specific_fields", "reasoning_details", "refusal"}
+    )
 
     role: str = Field(min_length=1, max_length=64)
     """Who speaks. The model's chat template decides which roles are valid."""
@@ -52,8 +57,27 @@ class ChatMessage(ResentBody):
     tool_call_id: CallId | None = None
     """With role tool: the call whose result this is."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_other_names(cls, value: Any, info: ValidationInfo) -> Any:
+        """What an answer of another server has under another name: a refusal, and reasoning."""
+        if not isinstance(value, dict) or info.context is None or value.get("role") != "assistant":
+            return value
+        if value.get("function_call"):
+            raise ValueError("function_call is not supported: send tool_calls in its place")
+        made = {key: v for key, v in value.items() if key != "function_call"}
+        if not made.get("content") and isinstance(made.get("refusal"), str):
+            made["content"] = made["refusal"]
+        details = made.get("reasoning_details")
+        if not (made.get("reasoning_content") or made.get("reasoning")) and details:
+            texts = [part.get("text") for part in details if isinstance(part, dict)]
+            made["reasoning"] = "".join(text for text in texts if isinstance(text, str)) or None
+        return made
+
     @model_validator(mode="after")
-    def _check_fields(self) -> ChatMessage:
+    def _check_fields(self, info: ValidationInfo) -> ChatMessage:
+        if info.context is not None and self.content is None and self.role in _MAY_BE_EMPTY:
+            self.content = ""
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError(f"tool_calls are of role assistant; got role {self.role!r:.80}")
         if self.tool_call_id is not None and self.role != "tool":
@@ -111,8 +135,8 @@ class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
 
     model: str | None = None
     """One of the names in ``/v1/models``; left out: the first of them."""
-    max_tokens: TokenCount | None = None
-    """Most tokens to generate."""
+    max_tokens: TokenLimit | None = None
+    """Most tokens to generate; -1: as many as there is room for."""
     n: int = Field(default=1, ge=1, le=MAX_SEQUENCES)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
@@ -179,10 +203,10 @@ class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
 
 
 class ChatRequest(ReasoningBody, ChatEnding, GenerationRequest):
-    neutral = NEUTRAL_CHAT
+    dialect = "chat"
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
-    max_completion_tokens: TokenCount | None = None
+    max_completion_tokens: TokenLimit | None = None
     """The newer name of max_tokens."""
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -224,7 +248,7 @@ class ChatRequest(ReasoningBody, ChatEnding, GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    neutral = NEUTRAL_COMPLETIONS
+    dialect = "completions"
 
     prompt: PromptList
     max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None

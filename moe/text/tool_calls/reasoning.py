@@ -26,6 +26,11 @@ _SWITCHES = ("enable_thinking", "thinking")
 _OPTIONS: tuple[dict[str, Any], ...] = ({}, dict.fromkeys(_SWITCHES, True))
 _ASKED, _THOUGHT, _ANSWERED = "probe question", "probe thought", "probe answer"
 _TOOL = "probe_tool"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Degrees of reasoning that clients ask for, from the least."""
+_TAUGHT = ("low", "medium", "high")
+_DEFAULT = "medium"
+_NO_EFFORT = "probe effort"
 _EMPTY = re.compile(r"([<\[])(?P<name>[\w:-]+)([>\]])\s*\1/(?P=name)\3")
 _FIRST = re.compile(r"[<\[][^<>\[\]\s]+[>\]]")
 _UNFINISHED = re.compile(r"[<\[][^<>\[\]\s]*\Z")
@@ -68,13 +73,29 @@ class ReasoningSupport:
 
     Attributes:
         switch: the template's variable that turns reasoning on and off; None: it has none.
-        takes_effort: the template reads ``reasoning_effort``.
+        efforts: values of ``reasoning_effort`` that the template reads, of `EFFORTS` in their
+            order; empty: it reads none.
     """
 
     format: ReasoningFormat | None
     reason: str
     switch: str | None = None
-    takes_effort: bool = False
+    efforts: tuple[str, ...] = ()
+
+    @property
+    def takes_effort(self) -> bool:
+        """The template reads ``reasoning_effort``."""
+        return bool(self.efforts)
+
+    def nearest(self, effort: str) -> str | None:
+        """The effort nearest to one of `EFFORTS` that the template reads. None: what the template
+        does by itself, which counts as medium, is as near; or ``none``, which it does not read."""
+        if effort in self.efforts or effort == "none":
+            return effort if effort in self.efforts else None
+        levels = [*(level for level in self.efforts if level != "none"), _DEFAULT]
+        place = EFFORTS.index(effort)
+        best = min(levels, key=lambda level: abs(EFFORTS.index(level) - place))
+        return best if best in self.efforts else None
 
     def as_dict(self) -> dict[str, Any]:
         shown = None if self.format is None else self.format.as_dict()
@@ -84,6 +105,7 @@ class ReasoningSupport:
             "format": shown,
             "switch": self.switch,
             "takes_effort": self.takes_effort,
+            "efforts": list(self.efforts),
         }
 
 
@@ -98,16 +120,35 @@ def probe_reasoning(render: Render) -> ReasoningSupport:
                 reason = "found by probing the chat template"
                 break
         switch = next((name for name in _SWITCHES if _reads(render, name, True, False)), None)
-        effort = _reads(render, "reasoning_effort", "low", "high")
+        efforts = _efforts(render)
     except TemplateLimitError:
         return ReasoningSupport(None, "the chat template takes too long or too much memory")
-    return ReasoningSupport(found, reason, switch, effort)
+    return ReasoningSupport(found, reason, switch, efforts)
 
 
 def _reads(render: Render, name: str, *values: object) -> bool:
     """Whether the value of a variable changes the prompt."""
     prompts = {_ReasoningProbe(render, {name: value}).prompt() for value in values}
     return None not in prompts and len(prompts) > 1
+
+
+def _efforts(render: Render) -> tuple[str, ...]:
+    """The values of ``reasoning_effort`` that a template reads: those that change the prompt.
+
+    One that writes down whatever it is told was taught with `_TAUGHT`.
+    """
+
+    def prompt(effort: str) -> str | None:
+        return _ReasoningProbe(render, {"reasoning_effort": effort}).prompt()
+
+    other, plain = prompt(_NO_EFFORT), _ReasoningProbe(render, {}).prompt()
+    if other is not None and _NO_EFFORT in other:
+        return _TAUGHT
+    found = {effort: prompt(effort) for effort in EFFORTS}
+    # A template that names none of them writes the same for all.
+    if other is None and len({*found.values()} - {None}) < 2:
+        return tuple(e for e, text in found.items() if text not in (None, plain))
+    return tuple(e for e, text in found.items() if text is not None and text != other)
 
 
 class _ReasoningProbe:

@@ -184,6 +184,13 @@ def server(serve: Serve) -> Iterator[Running]:
         yield running
 
 
+@pytest.fixture(scope="session")
+def strict(serve: Serve) -> Iterator[Running]:
+    """The same with ``server.unknown_fields: refuse``."""
+    with serve(unknown_fields="refuse") as running:
+        yield running
+
+
 @pytest.fixture
 def client(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)

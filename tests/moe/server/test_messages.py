@@ -13,7 +13,7 @@ import pytest
 
 from moe import MoE
 from moe.server.anthropic import MessagesRequest
-from moe.server.fields import NEUTRAL_MESSAGES
+from moe.server.unsupported import UNSUPPORTED
 from tests.moe.server.conftest import Say
 from tests.moe.server.wire import check_wrong_types, events_of
 from tests.moe.text.tool_calls.reasoning_templates import MINIMAX, QWEN3, QWEN3_OPENED
@@ -26,6 +26,12 @@ LABEL: Any = {"cache_control": {"type": "ephemeral"}}
 WEATHER: Any = {"name": "weather", "input_schema": SCHEMA, **LABEL}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 SAID = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
+
+
+@pytest.fixture
+def server(strict: Any) -> Any:
+    """What is not honoured is refused; `test_unknown_fields.py` has what is taken."""
+    return strict
 
 
 def ask(server: Any, **more: Any) -> dict[str, Any]:
@@ -261,7 +267,7 @@ def test_what_cannot_be_honoured_is_refused(server: Any, field: str, value: Any,
 
 def test_wrong_types_never_break_the_server(server: Any) -> None:
     body = {"model": "tiny", "messages": ASKED, "max_tokens": 1}
-    fields = [*MessagesRequest.model_fields, *NEUTRAL_MESSAGES]
+    fields = [*MessagesRequest.model_fields, *UNSUPPORTED["messages"]]
     check_wrong_types(server.http, ROUTE, body, fields)
     assert server.is_idle()
 

@@ -147,6 +147,12 @@ CASES = [
 CASES.append(pytest.param(CHAT, "messages", URLS, id="C18-media-urls"))
 
 
+@pytest.fixture
+def server(strict: Any) -> Any:
+    """What is not honoured is refused; `test_unknown_fields.py` has what is taken."""
+    return strict
+
+
 def error_of(answer: httpx.Response) -> dict[str, Any]:
     error: dict[str, Any] = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 
 from moe import MoE
 from moe.sequence import RunningSequence
-from moe.server.fields import NEUTRAL_RESPONSES
 from moe.server.responses import ResponsesRequest
+from moe.server.unsupported import UNSUPPORTED
 from tests.moe.server.conftest import Say, forget_habits
 from tests.moe.server.wire import check_wrong_types, events_of
 from tests.moe.text.tool_calls.reasoning_templates import HARMONY, MINIMAX, QWEN3
@@ -30,6 +30,12 @@ CHAT_WEATHER: Any = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ulm"}}\n</tool_call>'
 SAID = f"<think>\nHm.\n</think>\n\nI look.\n{CALL}"
+
+
+@pytest.fixture
+def server(strict: Any) -> Any:
+    """What is not honoured is refused; `test_unknown_fields.py` has what is taken."""
+    return strict
 
 
 def ask(client: openai.OpenAI, **more: Any) -> Any:
@@ -281,7 +287,7 @@ def test_openais_helpers_for_structures_and_tools(serve: Any) -> None:
 
 def test_wrong_types_never_break_the_server(server: Any) -> None:
     body = {"model": "tiny", "input": "x", "max_output_tokens": 1}
-    fields = [*ResponsesRequest.model_fields, *NEUTRAL_RESPONSES]
+    fields = [*ResponsesRequest.model_fields, *UNSUPPORTED["responses"]]
     check_wrong_types(server.http, ROUTE, body, fields)
     assert server.is_idle()
 
