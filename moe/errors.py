@@ -44,7 +44,21 @@ class StructureError(RequestError):
 
 
 class ContextError(RequestError):
-    """A prompt and its new tokens are longer than the model's context."""
+    """A prompt and its new tokens are longer than the model's context, or than memory has room for.
+
+    Attributes:
+        limit: tokens that there is room for; None: not known here.
+        num_prompt: tokens of the prompt, or a number that it has at least.
+        num_new: new tokens that are asked for.
+    """
+
+    def __init__(
+        self, message: str, limit: int | None = None, num_prompt: int = 0, num_new: int = 0
+    ) -> None:
+        super().__init__(message)
+        self.limit = limit
+        self.num_prompt = num_prompt
+        self.num_new = num_new
 
 
 class CalibrationError(MoEError):

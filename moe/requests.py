@@ -22,7 +22,16 @@ from moe.text.tokenizer import ImagePrompt, Prompt, is_chat
 CONTINUATION = 128
 """Most new tokens after a text prompt under ``max_new_tokens: auto``."""
 _ONE_BY_ONE = (
-    *("structure", "prompt_logprobs", "logit_bias", "top_p", "top_k", "min_p"),
+    *(
+        "structure",
+        "min_tokens",
+        "thinking",
+        "prompt_logprobs",
+        "logit_bias",
+        "top_p",
+        "top_k",
+        "min_p",
+    ),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 """Fields of `SamplingParams` that models which write blocks do not have."""
@@ -59,6 +68,7 @@ def make_group(
     if params.structure is not None:
         loaded.structures.check(params.structure)
     constraint = loaded.structures.constraint(params)
+    lengths = loaded.structures.lengths(params)
     stop_token_ids = set(params.stop_token_ids)
     if not params.ignore_eos:
         stop_token_ids |= loaded.codec.eos_token_ids
@@ -66,7 +76,11 @@ def make_group(
     sequences = [
         RunningSequence(
             ids,
-            Sampler(params, ids, loaded.logits_size, index, constraint and constraint.fork()),
+            Sampler(
+                *(params, ids, loaded.logits_size, index),
+                constraint and constraint.fork(),
+                lengths and lengths.fork(),
+            ),
             loaded.codec.decoder(shown, behind),
             StopStrings(params.stop, stop_tokens),
             stop_token_ids,
@@ -111,11 +125,13 @@ def check_length(loaded: LoadedModel, num_prompt: int, num_new: int) -> None:
     if num_prompt + min(num_new, 1) > limit:
         raise ContextError(
             f"the prompt has {num_prompt} tokens, and the context is {limit} tokens, answer "
-            "included; shorten the prompt"
+            "included; shorten the prompt",
+            *(limit, num_prompt),
         )
     raise ContextError(
         f"the prompt has {num_prompt} tokens and {num_new} new ones are asked for, together more "
-        f"than the context of {limit} tokens; shorten the prompt or ask for fewer"
+        f"than the context of {limit} tokens; shorten the prompt or ask for fewer",
+        *(limit, num_prompt, num_new),
     )
 
 

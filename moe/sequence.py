@@ -206,7 +206,9 @@ class RunningSequence:
         piece = "" if is_end else self._decoder.push(token_id)
         if self.finish_reason is not None:
             piece += self._decoder.finish()
-        text = self._stop_strings.push(piece)
+        # As in vLLM, stop strings are looked for behind the least length only.
+        too_short = len(self.token_ids) <= self.sampler.params.min_tokens
+        text = piece if too_short else self._stop_strings.push(piece)
         if self._stop_strings.matched is not None:
             self.finish_reason = "stop"
         elif self.finish_reason is not None:

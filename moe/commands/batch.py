@@ -35,7 +35,7 @@ from moe.sequence import RunningSequence
 from moe.server.bodies import RequestBody, parse
 from moe.server.errors import APIError, api_error
 from moe.server.fields import Json
-from moe.server.generation import check_model, make_groups
+from moe.server.generation import ANY_MODEL, check_model, make_groups
 from moe.server.ignored import Ignored
 from moe.server.openai.answers import ChatAnswer, CompletionAnswer, OpenAIAnswer
 from moe.server.openai.request import ChatRequest, CompletionRequest
@@ -109,10 +109,10 @@ class BatchJob:
             self._refuse(number, custom_id, api_error(error))
 
     def _submit(self, number: int, line: BatchLine) -> None:
-        takes = self._model.profile.profile.server.unknown_fields == "take"
-        ignored = Ignored() if takes else None
+        settings = self._model.profile.profile.server
+        ignored = Ignored() if settings.unknown_fields == "take" else None
         body = parse(BODIES[line.url], to_json(line.body), ignored)
-        check_model([self._name], body.model)
+        check_model([self._name, *([ANY_MODEL] if settings.any_model else [])], body.model)
         if body.stream:
             raise APIError(400, "a batch cannot stream; remove it", param="stream")
         groups = make_groups(self._model, body)

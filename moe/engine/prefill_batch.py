@@ -22,7 +22,7 @@ from torch import Tensor
 
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.engine.prefix_cache import BLOCK, PrefixCache, block_hashes
-from moe.errors import RequestError
+from moe.errors import ContextError, RequestError
 from moe.network.kv_blocks import SLACK
 from moe.network.kv_cache import KVCache, SequenceCache
 from moe.network.prompt_rows import PromptRows
@@ -197,10 +197,14 @@ class SequenceGroup:
         """
         num_samples = len(self.sequences)
         if needed > kv_tokens:
-            raise RequestError(
+            why = (
                 f"the request needs memory for {needed} tokens and there is room for {kv_tokens} "
                 "(memory.kv_tokens, memory.kv_gib); shorten it, ask for fewer samples or make room"
             )
+            if num_samples > 1:
+                raise RequestError(why)
+            num_prompt = len(self.sequences[0].prompt_token_ids)
+            raise ContextError(why, int(kv_tokens), num_prompt, needed - num_prompt)
         if num_samples > max_batch_size:
             raise RequestError(
                 f"n is {num_samples} and engine.max_batch_size is {max_batch_size}; "

@@ -38,7 +38,7 @@ from moe.network.kv_policy import KVPolicy
 from moe.parallel.transport import Message
 from moe.sampling.batch import Token
 from moe.sampling.constraint import Structures
-from moe.sampling.params import SamplingParams, Structure
+from moe.sampling.params import SamplingParams, Structure, ThinkingBudget
 from moe.sampling.sampler import Sampler
 from moe.sequence import RunningSequence
 from moe.text.detokenize import StopStrings
@@ -447,9 +447,12 @@ class EngineMirror:
         given["logit_bias"] = {int(number): bias for number, bias in given["logit_bias"].items()}
         if given["structure"] is not None:
             given["structure"] = Structure(**given["structure"])
+        if given["thinking"] is not None:
+            given["thinking"] = ThinkingBudget(**given["thinking"])
         params = SamplingParams(**given)
-        constraint = self._structures.constraint(params)
-        sampler = Sampler(params, fields["prompt"], self._logits_size, fields["index"], constraint)
+        constraint, lengths = self._structures.constraint(params), self._structures.lengths(params)
+        about = (self._logits_size, fields["index"], constraint, lengths)
+        sampler = Sampler(params, fields["prompt"], *about)
         sampler.replay(fields["tokens"])
         return RunningSequence(
             fields["prompt"],

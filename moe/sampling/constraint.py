@@ -17,7 +17,7 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
@@ -28,6 +28,7 @@ import numpy as np
 
 from moe.errors import BusyError, RequestError, StructureError
 from moe.fair_pool import FairPool
+from moe.sampling.lengths import LengthRules
 from moe.sampling.params import SamplingParams, Structure
 
 # What needs llguidance imports it where a structure is asked for: text without one needs none.
@@ -50,6 +51,8 @@ class Vocabulary(Protocol):
     def eos_token_ids(self) -> frozenset[int]: ...
 
     def require_tokenizer(self, what: str) -> Any: ...
+    def special_tokens(self, stop: Collection[str]) -> dict[int, str]: ...
+    def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
 class MaskLateError(Exception):
@@ -264,6 +267,17 @@ class Structures:
         made = Constraint(matcher, self._vocab_size, barred, threads)
         made.begin_mask()
         return made
+
+    def lengths(self, params: SamplingParams) -> LengthRules | None:
+        """A new sequence's rules of length; None: it has none."""
+        if not params.min_tokens and params.thinking is None:
+            return None
+        ends = set(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= self._codec.eos_token_ids
+        if params.stop and params.min_tokens:
+            ends |= self._codec.special_tokens(params.stop).keys()
+        return LengthRules(params.min_tokens, ends, params.thinking, self._codec.decode)
 
     def _remember(self, structure: Structure) -> None:
         """This structure has cost too much: `check` refuses it from now on."""

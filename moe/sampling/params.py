@@ -120,6 +120,30 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class ThinkingBudget:
+    """A limit on the reasoning before an answer; made by `TextCodec.thinking_budget`.
+
+    Attributes:
+        tokens: after so many tokens of reasoning its end is forced; 0: at once.
+        open, close: what begins and ends it. Space does not matter.
+        close_ids: token ids that end it.
+        inside: the prompt has begun it.
+        reopens: it may begin again behind its end (with channels); the tokens count on.
+    """
+
+    tokens: int
+    open: str
+    close: str
+    close_ids: tuple[int, ...]
+    inside: bool
+    reopens: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tokens", _whole("thinking_token_budget", self.tokens, 0))
+        object.__setattr__(self, "close_ids", tuple(self.close_ids))
+
+
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 128
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
@@ -168,6 +192,10 @@ class SamplingParams:
     """Added to the logits of these token ids before anything else; each in [-100, 100]."""
     n: int = 1
     """Sequences generated for the prompt, in [1, 128]."""
+    min_tokens: int = 0
+    """Tokens generated at least, before an end token, a stop token or a stop string counts."""
+    thinking: ThinkingBudget | None = None
+    """A limit on the reasoning before an answer; None: none."""
     structure: Structure | None = None
     """The form that the text must have. A sequence that ends by itself (``stop``) has it, unless a
     stop string or one of ``stop_token_ids`` cut it."""
@@ -187,9 +215,13 @@ class SamplingParams:
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "logit_bias": _logit_bias(self.logit_bias),
             "n": _whole("n", self.n, 1, MAX_SEQUENCES),
+            "min_tokens": _whole("min_tokens", self.min_tokens, 0, hint="0 is none"),
         }
         if self.max_new_tokens is not None:
-            checked["max_new_tokens"] = _whole("max_new_tokens", self.max_new_tokens, 1)
+            most = checked["max_new_tokens"] = _whole("max_new_tokens", self.max_new_tokens, 1)
+            if self.min_tokens > most:
+                rule = f"at most max_new_tokens ({most})"
+                raise _error("min_tokens", rule, self.min_tokens, "")
         if self.seed is not None:
             seed = _whole("seed", self.seed, MIN_SEED, MAX_SEED, "None picks one")
             checked["seed"] = None if seed == -1 else seed
@@ -198,6 +230,8 @@ class SamplingParams:
                 checked[name] = _whole(name, count, 0, MAX_LOGPROBS)
         if not isinstance(self.structure, Structure | None):
             raise RequestError(f"structure must be a Structure or None, got {self.structure!r}")
+        if not isinstance(self.thinking, ThinkingBudget | None):
+            raise RequestError(f"thinking must be a ThinkingBudget or None, got {self.thinking!r}")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
         for name, value in checked.items():

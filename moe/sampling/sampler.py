@@ -40,6 +40,7 @@ from moe.sampling.batch import (
     scores_of,
 )
 from moe.sampling.constraint import Constraint
+from moe.sampling.lengths import LengthRules
 from moe.sampling.params import SamplingParams
 from moe.settings.device import to_device
 
@@ -68,11 +69,13 @@ class Sampler:
         vocab_size: int,
         index: int = 0,
         constraint: Constraint | None = None,
+        lengths: LengthRules | None = None,
     ) -> None:
         assert 0 <= index < params.n, (index, params.n)
         self.params, self.index = params, index
         self.redrawn = False
         self._constraint = constraint
+        self._lengths = lengths
         self._vocab_size = vocab_size
         seed = params.seed
         self._random = _new_random()
@@ -90,6 +93,7 @@ class Sampler:
             and self.params.logprobs is None
             and self._edits is None
             and self._constraint is None
+            and not self._is_bounded
         )
 
     @property
@@ -100,8 +104,13 @@ class Sampler:
     @property
     def needs_tokens(self) -> bool:
         """Whether the next token can only be drawn when the host knows the one before: for
-        penalties, for a structure, or as that is likely to be drawn again."""
-        return self._edits is not None or self._constraint is not None or self.redrawn
+        penalties, for a structure or a length, or as that is likely to be drawn again."""
+        restricted = self._constraint is not None or self._is_bounded
+        return self._edits is not None or restricted or self.redrawn
+
+    @property
+    def _is_bounded(self) -> bool:
+        return self._lengths is not None and self._lengths.is_active
 
     def begin_mask(self) -> None:
         """Begin to find out, in another thread, what the structure lets follow; if there is one."""
@@ -141,6 +150,7 @@ class Sampler:
         twin.redrawn = False
         twin._edits = None if self._edits is None else self._edits.fork()
         twin._constraint = None if self._constraint is None else self._constraint.fork()
+        twin._lengths = None if self._lengths is None else self._lengths.fork()
         if self.params.temperature > 0:
             twin._random, twin._uniforms = _new_random(), deque()
             if self.params.seed is not None:
@@ -174,16 +184,16 @@ class Sampler:
 
         Raises `StructureError`, `MaskLateError`, and `LogitsError` if nothing may follow.
         """
-        return self._row(place, self._edits, self._constraint, None)
+        return self._row(place, self._edits, self._constraint, self._lengths, None)
 
     def rows(self, guesses: Guesses) -> Iterator[Row]:
         """Yield the `row` of the next token, then that of each token behind a drafted one, as if
         all drafted tokens before it were right. Ends where the structure forbids a drafted token.
         """
-        edits, constraint = self._edits, self._constraint
+        edits, constraint, lengths = self._edits, self._constraint, self._lengths
         for place in range(len(guesses) + 1):
             guess, proposal = guesses[place] if place < len(guesses) else (-1, None)
-            row = self._row(place, edits, constraint, proposal)
+            row = self._row(place, edits, constraint, lengths, proposal)
             yield row
             bits = row.bits
             if guess < 0 or not (bits is None or bits[guess // 8] >> guess % 8 & 1):
@@ -194,12 +204,16 @@ class Sampler:
             if constraint is not None:
                 constraint = constraint.fork() if place == 0 else constraint
                 constraint.take(guess)
+            if lengths is not None:
+                lengths = lengths.fork() if place == 0 else lengths
+                lengths.take(guess)
 
     def _row(
         self,
         place: int,
         edits: _Edits | None,
         constraint: Constraint | None,
+        lengths: LengthRules | None,
         proposal: Proposal | None,
     ) -> Row:
         bits = None
@@ -207,6 +221,8 @@ class Sampler:
             if constraint.is_over:  # a draft asks for more
                 raise LogitsError("the text is complete, and its structure lets nothing follow")
             bits = constraint.allowed_bits()
+        if lengths is not None:
+            bits = lengths.allowed_bits(bits, self._vocab_size)
         again = 0.0 if proposal is None else self._random.random()
         changed = None if edits is None else edits.arrays
         return Row(self.params, self._uniform_of(place), changed, bits, proposal, again)
@@ -239,6 +255,8 @@ class Sampler:
             self._edits.add(token_id)
         if self._constraint is not None:
             self._constraint.take(token_id)
+        if self._lengths is not None:
+            self._lengths.take(token_id)
 
 
 class _Edits:

@@ -32,10 +32,12 @@ from moe.server.errors import (
     api_error,
     speaks_anthropic,
 )
-from moe.server.generation import check_model
+from moe.server.generation import ANY_MODEL, check_model
 from moe.server.guard import Guard
+from moe.server.ignored import HEADER
 from moe.server.keys import ApiKeys
 from moe.server.openai.request import ChatRequest
+from moe.server.paths import Versioned, foreign
 from moe.server.responses import ResponsesRequest
 from moe.settings import ServerSettings
 from moe.settings.profile import KEYS, value_of
@@ -60,7 +62,8 @@ def create_app(
     """
     app = FastAPI(title="moe", version=__version__, docs_url=None, redoc_url=None)
     app.state.queue = queue
-    app.state.model_names = model_names
+    any_name = settings.any_model and ANY_MODEL not in model_names
+    app.state.model_names = [*model_names, ANY_MODEL] if any_name else model_names
     app.state.settings = settings
     app.state.image_links = asyncio.Semaphore(image_links.AT_ONCE)
     app.include_router(router)
@@ -78,15 +81,16 @@ def create_app(
     app.add_exception_handler(Exception, _answer)
     app.openapi = partial(_describe, app.openapi)  # type: ignore[method-assign]
     guard = Guard(app, queue.metrics, queue.memory, keys, host_names)
+    versioned = Versioned(guard, app.routes)
     if not settings.allowed_origins:
-        return guard
+        return versioned
     # In front of the guard: a browser's preflight request carries no key.
     return CORSMiddleware(
-        guard,
+        versioned,
         settings.allowed_origins,
         allow_methods=("GET", "POST"),
         allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after"),
+        expose_headers=("x-request-id", "retry-after", HEADER),
     )
 
 
@@ -108,9 +112,11 @@ def _describe(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 async def _answer(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
+        why = foreign(request.url.path) if error.status_code == 404 else ""
+        about = why or f"no {request.method} at this path"
         error = APIError(
             error.status_code,
-            f"{error.detail}: no {request.method} at this path; /openapi.json lists what there is",
+            f"{error.detail}: {about}; /openapi.json lists what there is",
             code="no_such_route",
             headers=error.headers,
         )
@@ -145,7 +151,8 @@ async def version() -> dict[str, str]:
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
     names = request.app.state.model_names
-    return {"object": "list", "data": [_model_card(request, name) for name in names]}
+    cards = [_model_card(request, name) for name in names if name != ANY_MODEL]
+    return {"object": "list", "data": cards}
 
 
 @router.get("/v1/models/{name:path}")

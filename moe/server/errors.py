@@ -74,6 +74,7 @@ class APIError(Exception):
         code: a word that programs can compare.
         retry_after_s: seconds after which the client may try again.
         headers: further headers of the answer.
+        to_anthropic: the message for Anthropic's clients; None: the same.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class APIError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
         headers: Mapping[str, str] | None = None,
+        to_anthropic: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -93,6 +95,7 @@ class APIError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.headers = dict(headers or {})
+        self.to_anthropic = message if to_anthropic is None else to_anthropic
 
     def body(self) -> dict[str, Any]:
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -108,7 +111,7 @@ class APIError(Exception):
     def anthropic_body(self) -> dict[str, Any]:
         kind = _ANTHROPIC_TYPES.get(self.status, "invalid_request_error")
         details = {"details": {"error_code": self.code}} if self.code else {}
-        return {"type": "error", "error": {"type": kind, "message": self.message, **details}}
+        return {"type": "error", "error": {"type": kind, "message": self.to_anthropic, **details}}
 
     def response(self, path: str, more: Mapping[str, Any] | None = None) -> JSONResponse:
         """The HTTP answer on a path; `more` has further fields beside the error."""
@@ -119,6 +122,26 @@ class APIError(Exception):
             headers["www-authenticate"] = "Bearer"
         body = self.anthropic_body() if speaks_anthropic(path) else self.body()
         return JSONResponse({**(more or {}), **body}, self.status, headers)
+
+
+def _context_error(error: ContextError) -> APIError:
+    """In the words by which clients know that they have to shorten a conversation, or ask for less:
+    those of vLLM and OpenAI, and Anthropic's."""
+    limit, prompt, new = error.limit, error.num_prompt, error.num_new
+    code = "context_length_exceeded"
+    if limit is None:
+        return APIError(400, str(error), code=code)
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, you requested "
+        f"{prompt + new} tokens ({prompt} in the messages, {new} in the completion). Please reduce "
+        f"the length of the messages or completion: {error}"
+    )
+    if prompt < limit and new:
+        told = f"input length and `max_tokens` exceed context limit: {prompt} + {new} > {limit}"
+    else:
+        most = min(limit, prompt - 1)  # an answer needs a token, too
+        told = f"prompt is too long: {prompt} tokens > {most} maximum"
+    return APIError(400, message, code=code, to_anthropic=f"{told}; {error}")
 
 
 class ClientGone(APIError):
@@ -134,10 +157,11 @@ def api_error(error: Exception) -> APIError:
         return error
     if isinstance(error, BusyError):
         return APIError(503, str(error), code="busy", retry_after_s=5)
+    if isinstance(error, ContextError):
+        return _context_error(error)
     if isinstance(error, RequestError):
-        # OpenAI's clients look for this code to shorten a conversation.
-        codes = {ContextError: "context_length_exceeded", StructureError: "structure_too_complex"}
-        return APIError(400, str(error), code=codes.get(type(error)))
+        code = "structure_too_complex" if isinstance(error, StructureError) else None
+        return APIError(400, str(error), code=code)
     if is_shortage(error):  # starlette's threads
         message = "this machine starts no more threads now; try again later"
         return APIError(503, message, code="busy", retry_after_s=5)

@@ -23,7 +23,7 @@ from moe.server.engine_queue import EngineQueue
 from moe.server.engine_thread import GenerationJob
 from moe.server.errors import APIError
 from moe.server.event_stream import EventStream, while_connected
-from moe.server.fields import Json
+from moe.server.fields import NO_LIMIT, Json
 from moe.server.ignored import Ignored
 from moe.server.image_links import fetch_images
 from moe.server.json_answer import JSONAnswer
@@ -32,6 +32,8 @@ from moe.server.request_memory import RequestMemory, bytes_of
 from moe.text.tokenizer import Prompt, TextCodec
 
 MAX_ECHO_LOGPROBS = 2**20
+ANY_MODEL = "*"
+"""Among the served names: every name is one."""
 _NO_IMAGE = "[image: this model reads text only]"
 HEAVY_BYTES = 2**15
 """Bodies with more count as heavy work for the text threads."""
@@ -40,11 +42,14 @@ HEAVY_BYTES = 2**15
 def check_model(served: Sequence[str], asked: str | None) -> str:
     """The model name that a request means; the first one if it names none.
 
+    Args:
+        served: with `ANY_MODEL` among them, every name is one.
+
     Raises `APIError` 404 for a name that is not served.
     """
-    if asked is None:
+    if asked is None or (not asked and ANY_MODEL in served):
         return served[0]
-    if asked not in served:
+    if asked not in served and ANY_MODEL not in served:
         names = " and ".join(map(repr, served))
         raise APIError(
             404, f"no such model; this server has {names}", param="model", code="model_not_found"
@@ -143,6 +148,7 @@ def make_groups(model: MoE, body: GenerationRequest, tenant: str = "") -> list[S
     if isinstance(body, ChatRequest):
         batch = [chat_prompt(model, body)]
         sampling["structure"] = body.structure_for(model.codec, batch[0])
+        sampling["thinking"] = body.thinking_budget(model.codec, batch[0])
         shown = body.shown_tokens(model.codec)
         answers = not body.continue_final_message
         ending = body.ending_with_call(model.codec, batch[0])
@@ -151,6 +157,8 @@ def make_groups(model: MoE, body: GenerationRequest, tenant: str = "") -> list[S
     _check_echo(body, sum(map(len, batch)))
     groups = []
     for token_ids in batch:
+        if body.max_new_tokens == NO_LIMIT:
+            sampling["max_new_tokens"] = model.room_for(len(token_ids))
         params = model.params(len(token_ids), chat=chat, **sampling)
         salt = f"{tenant}\0{body.cache_salt}" if tenant else body.cache_salt
         priority = body.priority

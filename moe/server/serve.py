@@ -31,6 +31,7 @@ from moe.model import MoE
 from moe.server.app import create_app
 from moe.server.connections import Acceptor, Crowd, TimedProtocol, most_connections
 from moe.server.engine_queue import EngineQueue
+from moe.server.generation import ANY_MODEL
 from moe.server.guard import LOOPBACK_NAMES
 from moe.server.keys import ApiKeys, make_keys
 from moe.server.remote_prefill import PrefillClient, check_model
@@ -235,7 +236,8 @@ def serve(
 
     Args:
         listener: see `moe.server.listener.bind`; it is closed at the end.
-        served_names: names that requests may use; empty: the name of the directory or hub id.
+        served_names: names that requests may use; empty: the name of the directory or hub id;
+            ``*``: all, the others are shown.
         api_key_file: see `moe.server.keys`.
         ssl_certfile, ssl_keyfile: PEM files for HTTPS; None: HTTP.
     """
@@ -247,7 +249,7 @@ def serve(
     own_name = public_name(name)
     service = Service(
         load=partial(_load, name, profile),
-        model_names=served_names or [own_name],
+        model_names=served_names if set(served_names) - {ANY_MODEL} else [own_name, *served_names],
         profile=profile,
         listener=listener,
         keys=keys,

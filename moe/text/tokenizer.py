@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from experts.files import read_small
 from moe.errors import CheckpointError, ContextError, RequestError
 from moe.network.prompt_rows import PromptRows
+from moe.sampling.params import ThinkingBudget
 from moe.text.chat import (
     REASONING_KEY,
     check_settings,
@@ -259,6 +260,27 @@ class TextCodec:
             self.decode(token_ids[-len(format.close) - _BEHIND :])
         )
 
+    def thinking_budget(
+        self, tokens: int, prompt: Sequence[int], *, calls: bool = False
+    ) -> ThinkingBudget | None:
+        """A limit on the reasoning in answers to a prompt; None: the model's is not known.
+
+        Args:
+            calls: the answer may call tools. On channels a call is a message behind the reasoning,
+                so that only the message of the reasoning is ended, and not the next one begun.
+        """
+        format = self.reasoning.format
+        if format is None or self.closes_reasoning(prompt):
+            return None
+        close, open_ = format.close, format.open
+        channels = bool(format.lead) and close.endswith(format.lead)
+        if channels and calls:
+            close = close.removesuffix(format.lead)
+        tokenizer = self.require_tokenizer("limits of reasoning")
+        ids = tuple(tokenizer.encode(close, add_special_tokens=False))
+        inside = self.opens_reasoning(prompt)
+        return ThinkingBudget(tokens, open_, close, ids, inside, reopens=channels and calls)
+
     def decoder(
         self, shown: Collection[int] = (), behind: Sequence[int] = ()
     ) -> IncrementalDecoder | None:
@@ -303,7 +325,8 @@ class TextCodec:
             if head > max_tokens + max_tokens // 4 + 64:
                 raise ContextError(
                     f"the prompt has {len(text)} characters, the first {_HEAD * max_tokens} of "
-                    f"which are {head} tokens, and at most {max_tokens} are allowed; shorten it"
+                    f"which are {head} tokens, and at most {max_tokens} are allowed; shorten it",
+                    *(max_tokens, head),
                 )
         return encode(text)
 
@@ -357,7 +380,8 @@ class TextCodec:
         if max_tokens is not None and len(text) > max_tokens * self._longest_token:
             raise ContextError(
                 f"the prompt has {len(text)} characters, more than {max_tokens} tokens can have "
-                f"({self._longest_token} each at most); shorten it"
+                f"({self._longest_token} each at most); shorten it",
+                *(max_tokens, max(max_tokens + 1, len(text) // self._longest_token)),
             )
 
         if len(text) * self._growth > _TEXT_CHARACTERS:

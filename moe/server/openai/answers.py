@@ -28,12 +28,14 @@ class OpenAIAnswer(ABC):
     Attributes:
         prefix: what the answer's id begins with.
         whole_object, chunk_object: OpenAI's names for a whole answer and for a chunk.
+        prompt_ids_in_choices: where vLLM has a prompt's token ids; else beside the choices.
         keeps_tokens: see `Answer`.
     """
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
+    prompt_ids_in_choices: ClassVar[bool] = False
     keeps_tokens: ClassVar[bool] = False
 
     def __init__(self, body: GenerationRequest, request_id: str, model: str) -> None:
@@ -42,7 +44,9 @@ class OpenAIAnswer(ABC):
         self._common = {"id": f"{self.prefix}-{request_id}", **about}
         asked = body.stream_options
         self._with_usage = asked is not None and asked.include_usage
+        self._with_each = asked is not None and asked.continuous_usage_stats
         self._num_prompt = self._num_new = 0
+        self._told = set[tuple[int, int]]()  # prompts and samples whose prompt's ids were reported
         self._cached: dict[int, int] = {}  # tokens of each prompt that the prefix cache had
 
     @abstractmethod
@@ -63,6 +67,7 @@ class OpenAIAnswer(ABC):
         self._num_prompt, self._num_new = num_prompt, sum(len(part.tokens) for part in parts)
         self._cached = {event.prompt: event.delta.num_cached_tokens for event in events}
         about = {**self._common, "object": self.whole_object, "choices": choices}
+        about |= self._prompt_ids(parts[0], once=not self.prompt_ids_in_choices)
         return about | {"usage": self._usage()}
 
     def begin(self, num_prompt: int, num_sequences: int) -> list[Json]:
@@ -82,10 +87,14 @@ class OpenAIAnswer(ABC):
         self._num_new += len(part.tokens)
         self._cached[event.prompt] = event.delta.num_cached_tokens
         choice = self._ended(self.delta, part)
+        ids = self._prompt_ids(part, once=not self.prompt_ids_in_choices)
         if choice["finish_reason"] is None or "tool_calls" not in choice.get("delta", ()):
-            return [self._chunk([choice])]
+            return [self._chunk([choice]) | ids]
         end = choice | {"delta": {}, "logprobs": None}
-        return [self._chunk([choice | {"finish_reason": None}]), self._chunk([end])]
+        if self._body.return_token_ids:
+            end["token_ids"] = []
+        first = self._chunk([choice | {"finish_reason": None}])
+        return [first | ids, self._chunk([end])]
 
     def end(self) -> list[Json | str]:
         if not self._with_usage:
@@ -103,7 +112,26 @@ class OpenAIAnswer(ABC):
 
     def _ended(self, shape: Callable[[int, Completion], Json], part: Completion) -> Json:
         index = part.prompt * self._body.n + part.sample
-        return {"index": index, "finish_reason": part.finish_reason} | shape(index, part)
+        choice: Json = {"index": index, "finish_reason": part.finish_reason}
+        choice |= shape(index, part)
+        if self._body.return_token_ids:
+            choice["token_ids"] = [token.id for token in part.tokens]
+            choice |= self._prompt_ids(part, once=self.prompt_ids_in_choices)
+        return choice
+
+    def _prompt_ids(self, part: Completion, *, once: bool) -> Json:
+        """The prompt's token ids where they are asked for, the first time for a sequence.
+
+        Args:
+            once: this is their place.
+        """
+        if not once or not self._body.return_token_ids:
+            return {}
+        key = (part.prompt, part.sample if self.prompt_ids_in_choices else 0)
+        if key in self._told:
+            return {}
+        self._told.add(key)
+        return {"prompt_token_ids": list(part.prompt_token_ids)}
 
     def _usage(self) -> Json:
         return {
@@ -115,7 +143,9 @@ class OpenAIAnswer(ABC):
 
     def _chunk(self, choices: list[Json]) -> Json:
         chunk = {**self._common, "object": self.chunk_object, "choices": choices}
-        return chunk | {"usage": None} if self._with_usage else chunk
+        if not self._with_usage:
+            return chunk
+        return chunk | {"usage": self._usage() if self._with_each else None}
 
 
 def finite(logprob: float | None) -> float | None:
@@ -204,6 +234,7 @@ class CompletionAnswer(OpenAIAnswer):
     """
 
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prompt_ids_in_choices = True
 
     def __init__(
         self, body: CompletionRequest, codec: TextCodec, request_id: str, model: str

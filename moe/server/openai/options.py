@@ -12,11 +12,11 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from moe.sampling.params import MAX_SOURCE, Structure
+from moe.sampling.params import MAX_SOURCE, Structure, ThinkingBudget
 from moe.server.answers import AnswerParser, EmittedCall
 from moe.server.bodies import RequestBody
 from moe.server.errors import APIError
-from moe.server.fields import at_most, wish
+from moe.server.fields import MAX_INT, NO_LIMIT, at_most, wish
 from moe.server.ignored import Ignored
 from moe.server.openai.tools import ToolBody
 from moe.text.tokenizer import TextCodec
@@ -137,6 +137,9 @@ class ReasoningBody(ToolBody, StructuredBody):
     ] = None
     """How much to think: the nearest degree that the chat template reads; none: not at all."""
 
+    thinking_token_budget: int | None = Field(default=None, ge=NO_LIMIT, le=MAX_INT)
+    """Most tokens of reasoning; then its end is forced. -1: any number."""
+
     @property
     def asked_to_think(self) -> bool | None:
         """None: the model's own default."""
@@ -166,6 +169,13 @@ class ReasoningBody(ToolBody, StructuredBody):
                 message = f"chat_template_kwargs: another field says {name!r}; give one of them"
                 raise APIError(400, message, param="chat_template_kwargs")
         return given | asked
+
+    def thinking_budget(self, codec: TextCodec, prompt: Sequence[int]) -> ThinkingBudget | None:
+        """The limit on reasoning in the answer to a prompt; None: there is none."""
+        asked = self.thinking_token_budget
+        if asked is None or asked == NO_LIMIT or not self._thinks:
+            return None
+        return codec.thinking_budget(asked, prompt, calls=self.offered_tools is not None)
 
     def structure_for(self, codec: TextCodec, prompt: Sequence[int]) -> Structure | None:
         """The form that the answer to a prompt must have; reasoning may come before it.

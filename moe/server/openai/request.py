@@ -18,6 +18,7 @@ from moe.server.contents import Content, Text
 from moe.server.fields import (
     MAX_INT,
     MAX_MESSAGES,
+    NO_LIMIT,
     LogitBias,
     PromptList,
     StopList,
@@ -157,6 +158,10 @@ class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
     stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
+    min_tokens: int = Field(default=0, ge=0, le=MAX_INT)
+    """Least tokens to generate, before anything ends the text."""
+    return_token_ids: bool = False
+    """Report the token ids of prompts and answers."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> GenerationRequest:
@@ -192,7 +197,7 @@ class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
         """Fields of `SamplingParams`; None for those that the request leaves out."""
         with_default = ("max_new_tokens", "temperature", "top_p", "min_p", "seed")
         penalties = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias")
-        names = (*with_default, *penalties, "ignore_eos", "n", "structure")
+        names = (*with_default, *penalties, "ignore_eos", "min_tokens", "n", "structure")
         return {name: getattr(self, name) for name in names} | {
             "top_k": None if self.top_k is None else max(self.top_k, 0),
             "stop": tuple(self.stop),
@@ -251,8 +256,8 @@ class CompletionRequest(GenerationRequest):
     dialect = "completions"
 
     prompt: PromptList
-    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
-    """Most tokens to generate; 0 only with echo."""
+    max_tokens: Annotated[int, Field(ge=NO_LIMIT, le=MAX_INT)] | None = None
+    """Most tokens to generate; 0 only with echo; -1: as many as there is room for."""
     echo: bool = False
     """Begin the text with the prompt, and the logprobs with those of its tokens."""
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -260,7 +265,9 @@ class CompletionRequest(GenerationRequest):
     itself, up to one more)."""
 
     @model_validator(mode="after")
-    def _check_pairs(self) -> CompletionRequest:
+    def _check_pairs(self, info: ValidationInfo) -> CompletionRequest:
+        if self.max_tokens == NO_LIMIT and info.context is None:
+            raise ValueError("max_tokens: Input should be greater than or equal to 0; got -1")
         if self.scores_only and not self.echo:
             raise ValueError("max_tokens may be 0 only with echo: true")
         if len(self.prompt) * self.n > MAX_SEQUENCES:
