@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from moe import __version__
 from moe.commands import arguments, subcommands
+from moe.deferred import defer
 from moe.errors import MoEError, ProfileError, RankLostError
 from offload.errors import OffloadError
 
@@ -84,6 +85,7 @@ def command(run: Callable[[], int] = main) -> NoReturn:
     Args:
         run: returns the exit code.
     """
+    defer()
     code: int | None = None
 
     def end() -> None:

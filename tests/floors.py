@@ -58,6 +58,7 @@ FLOORS = {
     "model_lock": "one step at a time",
     "fair_pool": "threads that callers share fairly",
     "machine": "facts about this machine",
+    "deferred": "modules of other packages that are imported when they are used",
     "extras": "optional packages, and how to install them",
     "errors": "errors a user can cause",
 }
