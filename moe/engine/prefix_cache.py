@@ -105,7 +105,7 @@ class _Read:
     salt: str
     token_ids: list[int]
     begin: int
-    digests: frozenset[bytes]
+    digests: tuple[bytes, ...]
     blocks: Future[list[StoredBlock]]
     room: Reservation
 
@@ -280,7 +280,7 @@ class PrefixCache:
             return False
         ids, missing = list(token_ids[: begin + size]), missing[: size // STORED_TOKENS]
         blocks = self.store.read(missing, ids[begin:])
-        self._reads.append(_Read(salt, ids, begin, frozenset(missing), blocks, room))
+        self._reads.append(_Read(salt, ids, begin, tuple(missing), blocks, room))
         return True
 
     def _missing(
@@ -309,8 +309,10 @@ class PrefixCache:
             size = len(read.token_ids)
             kv = entry.kv.fork(size, read.begin) if entry and read.begin else self._new_cache(size)
             assert isinstance(kv, KVCache), "only such caches are kept"
-            for block in read.blocks.result():
+            for digest, block in zip(read.digests, read.blocks.result(), strict=False):
                 if not kv.append_block(block):
+                    assert self.store is not None
+                    self.store.refuse(digest)
                     break
             self.restored_tokens += kv.length - read.begin
             self.add(read.salt, read.token_ids[: kv.length], kv)

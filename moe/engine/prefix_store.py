@@ -7,21 +7,24 @@ on: model, code, settings, processor (`prefix_key`); salts are part of the hashe
 written behind the requests, when the prefix cache evicts them and at the end of a run, and read
 behind the requests, when a prompt begins with them.
 
-A file gets its name when it is complete, and is checked when it is read: what is damaged or is no
-file of ours is deleted, with a warning in the log. Several processes may share a directory. A disk
-that is full ends the saving, not the serving. The directory is its owner's alone (mode 0700): the
-files hold what users have written.
+A file gets its name when it is complete, and is checked when it is read: what is damaged, of
+another layout, or no plain file is deleted, with a warning in the log. Links are not followed, and
+what has other names is left alone. Several processes may share a directory, whose files may go at
+any time. A disk that is full ends the saving, not the serving. The directory is its owner's alone
+(mode 0700): the files hold what users have written.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
 import os
 import platform
+import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -43,6 +46,8 @@ from moe.settings.profile import KEYS, value_of
 _SUFFIX, _UNFINISHED = ".kv", ".unfinished"
 _SUFFIXES = ".safetensors", ".bin", ".gguf", ".json"  # of a model's files
 _PENDING_BYTES = 256 * 2**20
+_MOST_BYTES = _PENDING_BYTES  # of a file
+_LOOKS = 16  # how often the directory is looked at while as much is written as it may hold
 _STALE_S = 600.0  # no file is being written for so long
 _SETTINGS = (
     "kernels.", "model.", "routing.", "offload.late", "speculation.contrast", "memory.kv_policy",
@@ -123,7 +128,7 @@ class PrefixStore:
         self._root, self._directory = directory, directory / key
         self._most_bytes = most_bytes
         self.saved_blocks = self.dropped_files = 0
-        self._pending = self._bytes = 0
+        self._pending = self._bytes = self._new_bytes = 0
         self._stopped = False
         self._lock = Lock()  # of `_pending`
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="moe-prefixes")
@@ -131,7 +136,7 @@ class PrefixStore:
         for pool in (self._writer, self._reader):
             pool.submit(int)  # starts its thread: steps must not fail where there is none
         try:
-            self._directory.mkdir(mode=0o700, exist_ok=True)
+            self._make_directory()
             self._trim()
         except OSError as error:
             self._stop(error)
@@ -166,6 +171,10 @@ class PrefixStore:
                 self._pending += size
             self._writer.submit(write).add_done_callback(partial(self._written, size))
 
+    def refuse(self, digest: bytes) -> None:
+        """Delete a block that does not go on from what is before it."""
+        self._drop(self._path(digest), "has another layout")
+
     def num_stored(self, digests: Sequence[bytes]) -> int:
         """How many of these blocks are on disk, up to the first that is not."""
         return sum(1 for _ in takewhile(lambda digest: self._path(digest).exists(), digests))
@@ -188,6 +197,12 @@ class PrefixStore:
     def _path(self, digest: bytes) -> Path:
         return self._directory / f"{digest.hex()}{_SUFFIX}"
 
+    def _make_directory(self) -> None:
+        """Make the folder of this model. Raises OSError."""
+        self._directory.mkdir(mode=0o700, exist_ok=True)
+        if self._directory.is_symlink():
+            raise NotADirectoryError(errno.ENOTDIR, f"{self._directory} is a link")
+
     def _write(self, path: Path, ids: list[int], block: StoredBlock, used: int) -> None:
         """Write a file that was last used at this time, in ns."""
         if self._stopped:
@@ -200,9 +215,17 @@ class PrefixStore:
             os.utime(unfinished, ns=(used, used))
             unfinished.rename(path)
             self.saved_blocks += 1
-            self._bytes += path.stat().st_size
-            if self._bytes > self._most_bytes:
+            size = path.stat().st_size
+            self._bytes += size
+            self._new_bytes += size
+            # Others write, too, so that the sum is looked up again long before it is reached
+            if self._bytes > self._most_bytes or self._new_bytes > self._most_bytes // _LOOKS:
                 self._trim()
+        except FileNotFoundError:  # somebody deletes: this block is not saved
+            try:
+                self._make_directory()
+            except OSError as error:
+                self._stop(error)
         except OSError as error:
             self._stop(error)
         finally:
@@ -229,7 +252,7 @@ class PrefixStore:
     def _read(self, path: Path, ids: list[int]) -> StoredBlock | None:
         """A file's block; None if there is none that can be used."""
         try:
-            return decode_block(path.read_bytes(), ids)
+            return decode_block(_plain_bytes(path), ids)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -243,7 +266,7 @@ class PrefixStore:
         self.dropped_files += 1
         _logger.warning("a saved prefix %s and is deleted: %s", why, path)
         with suppress(OSError):
-            path.unlink()
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
 
     def _stop(self, error: OSError) -> None:
         if not self._stopped:
@@ -256,14 +279,16 @@ class PrefixStore:
     def _trim(self) -> None:
         """Delete the least recently used files beyond the limit, and what killed processes left."""
         files = []
-        for path in self._root.glob("*/*"):
+        for path in _files_below(self._root):
             with suppress(FileNotFoundError):  # another process deletes, too
-                found = path.stat()
+                found = path.lstat()
+                if not stat.S_ISREG(found.st_mode):
+                    continue
                 if path.suffix == _UNFINISHED and time.time() - found.st_mtime > _STALE_S:
                     self._drop(path, "was never finished")
                 elif path.suffix == _SUFFIX:
                     files.append((found.st_mtime_ns, found.st_size, path))
-        self._bytes = sum(size for _, size, _ in files)
+        self._bytes, self._new_bytes = sum(size for _, size, _ in files), 0
         if self._bytes <= self._most_bytes:
             return
         for _, size, path in sorted(files):
@@ -271,3 +296,30 @@ class PrefixStore:
             self._bytes -= size
             if self._bytes <= self._most_bytes * 9 // 10:
                 return
+
+
+def _files_below(root: Path) -> Iterator[Path]:
+    """What is in the folders of a directory, but not behind links."""
+    for folder in root.iterdir():
+        if folder.is_dir() and not folder.is_symlink():
+            with suppress(FileNotFoundError):
+                yield from folder.iterdir()
+
+
+def _plain_bytes(path: Path) -> bytes:
+    """The content of a file. Raises OSError, or `BlockError` for what is none of ours."""
+    try:
+        # O_NONBLOCK: a pipe is refused, not waited for
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link; a socket
+            raise BlockError("is no plain file") from None
+        raise
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(fd)
+        raise BlockError("is no plain file")
+    with open(fd, "rb") as file:
+        if found.st_size > _MOST_BYTES:
+            raise BlockError(f"has more than {_MOST_BYTES} bytes")
+        return file.read(found.st_size)

@@ -76,11 +76,13 @@ def decode_block(content: bytes | memoryview, token_ids: Sequence[int]) -> Store
 def _layout(fields: Any) -> tuple[dict[LayerKey, RowLayout], list[int]]:
     layout: dict[LayerKey, RowLayout] = {}
     sizes = []
-    for key, nbytes, form, heads, key_size, value_size in fields:
-        layer = (str(key[0]), int(key[1])) if isinstance(key, list) else int(key)
-        numbers = [int(each) for each in (heads, key_size, value_size)]
-        if min(numbers) < 0:
-            raise ValueError("a size is negative")
+    for key, nbytes, form, *numbers in fields:
+        name, number = key if isinstance(key, list) else ("", key)
+        if not all(type(each) is int and each >= 0 for each in (number, nbytes, *numbers)):
+            raise ValueError("a number is none")
+        layer = (str(name), number) if name else number
+        if layer in layout:
+            raise ValueError("a layer is there twice")
         layout[layer] = RowLayout(str(form), *numbers)
-        sizes.append(int(nbytes))
+        sizes.append(nbytes)
     return layout, sizes

@@ -348,9 +348,9 @@ class BlockPool:
         self._shapes[self.group_of(layer)].setdefault(layer, shape)
 
     def takes(self, shapes: Mapping[LayerKey, Shape]) -> bool:
-        """Whether layers have these shapes, as far as they are known."""
-        known = ((self._shapes[self.group_of(layer)].get(layer), layer) for layer in shapes)
-        return all(shape in (None, shapes[layer]) for shape, layer in known)
+        """Whether these are the layers that blocks have, as far as any are known."""
+        known = {layer: shape for own in self._shapes.values() for layer, shape in own.items()}
+        return not known or known == dict(shapes)
 
     def new_cache(self, capacity: int) -> BlockKVCache:
         """A new sequence that will hold at most ``capacity`` tokens."""
