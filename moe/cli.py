@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from moe import __version__
 from moe.commands import arguments, subcommands
@@ -99,8 +99,23 @@ def command(run: Callable[[], int] = main) -> NoReturn:
         os._exit(code)
 
     atexit.register(end)  # the first to be registered is the last to be called
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        log = _Log(sys.stderr.fileno(), "w", closefd=False)
+        sys.stderr = io.TextIOWrapper(
+            log, sys.stderr.encoding, "backslashreplace", None, True, True
+        )
     code = run()
     sys.exit(code)
+
+
+class _Log(io.FileIO):
+    """Where a process says what it does. A full disk, or a reader that has gone, ends nothing."""
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return len(data)
 
 
 def build_parser() -> argparse.ArgumentParser:

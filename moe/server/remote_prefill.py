@@ -7,9 +7,10 @@ nothing but time, as the engine then reads the prompt.
 
 Both know ``MOE_LAUNCH_SECRET``. A request carries a code of its body by that secret, each block of
 an answer one of itself, its place and the request, so neither is taken from a stranger, nor damaged
-ones. An answer is a stream: `_ALIVE` once in a while as long as the prompt is read (a server that
-says nothing for `parallel.timeout_s` counts as gone), then `_ROWS`, and of each block its length (4
-bytes, little-endian), its bytes (`moe.network.block_codec`, as on disk) and its code.
+ones. An answer is a stream: `_ALIVE` once in a while as long as the prompt is read, then `_ROWS`,
+and of each block its length (4 bytes, little-endian), its bytes (`moe.network.block_codec`, as on
+disk) and its code. A server that says nothing for `parallel.timeout_s`, or is slower than `SLOWEST`
+whatever it says, counts as gone.
 
 What is on its way has a reservation in the prefix cache, and so is inside the memory plan: it waits
 for room there, and gives way as other prefixes do. The prompt is then read here.
@@ -23,10 +24,12 @@ import hmac
 import http.client
 import json
 import secrets
+import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -62,6 +65,8 @@ if TYPE_CHECKING:
 ROUTE = "/v1/prefill"
 AT_ONCE = 4
 """Prompts that a decode server fetches at a time."""
+SLOWEST = 20.0
+"""Tokens a second, its queue included. A slower answer is given up, and the prompt read here."""
 REST_S = 5.0
 """For so long a server that failed is not asked."""
 _ALIVE, _ROWS = b"\0", b"\1"
@@ -222,7 +227,7 @@ class PrefillClient:
         question = {"tokens": token_ids, "salt": first.salt, "priority": first.priority}
         body = json.dumps(question | {"model": own, "nonce": nonce}).encode()
         connection = server.connect(self._settings.timeout_s)
-        try:
+        with _within(self._settings.timeout_s + len(token_ids) / SLOWEST, connection):
             code = hmac.digest(self._secret, body, "sha256").hex()
             headers = {"content-type": "application/json", "x-moe-code": code}
             connection.request("POST", ROUTE, body, headers)
@@ -231,10 +236,8 @@ class PrefillClient:
                 return None
             if response.status != 200:
                 said = response.read(1000).decode(errors="replace")
-                raise _RefusedError(f"it answers {response.status}: {said}")
+                raise _RefusedError(f"it answers {response.status}: {said!r}")
             return self._receive(model, response, nonce, token_ids, stop)
-        finally:
-            connection.close()
 
     def _receive(
         self,
@@ -265,6 +268,35 @@ class PrefillClient:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _within(seconds: float, connection: http.client.HTTPConnection) -> Iterator[None]:
+    """Connect, and end what is done with the connection after so many seconds: whoever sends a byte
+    now and then never falls silent. Raises TimeoutError then."""
+    late = threading.Event()
+
+    def cut() -> None:
+        late.set()
+        with suppress(OSError):  # it has ended itself
+            sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(seconds, cut)
+    timer.daemon = True
+    try:
+        connection.connect()
+        sock = connection.sock
+        timer.start()
+        yield
+    except _FAULTS as error:
+        if late.is_set():
+            raise TimeoutError(f"its answer takes longer than {seconds:.0f} s") from error
+        raise
+    finally:
+        timer.cancel()
+        connection.close()
+    if late.is_set():
+        raise TimeoutError(f"its answer takes longer than {seconds:.0f} s")
 
 
 def _read_block(

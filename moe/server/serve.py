@@ -283,7 +283,10 @@ def _say_ready(service: Service) -> None:
     for notice in service.queue.model.notices:
         print(f"moe: {notice}", file=sys.stderr)
     names = ", ".join(service.model_names)
-    print(f"moe: serving {names} at {service.address}", flush=True)
+    try:
+        print(f"moe: serving {names} at {service.address}", flush=True)
+    except OSError:  # a full disk, or nobody reads it: clients do not wait for it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
 def _secret() -> str:

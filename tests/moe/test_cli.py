@@ -382,3 +382,17 @@ def test_the_command_line_is_frozen() -> None:
         "bench": sorted([*model, *usual, "--json", "--new-tokens", "--prompt-tokens", "--stages"]),
         "doctor": usual,
     }
+
+
+def test_a_log_that_cannot_be_written_changes_no_exit_code() -> None:
+    """Such as that of a rank that ends itself, whatever its threads wait for."""
+    run = "print('x', file=sys.stderr, flush=True) or 7"
+    code = f"import sys; from moe.cli import command; command(lambda: {run})"
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], stderr=full).returncode == 7
+    read, end = os.pipe()
+    os.close(read)
+    with open(end, "w") as gone:
+        assert subprocess.run([sys.executable, "-c", code], stderr=gone).returncode == 7
+    told = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+    assert (told.returncode, told.stderr) == (7, "x\n")

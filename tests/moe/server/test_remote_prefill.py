@@ -9,7 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,6 +204,32 @@ def test_a_server_that_falls_silent_is_gone_after_the_timeout(text_checkpoint: P
         assert answer(decode, body(1))[1] == 0
         assert outcomes(decode) == {"failed": 1.0}
         silent.set()
+
+
+@pytest.mark.parametrize(
+    "piece", [b"\0", b"HTTP/1.1 100 Continue\r\n\r\n"], ids=["alive", "continue"]
+)
+def test_a_server_that_only_says_that_it_is_there_is_given_up(
+    text_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, piece: bytes
+) -> None:
+    """Which needs no secret."""
+
+    def talk(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(HEAD if piece == b"\0" else b"")
+        with suppress(OSError):
+            while not over.wait(0.02):
+                connection.sendall(piece)
+
+    over = threading.Event()
+    monkeypatch.setattr(remote_prefill, "SLOWEST", 1e6)
+    with (
+        pretender(talk) as url,
+        serving(text_checkpoint, "decode", prefill_servers=[url]) as decode,
+    ):
+        assert answer(decode, body(1))[1] == 0
+        assert outcomes(decode) == {"failed": 1.0}
+        over.set()
 
 
 def test_other_secrets_and_other_models_are_refused(text_checkpoint: Path) -> None:

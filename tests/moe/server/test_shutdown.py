@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 
 from moe.cli import main
 from moe.server.listener import bind
+from tests.launched import free_port
 
 LONG = {"model": "tiny", "prompt": "hello", "max_tokens": 240, "ignore_eos": True}
 SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
@@ -39,6 +42,29 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(text_checkpoint: Path, laun
     assert process.out() == f"{line}\n"
     assert process.errors().startswith("moe: memory:\n  trunk ")
     assert len(process.errors().splitlines()) == 8, "the memory plan and nothing else"
+
+
+def test_a_full_disk_for_logs_ends_nothing(text_checkpoint: Path, wait_for: Any) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "moe", "serve", text_checkpoint, "--port", str(port)]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen([*map(str, command)], stdout=full, stderr=full)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            wait_for(lambda: process.poll() is not None or is_ready(http), "the server")
+            assert http.post(URL, json=SHORT).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def is_ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def test_draining_refuses_new_requests(wait_for: Any, serve: Any, gate: Any) -> None:
