@@ -40,7 +40,7 @@ def vocabulary(name: str) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "name", [*SMALL, *(pytest.param(n, marks=pytest.mark.slow) for n in LARGE)]
+    "name", [*SMALL, *(pytest.param(n, marks=pytest.mark.deep) for n in LARGE)]
 )
 def test_ids_are_those_that_llama_cpp_wrote_down(name: str) -> None:
     path, metadata = vocabulary(name)
