@@ -157,7 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench = "how fast a model is here, and what drafts gain"
     add("bench", bench, arguments.add_bench, subcommands.bench)
     doctor = "check this machine: what works, what is missing"
-    add("doctor", doctor, lambda _: None, subcommands.doctor)
+    add("doctor", doctor, arguments.add_doctor, subcommands.doctor)
     return parser
 
 

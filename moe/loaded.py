@@ -54,6 +54,7 @@ class LoadedModel:
         prefix_key: names everything that the bits of keys and values depend on; empty: prefixes are
             not kept on disk.
         notices: what fell back or was turned off, one sentence each.
+        proofs: when the ways that it goes were proven (`moe.proofs.Proofs.status`).
     """
 
     backbone: Backbone
@@ -76,6 +77,7 @@ class LoadedModel:
     sampling: ModelSampling = field(default_factory=ModelSampling)
     prefix_key: str = ""
     notices: list[str] = field(default_factory=list)
+    proofs: str = "proven now"
 
     def stats(self) -> dict[str, Any]:
         """See `moe.model.MoE.stats`; of this rank."""
@@ -109,6 +111,7 @@ class LoadedModel:
         return {
             "architecture": type(self.backbone.model).__name__,
             "device": str(self.backbone.device),
+            "proofs": self.proofs,
             "packing": {"enabled": self.packing.enabled, "why": self.packing.reason},
             "blocks": self._block_status(),
             "fused": {"enabled": self.fused.enabled, "why": self.fused.reason},

@@ -52,6 +52,7 @@ from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules
 from moe.notices import notices_of, tensor_notices, why_no_prefix_store
+from moe.proofs import proofs_of, recall
 from moe.sampling.constraint import Structures
 from moe.settings import Profile
 from moe.settings.device import use_device
@@ -94,10 +95,12 @@ def load_model(
         if profile.memory.prefix_dir is not None:
             prepare_directory(Path(profile.memory.prefix_dir).expanduser())
         backend = expert_backend(profile, device)  # compiles kernels now, not in the first request
-        read = _read(path, profile, device, ranks, report, on_plan)
-        nbytes = read.planned.weights.bytes_to_read
-        report(LoadProgress("preparing", nbytes, nbytes))
-        return _prepare(read, profile, policies, backend, ranks)
+        with proofs_of(path, profile, ranks, device) as proofs:
+            read = _read(path, profile, device, ranks, report, on_plan)
+            nbytes = read.planned.weights.bytes_to_read
+            report(LoadProgress("preparing", nbytes, nbytes))
+            loaded = _prepare(read, profile, policies, backend, ranks)
+        return replace(loaded, proofs=proofs.status)
 
 
 @dataclass(frozen=True)
@@ -453,7 +456,10 @@ def _keep_in_blocks(
                     f"the prompt and, by the model's own window, {own.tokens} tokens"
                 )
             check_views(backbone)
-            return kv.with_policy(prove_policy(backbone, pool))
+            subject = [str(kv.policy), type(backbone.model).__name__]
+            return kv.with_policy(
+                recall("policy", subject, str, partial(prove_policy, backbone, pool), NotDescribed)
+            )
         except NotDescribed as error:
             _check_policy(profile, kv, str(error))
     return kv

@@ -54,6 +54,7 @@ FLOORS = {
     "text": "tokenizer, chat templates, tool calls",
     "network": "the seam, lanes, attention, KV cache, MoE layers",
     "sampling": "the next token",
+    "proofs": "what loads have proven, kept for later loads of the same",
     "settings": "profiles",
     "model_lock": "one step at a time",
     "fair_pool": "threads that callers share fairly",

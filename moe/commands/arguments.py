@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Callable
 
 MODEL = "model directory, GGUF file or hub id (org/name, or org/name:QUANT for a GGUF file there)"
+PROOFS = "prove anew what the model may do, and keep nothing of it"
 SET = "override one setting of the profile, as in --set engine.max_batch_size=8; may be given again"
 REVISION = "branch, tag or commit of a model on the hub (default: its main branch)"
 
@@ -197,11 +198,18 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
     _add_json(parser)
 
 
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--forget", action="store_true", help="remove what loads have proven and kept, and stop"
+    )
+
+
 def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
     add = parser.add_argument
     add("model", nargs=None if required else "?", help=MODEL)
     add("--revision", metavar="R", help=REVISION)
     add("--profile", metavar="NAME|FILE", help="serving profile (default: default)")
+    add("--no-proof-cache", action="store_true", help=PROOFS)
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=SET)
 
 

@@ -57,6 +57,8 @@ def load_settings(options: argparse.Namespace) -> Any:
             overrides[f"generation.{name}"] = getattr(options, name)
     if getattr(options, "allowed_origins", None) is not None:
         overrides["server.allowed_origins"] = options.allowed_origins
+    if options.no_proof_cache:
+        overrides["model.proof_cache"] = False
     if getattr(options, "image", None):
         overrides["model.images"] = True
     return load_profile(options.profile, overrides)
@@ -223,7 +225,13 @@ def bench(options: argparse.Namespace) -> int:
     return run(options.model, profile, **sizes, stages=options.stages, as_json=options.json)
 
 
-def doctor(_: argparse.Namespace) -> int:
+def doctor(options: argparse.Namespace) -> int:
+    if options.forget:
+        with importing():
+            from moe.proofs import forget, proof_directory
+
+        print(f"forgot {forget()} proofs in {proof_directory()}")
+        return 0
     with importing():
         from moe.commands.doctor import main as doctor
 

@@ -44,6 +44,7 @@ from moe.network.kv_cache import KVFormat
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.network.stored_embedding import backbone_dtype
+from moe.proofs import outline, recall
 from offload.layer import OffloadedExperts
 
 
@@ -137,7 +138,12 @@ def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[DecodeForward, st
         raise NotDescribed(why_not)
     try:
         description = describe(backbone.model, observe_random(backbone))
-        check_extremes(description, backbone)
+
+        def holds() -> bool:
+            check_extremes(description, backbone)
+            return True
+
+        recall("extremes", outline(description), bool, holds, NotDescribed)
         feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
         unknown = any(not isinstance(feed.router, Router) for feed in feeds)
         described = partial(_described_step, backbone, experts, kernel, description)
@@ -165,7 +171,8 @@ def _described_step(
         inside, why_not = [], _UNKNOWN_ROUTER
     step = DescribedStep(description, kernel.decode, inside)
     description = step.description
-    reason = prove(backbone, description, step)
+    proof = partial(prove, backbone, description, step)
+    reason = recall("decode step", outline(description), str, proof, NotDescribed)
     forward = DecodeForward(step, experts, why_not, order)
     pool = BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(32)), Windows())
     prompts = _compiled_prompts(backbone, description, step, pool)
@@ -183,8 +190,13 @@ def _compiled_prompts(
     """Why prompts are not read by the step; empty if they can be."""
     if why_not := step.why_no_prompts(linears_are_faster(backbone)):
         return why_not
-    try:
+
+    def holds() -> bool:
         prove_prompts(backbone, description, step.prompts, pool)
+        return True
+
+    try:
+        recall("prompts", outline(description), bool, holds, NotDescribed)
     except Exception as error:  # as in `enable_fused`: an architecture may do anything
         return f"{type(error).__name__}: {error}"
     return ""
@@ -194,13 +206,15 @@ def _traced_step(
     backbone: Backbone, experts: MoELayers, kernel: NativeKernels
 ) -> tuple[DecodeForward, str]:
     """A step of what one recorded token did."""
-    program = Program(trace(backbone, operation_names()), DescriptionRecords())
+    traced = trace(backbone, operation_names())
+    program = Program(traced, DescriptionRecords())
     order = [unit.layer for unit in program.experts]
     inside, why_not = _compiled_experts(experts, kernel, order)
     embedding = backbone.model.get_input_embeddings()
     step = TracedStep(program, embedding, kernel.decode, inside)
     every = lcm(*(own.rate for own in backbone.own_cache.layers.values()))
-    reason = prove_traced(backbone, step, program.layers, program.latents, every)
+    proof = partial(prove_traced, backbone, step, program.layers, program.latents, every)
+    reason = recall("traced step", outline(traced), str, proof, NotDescribed)
     forward = DecodeForward(step, experts, why_not, order)
     return forward, f"traced, {reason}; {forward.where}"
 

@@ -18,13 +18,14 @@ from kernels.cpu.decode import NormRecord
 from kernels.cpu.dense import NativeNorms
 from moe.decode.proof import PROMPT_LENGTHS, caches_of, kv_of, parts_of, read_plainly, tolerance_of
 from moe.decode.records import DescriptionRecords, point_to_table
-from moe.describe.description import Attention, Description, Norm
+from moe.describe.description import Attention, Description, Norm, NotDescribed
 from moe.describe.observe import ObservedCall
 from moe.describe.probe import ComparedRun, compare, random_prompts
 from moe.network.attention import PACKED, MaskRule, current_pass, packed_attention
 from moe.network.backbone import Backbone
 from moe.network.packed_pass import PackedCache
 from moe.network.seam import parents_of
+from moe.proofs import outline, recall
 
 Forward = Callable[..., Any]
 
@@ -32,22 +33,34 @@ Forward = Callable[..., Any]
 @torch.inference_mode()
 def fuse_prompts(backbone: Backbone, description: Description, native: NativeNorms) -> str:
     """Compile norms and attention of prompts if that gives the same; says what was done."""
-    expected, records = _read(backbone), DescriptionRecords()
-    own = {module: vars(module).get("forward") for module in backbone.model.modules()}
+    records = DescriptionRecords()
     changed = [
         *_norms(description, records, native),
         *_attentions(backbone, description, records, native),
     ]
-    try:
+    before = {module: vars(module).get("forward") for module, _ in changed}
+
+    def change() -> None:
         for module, forward in changed:
             module.forward = partial(forward, module.forward)
-        compare(expected, _read(backbone), caches_of(description), tolerance_of(description))
+
+    def holds() -> bool:
+        expected = _read(backbone)
+        change()
+        try:
+            compare(expected, _read(backbone), caches_of(description), tolerance_of(description))
+        finally:
+            for module, own in before.items():
+                vars(module).pop("forward", None)
+                if own is not None:
+                    module.forward = own
+        return True
+
+    try:
+        recall("prompts in parts", outline(description), bool, holds, NotDescribed)
     except Exception as error:  # as in `enable_fused`: an architecture may do anything
-        for module, _ in changed:
-            vars(module).pop("forward", None)
-            if own[module] is not None:
-                module.forward = own[module]
         return f"prompts left to transformers: {type(error).__name__}: {error}"
+    change()
     return "prompts by compiled norms and positions"
 
 

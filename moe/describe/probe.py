@@ -28,6 +28,7 @@ from moe.network.packed_pass import Work
 from moe.network.per_sequence import depends_on_length
 from moe.network.recurrent_kernels import without_advice
 from moe.network.stored_embedding import backbone_dtype
+from moe.proofs import recall
 from routing import Phase, Routing
 
 PROMPT_LENGTHS = (7, 4)
@@ -224,7 +225,8 @@ def enable_packing(backbone: Backbone) -> Packing:
     run_lanes([lane], stand_in)
     with suppress(Exception):  # it wants a cache of its own class, and the probe says so
         backbone.serve_each(lane.result())
-    packing = _probe(backbone)
+    subject = [type(backbone.model).__name__, sum(1 for _ in backbone.model.parameters())]
+    packing = recall("packing", subject, Packing, partial(_probe, backbone))
     backbone.set_packed(packing.enabled)
     if packing.enabled:
         kept = [f"{name} ({why})" for name, why in backbone.recurrent_kernels.items() if why]
@@ -232,7 +234,11 @@ def enable_packing(backbone: Backbone) -> Packing:
     whole = ""
     if any(map(depends_on_length, backbone.model.modules())):
         whole = "rotary positions depend on the length of the prompt"
-    elif backbone.recurrent and packing.enabled and not _cuts_change_nothing(backbone):
+    elif (
+        backbone.recurrent
+        and packing.enabled
+        and not recall("cut prompts", subject, bool, partial(_cuts_change_nothing, backbone))
+    ):
         whole = "a recurrent layer forgets its state between passes"
     if whole:
         backbone.read_whole()

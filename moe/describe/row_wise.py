@@ -38,6 +38,7 @@ from moe.network.backbone import Backbone
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.network.seam import experts_modules, routing_modules
+from moe.proofs import recall
 
 _GRAIN, _VECTOR = 16384, 64
 """Below this many elements torch runs any elementwise operation on one thread (most of them below
@@ -54,7 +55,13 @@ def make_row_wise(backbone: Backbone) -> None:
     if backbone.device.type != "cpu":
         return
     model = backbone.model
-    for module in _with_activations(backbone):
+    names = {module: name for name, module in model.named_modules()}
+
+    def found() -> list[str]:
+        return [names[module] for module in _with_activations(backbone)]
+
+    for name in recall("activations", [*names.values()], list[str], found):
+        module = model.get_submodule(name)
         module.forward = partial(_run, RowWise(), module.forward)
     for _, module in routing_modules(model):
         module.forward = partial(_route, module.forward)

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
 from moe.network.recurrent_kernels import without_advice
 from moe.network.seam import experts_modules
+from moe.proofs import outline, recall
 
 SHORT_PROMPT = 64
 """Tokens of the first probe; a second, longer one shows what grows with the length."""
@@ -84,7 +86,6 @@ class Footprint:
     canvas_bytes: int = 0
 
 
-@without_advice()
 def measure_footprint(
     network: PreTrainedModel,
     batch_tokens: int,
@@ -102,6 +103,21 @@ def measure_footprint(
         on_cuda: the experts will run on CUDA.
         form: how keys and values are stored; None: in the network's dtype.
     """
+    measure = partial(_measured, network, batch_tokens, longest, on_cuda=on_cuda, form=form)
+    shapes = {name: outline(own) for name, own in network.named_parameters()}
+    subject = [type(network).__name__, shapes, batch_tokens, longest, on_cuda, outline(form)]
+    return recall("footprint", subject, Footprint, measure)
+
+
+@without_advice()
+def _measured(
+    network: PreTrainedModel,
+    batch_tokens: int,
+    longest: int,
+    *,
+    on_cuda: bool,
+    form: KVFormat | None,
+) -> Footprint:
     network = copy.deepcopy(network)
     stand_in_for_experts(network, on_cuda=on_cuda)
     if writes_blocks(network):

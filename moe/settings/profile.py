@@ -35,7 +35,9 @@ ENVIRONMENT_PREFIX = "MOE_"
 # Variables with our prefix that are not profile keys: the code that needs them reads them before
 # any profile exists. MOE_REPO tells scripts outside of a checkout which one to try. Every other
 # variable with the prefix is refused as a misspelling.
-OTHER_VARIABLES = frozenset({"MOE_API_KEY", "MOE_CPU_KERNEL", "MOE_LAUNCH_SECRET", "MOE_REPO"})
+OTHER_VARIABLES = frozenset(
+    {"MOE_API_KEY", "MOE_CPU_KERNEL", "MOE_LAUNCH_SECRET", "MOE_PROOF_CACHE", "MOE_REPO"}
+)
 
 
 @dataclass(frozen=True)

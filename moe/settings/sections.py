@@ -57,6 +57,10 @@ class ModelSettings(Settings):
     """Number format of the backbone (attention, norms, embeddings) and of the activations. auto:
     float32 on the CPU, the checkpoint's own on CUDA."""
 
+    proof_cache: bool = True
+    """Keep what a load proves about a model, so that the next load of the same model starts sooner.
+    Changed code, weights, settings, libraries or processors are proven anew."""
+
     expert_dtype: Dtype = "auto"
     """Number format of the expert weights in memory. auto: the checkpoint's own."""
 
