@@ -30,25 +30,25 @@ EPOCH := $(or $(SOURCE_DATE_EPOCH),$(shell git log -1 --format=%ct 2>/dev/null |
 
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo world test test-deep test-all budget check lint types format soak soak-offload venv wheel lock gpu
+.PHONY: demo world-files test test-deep test-all budget check lint types format soak soak-offload venv wheel lock gpu
 .DELETE_ON_ERROR:
 
 demo: $(RUN)
 	$(BIN)/python -m examples.demo $(ARGS)
 
 # Files of others that some tests read (tests/world/files.py); without them those are skipped.
-world: $(DEV)
+world-files: $(DEV)
 	@mkdir -p build; $(BIN)/python -m tests.world.files > build/world.log 2>&1 || echo "build/world.log: some tests will be skipped"
 
 # The quick tier: most faults a minute. Tests with the marker `deep` are the rest, which takes about
 # half an hour; with DEEP=1 tests take more examples, too.
-test: world
+test: world-files
 	$(PYTEST) --cpu-seconds build/cpu/quick.json $(ARGS)
 
-test-deep: world
+test-deep: world-files
 	DEEP=1 $(PYTEST) -m "deep and not gpu" --cpu-seconds build/cpu/deep.json $(ARGS)
 
-test-all: world
+test-all: world-files
 	DEEP=1 $(PYTEST) -m "not gpu" --cpu-seconds build/cpu/all.json $(ARGS)
 
 # No file of tests takes more CPU seconds than its budget, nor the quick tier; tests/cpu_budget.py.

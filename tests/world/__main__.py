@@ -39,7 +39,7 @@ from tests.world.scripted import World, checkpoint, serving
 
 TEMPLATE = "models/templates/Qwen-Qwen3-0.6B.jinja"
 CONTEXT = 200_000
-SECONDS = 240
+SECONDS = 400
 
 
 @dataclass

@@ -50,10 +50,10 @@ class Recipe:
 
 CLAUDE_CODE = Recipe(
     "Claude Code",
-    "The model reads about 25,000 tokens of instructions and tools before your first word, so give "
-    "it a context of 64,000 or more. The last two variables keep its prompts the same from turn to "
-    "turn, so that they are found in the prefix cache, and stop telemetry and updates. Where the "
-    "context is small, `CLAUDE_CODE_MAX_OUTPUT_TOKENS` makes room for the prompt.",
+    "It sends 75 KB of instructions and tools before your first word, so give the model a context "
+    "of 64,000 tokens or more; where it is smaller, `CLAUDE_CODE_MAX_OUTPUT_TOKENS` makes room for "
+    "the prompt. `CLAUDE_CODE_ATTRIBUTION_HEADER=0` keeps the beginning of prompts the same, so "
+    "that the prefix cache has it; the variable below stops telemetry and updates.",
     (
         Block(
             "sh",
@@ -139,7 +139,7 @@ aider --model openai/MODEL --analytics-disable --no-check-update --no-show-model
 
 OPEN_WEBUI = Recipe(
     "Open WebUI",
-    "",
+    "`make world` does not run this one, whose installation is several gigabytes.",
     (
         Block(
             "sh",

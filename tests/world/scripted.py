@@ -26,6 +26,7 @@ from moe import MoE
 from moe.sampling.batch import Token
 from moe.sequence import Delta, RunningSequence
 from moe.server import serve
+from moe.server.listener import bind
 from moe.settings.profile import load_profile
 
 Script = Callable[[str], str]
@@ -119,7 +120,7 @@ def serving(directory: Path, script: Script | None) -> Iterator[World]:
         script: what it says; None: what it says by itself.
     """
     model = MoE.from_pretrained(directory)
-    listener = serve.bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", 0)
     service = serve.Service(lambda _: model, (directory.name,), load_profile(environ={}), listener)
     world = World(service.address, directory.name, directory)
     create = serve.create_app

@@ -21,7 +21,7 @@ from tests.moe.text.tool_calls.templates import HERMES
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "server.md").read_text()
-EXAMPLES = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
+EXAMPLES = re.findall(r"```json\n(\{\"model\": \"MODEL\".*?)```", PAGE, re.DOTALL)
 
 
 def test_every_field_is_named() -> None:
