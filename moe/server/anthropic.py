@@ -10,7 +10,15 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, Tag, ValidationInfo, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    Tag,
+    ValidationInfo,
+    WithJsonSchema,
+    model_validator,
+)
 
 from moe.server.answers import EmittedCall
 from moe.server.bodies import RequestBody, ResentBody
@@ -50,6 +58,12 @@ BlockText = Annotated[str, BeforeValidator(text_of("text", labels=_LABELS, betwe
 """A text, or blocks of text, which become lines."""
 
 
+def _no_citations(value: list[Any], info: ValidationInfo) -> list[Any]:
+    if value and info.context is None:
+        raise ValueError("citations are not read here; leave them out")
+    return value
+
+
 class Block(ResentBody):
     place = "messages.content."
     labels = frozenset({"caller", "citations", "title", "context"})
@@ -61,7 +75,8 @@ class Block(ResentBody):
 class TextBlock(Block):
     type: Literal["text"]
     text: str
-    citations: list[Any] = Field(default_factory=list, max_length=0)
+    citations: Annotated[list[Any], AfterValidator(_no_citations)] = Field(default_factory=list)
+    """Of no effect."""
 
 
 class ThinkingBlock(Block):
@@ -167,9 +182,7 @@ class InputMessage(ResentBody):
         return value | {"content": ""} if value.get("role") == "assistant" else value
 
     @model_validator(mode="after")
-    def _check_blocks(self, info: ValidationInfo) -> InputMessage:
-        if not self.content and (info.context is None or self.role != "assistant"):
-            raise ValueError("content: a message must have something in it")
+    def _check_blocks(self) -> InputMessage:
         for block in self.content:
             if not isinstance(block, _ROLES.get(self.role, TextBlock)):
                 raise ValueError(f"a block of type {block.type} is not of role {self.role}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 _VERSION = "/v1"
@@ -30,7 +30,7 @@ _FOREIGN = {
     r"/v1/(assistants|threads|conversations|containers)(/.*)?": (
         f"{_NOT_KEPT}: send the whole conversation to /v1/responses"
     ),
-    r"/v1/responses/.+|/v1/chat/completions/.+": f"{_NOT_KEPT}: an answer is sent once",
+    r"/v1/responses/(?!input_tokens$).+|/v1/chat/completions/.+": f"{_NOT_KEPT}: an answer is sent once",
     r"/v1/realtime(/.*)?": "this server has no sockets; /v1/chat/completions streams",
     r"/api(/.*)?": _OLLAMA,
     r"/props|/slots(/.*)?|/lora-adapters": f"{_LLAMA_CPP}: /v1/status says what this one runs",
@@ -62,17 +62,19 @@ class Versioned:
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
-        self._patterns = [route.path_regex for route in routes if isinstance(route, Route)]
+        self._routes = list(routes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if scope["type"] == "http" and not self._knows(path):
+        if scope["type"] == "http" and not self._knows(scope, path):
             short = path.removeprefix(_VERSION)
             for meant in (short if short.startswith(f"{_VERSION}/") else "", f"{_VERSION}{path}"):
-                if self._knows(meant):
+                if meant and self._knows(scope, meant):
                     scope = {**scope, "path": meant, "raw_path": meant.encode()}
                     break
         await self._app(scope, receive, send)
 
-    def _knows(self, path: str) -> bool:
-        return any(pattern.match(path) for pattern in self._patterns)
+    def _knows(self, scope: Scope, path: str) -> bool:
+        """Whether a route has this path, for whatever method."""
+        asked = {**scope, "path": path}
+        return any(route.matches(asked)[0] is not Match.NONE for route in self._routes)

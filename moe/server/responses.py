@@ -30,6 +30,7 @@ from moe.server.openai.request import ChatRequest
 from moe.server.openai.tools import (
     MAX_TOOLS,
     NamedFunction,
+    check_choice_of_client,
     custom_input,
     function_of,
     narrowed,
@@ -151,6 +152,7 @@ class InputTokensRequest(TranslatedRequest):
         choice = value.get("tool_choice") if isinstance(value, dict) else None
         if not isinstance(choice, dict):
             return value
+        check_choice_of_client(choice)
         kind = choice.get("type")
         if kind == "allowed_tools":
             return narrowed(value, choice, names_of)

@@ -100,10 +100,11 @@ def take_images(messages: Sequence[Any]) -> tuple[list[MessageDict], list[object
     """Checked messages as chat templates read them, and their images in order.
 
     Content in parts stays a list in a message with images, where ``{"type": "image"}`` stands for
-    one; else its texts are joined. Raises `RequestError`.
+    one; else its texts are joined. What is null or an empty list is left out: templates ask whether
+    it is there. Raises `RequestError`.
     """
     made, images = list[MessageDict](), list[object]()
-    for position, message in enumerate(messages):
+    for position, message in enumerate(map(_without_nothing, messages)):
         content = message.get("content") if isinstance(message, Mapping) else None
         if isinstance(content, list):
             parts = [_part(position, part) for part in content]
@@ -118,6 +119,19 @@ def take_images(messages: Sequence[Any]) -> tuple[list[MessageDict], list[object
             check_message(position, message)
             made.append(dict(message))
     return made, images
+
+
+def _without_nothing(message: Any) -> Any:
+    """A message without fields that say nothing; an answer without calls may have no content."""
+    if not isinstance(message, Mapping):
+        return message
+    plain = {
+        name: value
+        for name, value in message.items()
+        if name == "content" or not (value is None or value == [])
+    }
+    silent = plain.get("content") is None and not plain.get("tool_calls")
+    return plain | {"content": ""} if silent and plain.get("role") == "assistant" else plain
 
 
 def _part(position: int, part: object) -> tuple[MessageDict, object]:

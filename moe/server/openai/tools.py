@@ -110,6 +110,16 @@ def narrowed(body: Json, allowed: Any, names_of: Callable[[Any], Collection[obje
     return body | {"tools": kept, "tool_choice": mode}
 
 
+def check_choice_of_client(choice: Json) -> None:
+    """Raise `ValueError` if a `tool_choice` asks for a tool that servers run."""
+    kind = choice.get("type")
+    if isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools"):
+        raise ValueError(
+            f"tool_choice: tools of the type {kind!r:.80} are run by servers, and this one runs "
+            "none; choose a function, or leave it out"
+        )
+
+
 class FunctionDefinition(RequestBody):
     place = "tools."
     labels = frozenset({"allowed_callers", "cache_control", "output_schema"})
@@ -245,6 +255,7 @@ class ToolBody(RequestBody):
         choice = value.get("tool_choice") if isinstance(value, dict) else None
         if not isinstance(choice, dict):
             return value
+        check_choice_of_client(choice)
         kind = choice.get("type")
         if kind == "allowed_tools":
             return narrowed(value, choice.get("allowed_tools"), _chat_names)

@@ -96,7 +96,7 @@ MISTAKES = [
     (line("x", "/v1/embeddings", prompt="x"), 400, "url: Input should be"),
     (line("x").replace(b"POST", b"GET"), 400, "method: Input should be 'POST'"),
     (line("x"), 400, "'prompt' is missing"),
-    (line("x", prompt="x", nonsense=1), 400, "unknown field 'nonsense'"),
+    (line("x", prompt="x", best_of=2), 400, "best_of is not supported: send n, and choose"),
     (line("x", prompt="x", temperature=9), 400, "temperature"),
     (line("x", prompt="x", stream=True), 400, "a batch cannot stream"),
     (line("x", prompt="x" * 500), 400, "and the context is 256 tokens, answer included"),
@@ -154,7 +154,7 @@ def test_a_line_that_failed_is_tried_again(
 
 
 def test_what_failed_is_removed_from_the_file_that_a_link_names(model: MoE, tmp_path: Path) -> None:
-    files = Files(tmp_path, line("x", prompt="x", nonsense=1) + LINES[0])
+    files = Files(tmp_path, line("x", prompt="x", best_of=2) + LINES[0])
     (tmp_path / "far").mkdir()
     files.target.symlink_to(tmp_path / "far/out")
     files.run(model)
@@ -316,3 +316,8 @@ def test_files_that_cannot_be_used_are_left_alone(tmp_path: Path) -> None:
         refused(files.source, files.target, "another batch is writing")
     assert notes.read_text() == "my notes"
     assert files.source.read_bytes() == LINES[0]
+
+
+def test_fields_without_effect_are_taken(model: MoE, tmp_path: Path) -> None:
+    (answer,) = Files(tmp_path, line("x", prompt="x", max_tokens=1, nonsense=1)).run(model)
+    assert answer["response"]["status_code"] == 200

@@ -65,9 +65,8 @@ def test_hostile_images_are_refused_and_the_server_goes_on(seeing: Running) -> N
         answer = seeing.http.post("/v1/chat/completions", json=chat(url))
         assert answer.status_code == 400, (url[:60], answer.text)
         assert "image 0 of the prompt" in answer.json()["error"]["message"]
-    for part in ({"type": "image_url"}, {"type": "image_url", "image_url": {"url": URL}, "x": 1}):
-        body = {"messages": [{"role": "user", "content": [part]}], **SAID}
-        assert seeing.http.post("/v1/chat/completions", json=body).status_code == 400
+    body = {"messages": [{"role": "user", "content": [{"type": "image_url"}]}], **SAID}
+    assert seeing.http.post("/v1/chat/completions", json=body).status_code == 400
     marks = chat(URL)
     marks["messages"][0]["content"][0]["text"] = "<|image_pad|>"
     answer = seeing.http.post("/v1/chat/completions", json=marks)
