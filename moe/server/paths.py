@@ -30,7 +30,9 @@ _FOREIGN = {
     r"/v1/(assistants|threads|conversations|containers)(/.*)?": (
         f"{_NOT_KEPT}: send the whole conversation to /v1/responses"
     ),
-    r"/v1/responses/(?!input_tokens$).+|/v1/chat/completions/.+": f"{_NOT_KEPT}: an answer is sent once",
+    r"/v1/responses/(?!input_tokens$).+|/v1/chat/completions/.+": (
+        f"{_NOT_KEPT}: an answer is sent once"
+    ),
     r"/v1/realtime(/.*)?": "this server has no sockets; /v1/chat/completions streams",
     r"/api(/.*)?": _OLLAMA,
     r"/props|/slots(/.*)?|/lora-adapters": f"{_LLAMA_CPP}: /v1/status says what this one runs",
