@@ -171,7 +171,8 @@ def with_calls(messages: Sequence[MessageDict], format: CallFormat | None) -> li
         if calls:
             calls = [_converted(position, call, format) for call in calls]
             names |= {call.get("id"): call["function"].get("name") for call in calls}
-            calls = [_numbered(call, format, ids) for call in calls]
+            first = format.first - (len(ids) if format.restarts else 0)
+            calls = [_numbered(call, format, ids, first) for call in calls]
             content = message.get("content") or format.no_content
             message = message | {"tool_calls": calls, "content": content}
         elif message.get("role") == "tool" and (name := names.get(message.get("tool_call_id"))):
@@ -181,16 +182,20 @@ def with_calls(messages: Sequence[MessageDict], format: CallFormat | None) -> li
     return made
 
 
-def _numbered(call: MessageDict, format: CallFormat, ids: dict[object, str]) -> MessageDict:
-    """The call with the id that the model was taught, if the template writes only ids.
+def _numbered(
+    call: MessageDict, format: CallFormat, ids: dict[object, str], first: int
+) -> MessageDict:
+    """The call with the id that the model was taught, if the template writes such ids.
 
     Args:
         ids: those of earlier calls, by the client's; the call's is added.
+        first: the number of a call before which there is none in `ids`.
     """
     number = getattr(format.body, "number", "")
     if not format.ids or not number:
         return call
-    ids[call.get("id")] = made = f"{format.ids}{call['function'].get('name')}{number}{len(ids)}"
+    name = f"{format.ids}{call['function'].get('name')}"
+    ids[call.get("id")] = made = f"{name}{number}{first + len(ids)}"
     return call | {"id": made}
 
 

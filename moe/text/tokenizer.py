@@ -33,7 +33,8 @@ from moe.text.conversation import render_whole
 from moe.text.detokenize import IncrementalDecoder, special_token_ids, without_panics
 from moe.text.generation_config import GENERATION_CONFIG, read_generation_config
 from moe.text.renderer import RENDERERS
-from moe.text.tool_calls.probe import Render, ToolSupport, probe_tools
+from moe.text.tool_calls.probe import ToolSupport, probe_tools
+from moe.text.tool_calls.read_back import Render
 from moe.text.tool_calls.reasoning import ReasoningSupport, probe_reasoning
 from moe.text.tool_calls.response_template import ResponseTemplate
 
@@ -209,7 +210,12 @@ class TextCodec:
         template = self._template()
         if isinstance(template, str):
             return ToolSupport(None, template)
-        return probe_tools(template, list(self._special_texts().values()))
+        texts = self._special_texts()
+        return probe_tools(
+            template,
+            list(texts.values()),
+            [text for i, text in texts.items() if i in self.eos_token_ids],
+        )
 
     @cached_property
     def reasoning(self) -> ReasoningSupport:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import re
 
 from moe.text.tool_calls.format import Channels
-from moe.text.tool_calls.parser import ParsedCall, Schemas, loads, parsed_call
+from moe.text.tool_calls.notation import loads
+from moe.text.tool_calls.parser import ParsedCall, Schemas, parsed_call
 from moe.text.tool_calls.scanner import overlap
 
 _MOST_HEADER = 256

@@ -19,11 +19,13 @@ class ObjectBody:
 
     Attributes:
         sample: such an object, of the call that the template was asked to write.
+        varying: keys of what else differs from call to call, such as their number.
     """
 
     name: KeyPath
     arguments: KeyPath
     sample: str = ""
+    varying: tuple[KeyPath, ...] = ()
 
     @property
     def literals(self) -> tuple[str, ...]:
@@ -51,16 +53,42 @@ class TaggedBody:
     """The name, a literal, and of each argument its key and its value between literals.
 
     Strings are written as they are, everything else as JSON.
+
+    Attributes:
+        marked: what stands for `open` and `key_close` before values that are JSON, where tags say
+            which of both a value is (DeepSeek V3.2); None: tags do not say it.
     """
 
     middle: str
     open: str
     key_close: str
     close: str
+    marked: tuple[str, str] | None = None
 
     @property
     def literals(self) -> tuple[str, ...]:
-        return (self.middle, self.open, self.key_close, self.close)
+        return (self.middle, self.open, self.key_close, self.close, *(self.marked or ()))
+
+
+@dataclass(frozen=True)
+class BracedBody:
+    """The name, a literal, and the arguments in a notation like JSON's (Gemma 4): keys are bare,
+    and strings stand between two quotes, without escapes.
+
+    Attributes:
+        is_sorted: keys come in the order of the alphabet.
+    """
+
+    middle: str
+    quote: str
+    is_sorted: bool = False
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        return (self.middle, self.quote)
+
+
+Body = ObjectBody | NamedBody | TaggedBody | BracedBody
 
 
 @dataclass(frozen=True)
@@ -96,10 +124,12 @@ class CallFormat:
         no_content: what the template takes as the content of an answer that only calls.
         ids: the template writes only the ids of calls: this text, the name, and the number of the
             call in the conversation (`NamedBody.number`); "": it writes names.
+        first: the number of the first call.
+        restarts: calls are counted in their answer, not in the conversation.
         channels: answers are messages on channels, and a call is one of them.
     """
 
-    body: ObjectBody | NamedBody | TaggedBody
+    body: Body
     section_open: str = ""
     call_open: str = ""
     call_close: str = ""
@@ -109,6 +139,8 @@ class CallFormat:
     arguments_as_text: bool = False
     no_content: str | None = None
     ids: str = ""
+    first: int = 0
+    restarts: bool = False
     channels: Channels | None = None
 
     @property
@@ -129,6 +161,7 @@ class CallFormat:
     def as_dict(self) -> dict[str, str]:
         """The shape and the literals around a call, for the server's status."""
         names = {ObjectBody: "JSON object", NamedBody: "name and JSON", TaggedBody: "tagged values"}
+        names[BracedBody] = "name and a notation like JSON"
         if self.channels is not None:
             names[NamedBody] = "a message on a channel"
         around = {"opens": self.section_open + self.call_open}

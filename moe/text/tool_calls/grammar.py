@@ -14,9 +14,16 @@ from typing import Any
 from moe.errors import RequestError
 from moe.sampling.grammar import WHITESPACE
 from moe.sampling.params import Structure
-from moe.text.tool_calls.format import CallFormat, NamedBody, ObjectBody, TaggedBody
+from moe.text.tool_calls.braced_grammar import BracedGrammar
+from moe.text.tool_calls.format import (
+    BracedBody,
+    CallFormat,
+    NamedBody,
+    ObjectBody,
+    TaggedBody,
+)
 from moe.text.tool_calls.reasoning import ReasoningFormat
-from moe.text.tool_calls.schemas import ABOUT, moved, resolved, types_of
+from moe.text.tool_calls.schemas import ABOUT, moved, resolved, types_of, unsaid
 
 Schema = Mapping[str, Any]
 ANY: Schema = {"type": "object"}
@@ -141,6 +148,9 @@ class CallGrammar:
             if body.number:
                 begin.insert(1, f"{quoted(body.number)} /[0-9]{{1,4}}/")
             return rule, [_rule(rule, [*begin, json_of(schema)])]
+        if isinstance(body, BracedBody):
+            values = BracedGrammar(rule, body, self._text(body.quote), schema, json_of)
+            return rule, [_rule(rule, [*begin, values.start]), *values.rules]
         return rule, self._tagged(rule, begin, body, schema)
 
     def _object(self, sample: Any, path: tuple[str, ...], name: str, schema: Schema) -> list[str]:
@@ -152,7 +162,7 @@ class CallGrammar:
             return [quoted(quoted(name))]
         if path == body.arguments:
             if isinstance(sample, str):
-                raise _unsaid("arguments that are JSON in JSON")
+                raise unsaid("arguments that are JSON in JSON")
             return [json_of(schema)]
         if isinstance(sample, Mapping):
             members = []
@@ -160,6 +170,8 @@ class CallGrammar:
                 inner = self._object(value, (*path, key), name, schema)
                 members.append(f'SPACE? {quoted(quoted(key))} SPACE? ":" SPACE? {" ".join(inner)}')
             return ['"{"', ' SPACE? "," '.join(members), 'SPACE? "}"']
+        if path in body.varying and path[-1] != "id":
+            return ['/"[a-zA-Z0-9_.:-]{1,16}"/' if isinstance(sample, str) else "/[0-9]{1,4}/"]
         if path[-1] == "id":
             return ['/"[a-zA-Z0-9]{9}"/']
         return [quoted(quoted(sample)) if isinstance(sample, str) else json_of({"const": sample})]
@@ -170,11 +182,11 @@ class CallGrammar:
         outer = resolved(schema, schema)
         properties, required = outer.get("properties", {}), outer.get("required", [])
         if not isinstance(properties, Mapping) or outer.keys() - _OF_TAGS:
-            raise _unsaid("more than properties")
+            raise unsaid("more than properties")
         if not _texts(required):
-            raise _unsaid("a required that is no list of names")
+            raise unsaid("a required that is no list of names")
         if unknown := [key for key in required if key not in properties]:
-            raise _unsaid(f"required argument {unknown[0]!r:.80}, which is no property,")
+            raise unsaid(f"required argument {unknown[0]!r:.80}, which is no property,")
         rules, parts = [], list(begin)
         for index, (key, given) in enumerate(properties.items()):
             name = f"{rule}_{index}"
@@ -185,19 +197,22 @@ class CallGrammar:
     def _argument(
         self, rule: str, key: str, given: Any, body: TaggedBody, schema: Schema
     ) -> list[str]:
-        begin = [self._text(body.open), quoted(key), self._text(body.key_close)]
-        close = body.close
         types, said = types_of(given, schema), resolved(given, schema)
+        opened = (body.open, body.key_close)
+        if "string" not in types:
+            opened = body.marked or opened
+        begin = [self._text(opened[0]), quoted(key), self._text(opened[1])]
+        close = body.close
         if not types or ("string" in types and len(types) > 1):
-            raise _unsaid(f"argument {key!r:.80} of several types, or of none that is said,")
+            raise unsaid(f"argument {key!r:.80} of several types, or of none that is said,")
         if "string" not in types:
             return [_rule(rule, [*begin, _json_inside(given, schema), self._text(close)])]
         if said.keys() - _OF_STRINGS:
-            raise _unsaid(f"argument {key!r:.80} that is not any string")
+            raise unsaid(f"argument {key!r:.80} that is not any string")
         if "enum" in said or "const" in said:
             values = said.get("enum", [said.get("const")])
             if not _texts(values) or not values or said.get("const", values[0]) not in values:
-                raise _unsaid(f"argument {key!r:.80} whose enum is no list of strings")
+                raise unsaid(f"argument {key!r:.80} whose enum is no list of strings")
             choices = " | ".join(map(quoted, [said["const"]] if "const" in said else values))
             return [_rule(rule, [*begin, f"({choices})", self._text(close)])]
         end = close.rstrip()
@@ -209,11 +224,16 @@ class CallGrammar:
     def _free_arguments(self, rule: str, begin: list[str], body: TaggedBody) -> list[str]:
         """Arguments of any names, with any texts as values."""
         end = body.close.rstrip()
-        argument = [self._text(body.open), f"{rule}_key", self._text(body.key_close)]
-        argument += [f"{rule}_text", self._text(body.close[len(end) :])]
+        tail = self._text(body.close[len(end) :])
+        texts = [self._text(body.open), f"{rule}_key", self._text(body.key_close), f"{rule}_text"]
+        lines = [_rule(rule, [*begin, f"{rule}_any*"]), _rule(f"{rule}_any", [*texts, tail])]
+        if body.marked is not None:
+            opened, key_close = map(self._text, body.marked)
+            marked = [opened, f"{rule}_key", key_close, "%json {}", self._text(body.close)]
+            lines += [_rule(f"{rule}_json", marked)]
+            lines[0] = _rule(rule, [*begin, f"({rule}_any | {rule}_json)*"])
         return [
-            _rule(rule, [*begin, f"{rule}_any*"]),
-            _rule(f"{rule}_any", argument),
+            *lines,
             rf'{rule}_key: /[^<>"=\[\]\s]{{1,64}}/',
             f"{rule}_text[suffix={quoted(end)}]: {ANY_TEXT}",
         ]
@@ -293,13 +313,6 @@ def _json_inside(schema: Schema, whole: Schema) -> str:
 
 def _texts(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
-
-
-def _unsaid(what: str) -> RequestError:
-    return RequestError(
-        f"tools: {what} cannot be enforced in the way this model writes calls; leave out strict "
-        "and tool_choice"
-    )
 
 
 CAN_FOLLOW = ("json_schema", "choice")

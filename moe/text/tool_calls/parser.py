@@ -13,26 +13,33 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moe.text.tool_calls.format import CallFormat, NamedBody, ObjectBody, TaggedBody
+from moe.text.tool_calls.format import (
+    BracedBody,
+    CallFormat,
+    NamedBody,
+    ObjectBody,
+    TaggedBody,
+)
+from moe.text.tool_calls.notation import PYTHON, from_notation, loads
 from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
 from moe.text.tool_calls.schemas import resolved, types_of
 
 AGAIN = 8
 """How often the average character may be looked at in failed calls. Else each opening of an answer
 like ``<tool_call>{<tool_call>{...`` has the rest looked at once more."""
-_PYTHON = {"True": True, "False": False, "None": None}  # as a template's `string` filter writes
 
 
 def from_text(text: str, schema: object, whole: Mapping[str, Any]) -> Any:
     """The value of an argument written as plain text. A string if the schema says so, or if the
-    text is no JSON. References are relative to the whole schema of the tool."""
+    text is neither JSON nor Python's. References are relative to the whole schema of the tool."""
     types = types_of(schema, whole)
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
-        if text not in _PYTHON:
+        is_inside = text.startswith(("{", "["))
+        value = from_notation(text, "'") if is_inside else PYTHON.get(text, text)
+        if value is None and text != "None":
             return text
-        value = _PYTHON[text]
     if value is None:
         return None if "null" in types or not types else text
     if isinstance(value, str) or "string" in types:
@@ -50,7 +57,7 @@ CallBody = tuple[object, object, int]
 def read_body(
     scanner: StreamScanner, format: CallFormat, at: int, tools: Schemas
 ) -> Scan[CallBody | None]:
-    """Scan the name and the arguments of a call, in one of the three shapes; None: neither."""
+    """Scan the name and the arguments of a call, in the format's shape; None: there are none."""
     body = format.body
     if isinstance(body, ObjectBody):
         read = yield from scanner.json_object(at)
@@ -71,6 +78,9 @@ def read_body(
             after
         )
         return named[0], *tagged
+    if isinstance(body, BracedBody):
+        read = yield from scanner.braced(after, body.quote)
+        return None if read is None else (named[0], from_notation(read[0], body.quote), read[1])
     read = yield from scanner.json_object(after)
     return None if read is None else (named[0], loads(read[0]), read[1])
 
@@ -85,29 +95,54 @@ class _Tagged:
     ) -> None:
         self._scanner = scanner
         self._body = body
-        self._following = (body.open, call_close)
+        self._forms = [(body.open, body.key_close), *filter(None, [body.marked])]
+        self._following = (*(open for open, _ in self._forms), call_close)
         self._schema = schema or {}
         properties = resolved(self._schema, self._schema).get("properties")
         self._properties = properties if isinstance(properties, Mapping) else {}
 
     def read(self, at: int) -> Scan[tuple[dict[str, Any] | None, int]]:
         """Arguments and where they end; None where one is not finished."""
-        scanner, body = self._scanner, self._body
+        scanner = self._scanner
         arguments: dict[str, Any] = {}
-        while (begin := (yield from scanner.literal(at, body.open))) is not None:
-            key_end = yield from scanner.until(begin, body.key_close.split()[0])
-            start = None
-            if key_end is not None:
-                start = yield from scanner.literal(key_end, body.key_close)
+        while (found := (yield from self._key(at))) is not None:
+            key, start, form = found
             ends = None if start is None else (yield from self._ends(start))
             if ends is None:
                 return None, at
-            key = scanner.text[begin:key_end].strip()
-            text = scanner.text[start : ends[0]].removeprefix(_space_after(body.key_close))
-            text = text.removesuffix(_space_before(body.close))
-            arguments[key] = from_text(text, self._properties.get(key), self._schema)
+            text = scanner.text[start : ends[0]].removeprefix(_space_after(form[1]))
+            text = text.removesuffix(_space_before(self._body.close))
+            arguments[key] = self._value(key, text, form)
             at = ends[1]
         return arguments, at
+
+    def _key(self, at: int) -> Scan[tuple[str, int | None, tuple[str, str]] | None]:
+        """The key of an argument, where its value begins, and its form. None instead of a place: it
+        is not finished; instead of all: there is none."""
+        scanner, found = self._scanner, None
+        for form in self._forms:
+            begin = yield from scanner.literal(at, form[0])
+            if begin is None:
+                continue
+            start = None
+            key_end = yield from scanner.until(begin, form[1].split()[0])
+            if key_end is not None:
+                start = yield from scanner.literal(key_end, form[1])
+            found = scanner.text[begin:key_end].strip(), start, form
+            if start is not None:
+                break
+        return found
+
+    def _value(self, key: str, text: str, form: tuple[str, str]) -> Any:
+        """The value of an argument: what its tags say that it is, else what the schema says."""
+        if self._body.marked is not None and form != self._body.marked:
+            return text
+        if self._body.marked is not None:
+            try:
+                return json.loads(text)
+            except (ValueError, RecursionError):
+                pass
+        return from_text(text, self._properties.get(key), self._schema)
 
     def _ends(self, start: int) -> Scan[tuple[int, int] | None]:
         """Where a value ends, and where its closing does: one that is not part of the value.
@@ -124,14 +159,6 @@ class _Tagged:
                 if (yield from scanner.skip(closed)) == len(scanner.text):
                     return end, closed
             at = end + 1
-        return None
-
-
-def loads(text: str) -> Any:
-    """The value of JSON text; None where it is damaged."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
         return None
 
 

@@ -1,41 +1,44 @@
 """Finds how a model writes tool calls by probing its chat template.
 
 The template renders an answer with calls whose names, keys and values occur nowhere else; the text
-around them is what the model was taught to write. No architecture is named.
+around them is what the model was taught to write. A format counts as found only if it reads what
+the template writes of other calls (`moe.text.tool_calls.read_back`). No architecture is named.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from moe.errors import RequestError
 from moe.text.chat import REASONING_KEY, MessageDict
 from moe.text.renderer import TemplateLimitError
-from moe.text.tool_calls.format import (
-    CallFormat,
-    Channels,
-    KeyPath,
-    NamedBody,
-    ObjectBody,
-    TaggedBody,
-)
-
-Render = Callable[..., str]
-"""Renders messages as text; takes the options of `moe.text.chat.render`. Raises `RequestError`."""
+from moe.text.tool_calls.format import CallFormat, Channels, NamedBody
+from moe.text.tool_calls.read_back import Answers, Render
+from moe.text.tool_calls.spots import Spot, assemble, departs, locate
 
 _ASKED, _ANSWERED, _THOUGHT = "probe question", "probe answer", "probe thought"
 _TOOL = "probe_tool"
 # Ids have nine letters and digits: some templates accept nothing else.
-_FIRST = ("probe_first", {"key_one": "value one", "key_two": {"in": [True]}, "key_six": 31337})
-_SECOND = ("probe_second", {"key_three": "value three", "key_four": {"in": []}, "key_five": 41337})
+_FIRST: tuple[str, dict[str, Any]] = (
+    "probe_first",
+    {"key_one": "value one", "key_two": {"in": [True]}, "key_six": 31337, "key_seven": "value two"},
+)
+_SECOND: tuple[str, dict[str, Any]] = (
+    "probe_second",
+    {
+        "key_three": "value three",
+        "key_four": {"in": []},
+        "key_five": 41337,
+        "key_nine": "value six",
+    },
+)
 _CALLS = (_FIRST, _SECOND)
 # Ids with which models are taught that are given only those of calls (Kimi K2).
 _BY_ID, _NUMBERED = "functions.", ":0"
-_CLOSING = " \t\r\n>]})|\uff5c\"'`,;:"  # no opening literal begins with one of these
 
 
 class _NoFormat(Exception):
@@ -54,61 +57,108 @@ class ToolSupport:
         return {"enabled": self.format is not None, "why": self.reason, "format": shown}
 
 
-def probe_tools(render: Render, special: Collection[str]) -> ToolSupport:
+def probe_tools(
+    render: Render, special: Collection[str], ends: Collection[str] = ()
+) -> ToolSupport:
     """Derive the format of calls.
 
     Args:
         render: the model's chat template.
         special: texts of the tokens that an answer does not show, end tokens included.
+        ends: texts of the end tokens.
     """
     try:
-        return ToolSupport(_ToolProbe(render, special).run(), "found by probing the chat template")
+        made = _ToolProbe(render, special, ends).run()
+        return ToolSupport(made, "found by probing the chat template")
     except _NoFormat as reason:
         return ToolSupport(None, str(reason))
+    except TemplateLimitError:
+        return ToolSupport(None, "the chat template takes too long or too much memory")
 
 
 class _ToolProbe:
-    def __init__(self, render: Render, special: Collection[str]) -> None:
+    def __init__(self, render: Render, special: Collection[str], ends: Collection[str]) -> None:
         self._render = render
         self._special = special
+        self._ends = ends
+        self._answers = Answers(render, special, ends)
         self._ids = ""
+        self._refusal: str | None = None
 
     def run(self) -> CallFormat:
         self._check_tools_are_shown()
         lead, end = self._plain_answer()
+        unread = ""
+        for made in self._candidates(lead, end):
+            why = self._answers.unread(made)
+            if not why:
+                return made
+            if made.several and not self._answers.unread(replace(made, several=False)):
+                return replace(made, several=False)
+            unread = unread or why
+        if unread:
+            raise _NoFormat(f"what the chat template writes of {unread} is not read back")
         if hidden := [token for token in self._special if token in lead]:
-            made = self._on_channels(lead, end)
-            if made is None:
-                raise _NoFormat(f"answers begin with {hidden[0]!r}: channels are not understood")
-            return made
-        for self._ids in ("", _BY_ID):
-            for as_text in (False, True):
-                for content in (_ANSWERED, None, ""):
-                    spots = self._answer(content, as_text, lead)
-                    if spots is not None:
-                        text, begin, calls = spots
-                        tail = self._tail(text[calls[-1].end :], end)
-                        made = assemble(text, begin, calls, tail)
-                        made = None if made is None else self._by_id(made)
-                        if made is None:
-                            raise _NoFormat(
-                                "the chat template writes calls in a shape that is unknown"
-                            )
-                        return self._finished(made, as_text, lead)
+            raise _NoFormat(f"answers begin with {hidden[0]!r}: channels are not understood")
         raise _NoFormat(
             "the chat template does not write calls of earlier answers, or not as JSON or as "
-            "tagged values"
+            "tagged values" + (f" ({self._refusal})" if self._refusal else "")
         )
 
+    def _candidates(self, lead: str, end: str) -> Iterator[CallFormat]:
+        """Formats that the text around calls may mean, the likeliest first."""
+        words = lead
+        for token in self._special:
+            words = words.replace(token, "")
+        if words != lead and (made := self._on_channels(lead, end)) is not None:
+            yield made
+        if words != lead and any(map(str.isalnum, words)):  # a channel that is not understood
+            return
+        for self._ids in ("", _BY_ID):
+            for as_text in (False, True):
+                if as_text and self._has_notation():
+                    continue
+                for content in (_ANSWERED, None, ""):
+                    spots = self._answer(content, as_text, lead)
+                    if spots is None:
+                        continue
+                    text, begin, calls = spots
+                    made = assemble(text, begin, calls, self._tail(text[calls[-1].end :], end))
+                    made = None if made is None else self._by_id(made)
+                    if made is not None:
+                        yield self._finished(made, as_text, lead)
+
+    def _has_notation(self) -> bool:
+        """Whether the template writes arguments that are objects in a notation of its own: JSON in
+        their place is nothing that the model was taught."""
+        name, arguments = _FIRST
+        text = self._try([_user(), _calling("", False, 1, self._ids)]) or ""
+        at = text.find(name)
+        shapeless = at >= 0 and locate(text, at, name, arguments) is None
+        return shapeless and arguments["key_one"] in text and str(arguments) not in text
+
     def _by_id(self, made: CallFormat) -> CallFormat | None:
-        """The format if calls are written by their ids, which have names and numbers."""
-        if not self._ids:
-            return made
+        """The format if calls are written by their ids, which have names and numbers; or if the
+        template makes such ids itself, which results of tools then have to repeat."""
         body = made.body
+        if not self._ids:
+            known = re.search(r"[\w.]*\Z", made.call_open)
+            if not isinstance(body, NamedBody) or not body.number or known is None:
+                return made
+            return self._counted(replace(made, ids=known[0]), known[0] + _FIRST[0] + body.number)
         if not isinstance(body, NamedBody) or not body.middle.startswith(_NUMBERED):
             return None
         number, middle = _NUMBERED[:-1], body.middle.removeprefix(_NUMBERED)
         return replace(made, body=NamedBody(middle, number), ids=self._ids)
+
+    def _counted(self, made: CallFormat, before: str) -> CallFormat:
+        """The format with how the template counts calls: it puts this before their number."""
+        turn = [_user(), _calling("", False, 1), _result()]
+        text = self._try([*turn, *turn]) or ""
+        numbers = [int(number) for number in re.findall(rf"{re.escape(before)}(\d{{1,4}})", text)]
+        if not numbers:
+            return made
+        return replace(made, first=numbers[0], restarts=len(numbers) > 1 and len({*numbers}) == 1)
 
     def _check_tools_are_shown(self) -> None:
         parameters = {"type": "object", "properties": {"key_one": {"type": "string"}}}
@@ -182,7 +232,7 @@ class _ToolProbe:
     def _prompt_end(self, text: str) -> int:
         """Where the prompt ends in the text of a conversation."""
         prompt = self._try([_user()], add_generation_prompt=True) or ""
-        return common(prompt, text)
+        return departs(prompt, text)
 
     def _answer(
         self, content: str | None, as_text: bool, lead: str
@@ -211,11 +261,12 @@ class _ToolProbe:
 
     def _tail(self, tail: str, end: str) -> str:
         """The text after the last call, without the text that ends every answer."""
+        known = set(self._ends)
         if end and tail.endswith(end):
-            return tail[: -len(end)]
-        ends = [
-            tail.find(token) for token in self._special if token in end or token == tail.strip()
-        ]
+            tail = tail[: -len(end)]
+        else:
+            known |= {token for token in self._special if token in end or token == tail.strip()}
+        ends = [tail.find(token) for token in known]
         return tail[: min((at for at in ends if at >= 0), default=len(tail))]
 
     def _finished(self, made: CallFormat, as_text: bool, lead: str) -> CallFormat:
@@ -224,19 +275,29 @@ class _ToolProbe:
             spots = self._answer(content, as_text, lead)
             if spots is not None and "None" not in spots[0][spots[1] : spots[2][0].begin]:
                 break
-        return CallFormat(**{**vars(made), "arguments_as_text": as_text, "no_content": content})
+        return replace(made, arguments_as_text=as_text, no_content=content)
 
     def _try(self, messages: Sequence[MessageDict], **options: Any) -> str | None:
+        calling = any(message.get("tool_calls") for message in messages)
         try:
-            return self._render(messages, **options)
+            text = self._render(messages, **options)
         except RequestError as error:
             if isinstance(error.__cause__, TemplateLimitError):
-                raise _NoFormat("the chat template takes too long or too much memory") from None
+                raise error.__cause__ from None
+            if calling and self._refusal is None:
+                self._refusal = f"{error!s:.200}"
             return None
+        if calling:  # what else it refuses is no reason
+            self._refusal = ""
+        return text
 
 
 def _user() -> MessageDict:
     return {"role": "user", "content": _ASKED}
+
+
+def _result() -> MessageDict:
+    return {"role": "tool", "tool_call_id": "probe0000", "name": _FIRST[0], "content": "7"}
 
 
 def _calling(content: str | None, as_text: bool, count: int, ids: str = "") -> MessageDict:
@@ -249,160 +310,3 @@ def _calling(content: str | None, as_text: bool, count: int, ids: str = "") -> M
         for index, (name, given) in enumerate(_CALLS[:count])
     ]
     return {"role": "assistant", "content": content, "tool_calls": calls}
-
-
-@dataclass(frozen=True)
-class Spot:
-    """A call in a text: where its body begins and ends, and the body's shape."""
-
-    begin: int
-    end: int
-    body: ObjectBody | NamedBody | TaggedBody
-
-
-def locate(text: str, start: int, name: str, arguments: Mapping[str, Any]) -> Spot | None:
-    """The call of this name after a position; None if it has no known shape."""
-    at = text.find(name, start)
-    if at < 0:
-        return None
-    return (
-        _object(text, start, at, name, arguments)
-        or _named(text, at, name, arguments)
-        or _tagged(text, at, name, arguments)
-    )
-
-
-def assemble(text: str, begin: int, calls: Sequence[Spot], tail: str) -> CallFormat | None:
-    """The format of an answer that begins at a position.
-
-    Args:
-        calls: one or two of them.
-        tail: what follows the last one.
-
-    Returns:
-        None if two calls are written in different ways.
-    """
-    first = calls[0]
-    before = text[begin : first.begin]
-    if len(calls) == 1:
-        opened = before.lstrip()
-        return CallFormat(first.body, call_open=opened, call_close=tail.rstrip(), several=False)
-    second = calls[1]
-    if _shape(first.body) != _shape(second.body):
-        return None
-    between = text[first.end : second.begin]
-    call_open = _opening(before, between)
-    between = between[: len(between) - len(call_open)]
-    call_close = between[: common(between, tail)]
-    return CallFormat(
-        first.body,
-        section_open=before[: len(before) - len(call_open)].lstrip(),
-        call_open=call_open,
-        call_close=call_close,
-        separator=between[len(call_close) :],
-        section_close=tail[len(call_close) :].rstrip(),
-    )
-
-
-def _shape(body: ObjectBody | NamedBody | TaggedBody) -> object:
-    return (body.name, body.arguments) if isinstance(body, ObjectBody) else body
-
-
-def _object(text: str, start: int, at: int, name: str, arguments: Mapping[str, Any]) -> Spot | None:
-    """The outermost JSON object that holds both."""
-    for begin in _all(text, "{", start, at):
-        value, end = _decoded(text, begin)
-        if end <= at:
-            continue
-        name_path = _path(value, lambda found: found == name)
-        path = _path(value, lambda found: _as_object(found) == arguments)
-        if name_path is not None and path is not None:
-            return Spot(begin, end, ObjectBody(name_path, path, text[begin:end]))
-    return None
-
-
-def _named(text: str, at: int, name: str, arguments: Mapping[str, Any]) -> Spot | None:
-    after = at + len(name)
-    for begin in _all(text, "{", after, len(text)):
-        value, end = _decoded(text, begin)
-        if value == arguments:
-            return Spot(at, end, NamedBody(text[after:begin]))
-    return None
-
-
-def _tagged(text: str, at: int, name: str, arguments: Mapping[str, Any]) -> Spot | None:
-    """Keys and values in the order of the arguments: a string, an object, a number."""
-    gaps, after = [], at + len(name)
-    for key, value in arguments.items():
-        begin = text.find(key, after)
-        if begin < 0:
-            return None
-        span = _value(text, begin + len(key), value)
-        if span is None:
-            return None
-        gaps.append((text[after:begin], text[begin + len(key) : span[0]]))
-        after = span[1]
-    (first, key_close), (second, _), (third, _) = gaps
-    opened = _opening(first, second)
-    close = second[: len(second) - len(opened)]
-    if second != third or not (opened.strip() and key_close.strip() and close.strip()):
-        return None
-    for ending in (close, close.rstrip()):
-        if text.startswith(ending, after):
-            after += len(ending)
-            break
-    return Spot(at, after, TaggedBody(first[: len(first) - len(opened)], opened, key_close, close))
-
-
-def _value(text: str, start: int, value: object) -> tuple[int, int] | None:
-    """Where a value stands, as text or as JSON."""
-    if isinstance(value, dict):
-        for begin in _all(text, "{", start, len(text)):
-            found, end = _decoded(text, begin)
-            if found == value:
-                return begin, end
-        return None
-    begin = text.find(str(value), start)
-    return None if begin < 0 else (begin, begin + len(str(value)))
-
-
-def _opening(one: str, other: str) -> str:
-    """The opening literal that both texts end with."""
-    return one[len(one) - common(one[::-1], other[::-1]) :].lstrip(_CLOSING)
-
-
-def common(one: str, other: str) -> int:
-    """Length of the common prefix of two texts."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
-
-
-def _all(text: str, character: str, start: int, end: int) -> Iterator[int]:
-    while (start := text.find(character, start, end)) >= 0:
-        yield start
-        start += 1
-
-
-def _decoded(text: str, begin: int) -> tuple[object, int]:
-    try:
-        return json.JSONDecoder().raw_decode(text, begin)
-    except (ValueError, RecursionError):
-        return None, -1
-
-
-def _as_object(value: object) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
-
-
-def _path(value: object, wanted: Any) -> KeyPath | None:
-    if wanted(value):
-        return ()
-    for key, inner in value.items() if isinstance(value, dict) else ():
-        if (below := _path(inner, wanted)) is not None:
-            return (key, *below)
-    return None

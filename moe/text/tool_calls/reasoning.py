@@ -17,8 +17,9 @@ from typing import Any
 from moe.errors import RequestError
 from moe.text.chat import REASONING_KEY, MessageDict
 from moe.text.renderer import TemplateLimitError
-from moe.text.tool_calls.probe import Render, common
+from moe.text.tool_calls.read_back import Render
 from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
+from moe.text.tool_calls.spots import departs
 
 _KEYS = (REASONING_KEY, "thinking", "reasoning")  # names that templates read a message's by
 # Variables that turn reasoning on: some models reason only then.
@@ -33,7 +34,6 @@ _DEFAULT = "medium"
 _NO_EFFORT = "probe effort"
 _EMPTY = re.compile(r"([<\[])(?P<name>[\w:-]+)([>\]])\s*\1/(?P=name)\3")
 _FIRST = re.compile(r"[<\[][^<>\[\]\s]+[>\]]")
-_UNFINISHED = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 _TAG = re.compile(r"(<[\w:-]+>|\[[A-Z_]+\])\s*\Z")
 
 
@@ -187,7 +187,7 @@ class _ReasoningProbe:
         return found[1] if plain.startswith(turn) else ""
 
     def _lead(self, plain: str, prompt: str, open: str) -> str:
-        lead = plain[_departs(prompt, plain) : plain.find(_ANSWERED)].strip()
+        lead = plain[departs(prompt, plain) : plain.find(_ANSWERED)].strip()
         return "" if lead.startswith(open) else lead
 
     def _text(self, messages: list[MessageDict], **options: Any) -> str | None:
@@ -205,19 +205,12 @@ def _around(text: str, prompt: str, opened: str) -> tuple[str, str] | None:
     end = text.find(_ANSWERED, begin + len(_THOUGHT))
     if begin < 0 or end < 0:
         return None
-    open = text[_departs(prompt, text) : begin].strip() or opened
+    open = text[departs(prompt, text) : begin].strip() or opened
     close = text[begin + len(_THOUGHT) : end].strip()
     if _TOOL in close:  # calls come before the content: the first tag closes the reasoning
         first = _FIRST.match(close)
         close = first[0] if first else ""
     return (open, close) if open and close else None
-
-
-def _departs(prompt: str, text: str) -> int:
-    """The position where a text departs from a prompt, but never one inside a tag."""
-    end = common(prompt, text)
-    unfinished = _UNFINISHED.search(text, 0, end)
-    return unfinished.start() if unfinished else end
 
 
 def _user() -> MessageDict:

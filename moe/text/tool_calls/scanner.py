@@ -102,6 +102,36 @@ class StreamScanner:
                 self.reach = max(self.reach, at)
                 return self.text[start:at], at
 
+    def braced(self, at: int, quote: str) -> Scan[tuple[str, int] | None]:
+        """The text of an object by its brackets and by strings between quotes that have no escapes,
+        and where it ends."""
+        start = yield from self.skip(at)
+        if not self.text.startswith("{", start):
+            return None
+        marks, at, depth = re.compile(rf"{re.escape(quote)}|[{{}}\[\]]"), start, 0
+        while True:
+            found = marks.search(self.text, at)
+            begun = len(self.text) - overlap(self.text, quote)
+            cut_off = found is not None and begun <= found.start() and found.group() != quote
+            if found is None or (cut_off and not self.ended):
+                at = max(at, begun)
+                if self.ended:
+                    self.reach = max(self.reach, len(self.text))
+                    return None
+                yield
+                continue
+            at = found.end()
+            if found.group() == quote:
+                closed = yield from self.until(at, quote)
+                if closed is None:
+                    return None
+                at = closed + len(quote)
+                continue
+            depth += 1 if found.group() in "{[" else -1
+            if depth == 0:
+                self.reach = max(self.reach, at)
+                return self.text[start:at], at
+
     def until(self, at: int, word: str) -> Scan[int | None]:
         """Where a word begins next; None: it does not come."""
         while True:

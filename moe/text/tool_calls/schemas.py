@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote
 
+from moe.errors import RequestError
+
 ABOUT = {"description", "title", "default", "examples", "$schema", "$id", "$comment"}
 """Keys that do not say which values are valid."""
 _MOST_STEPS, _MOST_PARTS, _MOST_CHOICES = 8, 16, 64
@@ -70,6 +72,14 @@ def moved(schema: Any, to: str) -> Any:
     if isinstance(reference, str) and reference.startswith("#"):
         kept["$ref"] = to + reference[1:]
     return kept
+
+
+def unsaid(what: str) -> RequestError:
+    """The error for a part of a tool's schema that the grammar of its calls cannot express."""
+    return RequestError(
+        f"tools: {what} cannot be enforced in the way this model writes calls; leave out strict "
+        "and tool_choice"
+    )
 
 
 def _found(reference: object, whole: Mapping[str, Any]) -> object:

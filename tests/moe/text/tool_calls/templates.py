@@ -137,6 +137,36 @@ KIMI = _CHATML.replace(
     "{{- (call.function.arguments | tojson) + '<|tool_call_end|>' }}{%- endfor %}"
     "{%- if message.tool_calls %}{{- '<|tool_calls_section_end|>' }}{%- endif %}",
 )
+COUNTS = _CHATML.replace(
+    "@",
+    "{{- message.content or '' }}{%- if message.tool_calls %}{{- '<|calls|>' }}"
+    "{%- for call in message.tool_calls %}{{- '<|call|>tools.' + call.function.name }}"
+    "{{- '#' ~ loop.index ~ '<|with|>' + (call.function.arguments | tojson) + '<|/call|>' }}"
+    "{%- endfor %}{{- '<|/calls|>' }}{%- endif %}",
+)
+COUNTS_ON = "{%- set n = namespace(n=0) %}" + COUNTS.replace(
+    "loop.index ~ '<|with|>'", "n.n ~ '<|with|>'"
+).replace("'<|/call|>' }}", "'<|/call|>' }}{%- set n.n = n.n + 1 %}")
+ALIKE = (
+    "{%- if tools %}<|TURN|><|SYSTEM|>{{ tools | tojson }}<|TURN_ENDS|>{%- endif %}"
+    "{%- for m in messages %}<|TURN|><|{{ m.role | upper }}|>"
+    "{%- if m.tool_calls %}<|BEGIN_DOING|>[{%- for call in m.tool_calls %}"
+    '{"no": "{{ loop.index0 }}", "tool": "{{ call.function.name }}", '
+    '"with": {{ call.function.arguments | tojson }}}{% if not loop.last %},\n{% endif %}'
+    "{%- endfor %}]<|END_DOING|>{%- else %}<|BEGIN_SAYING|>{{ m.content }}<|END_SAYING|>"
+    "{%- endif %}<|TURN_ENDS|>{%- endfor %}{%- if add_generation_prompt %}"
+    "<|TURN|><|ASSISTANT|><|BEGIN_MUSING|><|END_MUSING|>{%- endif %}"
+)
+LAST_IS_OTHERWISE = (
+    "{%- if tools %}{{ tools | tojson }}{%- endif %}{%- set last = messages[-1] %}"
+    "{%- for m in messages if m.role != 'assistant' or m != last %}<S_1>{{ m.role }}\n"
+    "{{- m.content or '' }}\n{%- endfor %}{%- if add_generation_prompt %}<S_1>assistant\n<think>\n"
+    "{%- elif last.role == 'assistant' %}{%- if last.content %}<S_1>assistant\n<think>\n"
+    "{{- last.content }}\n<S_2>\n{%- endif %}{%- if last.tool_calls %}<S_1>assistant\n<DO>["
+    "{%- for call in last.tool_calls %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}'
+    "{{- ', ' if not loop.last }}{%- endfor %}]</DO><S_2>\n{%- endif %}{%- endif %}"
+)
 JSON_SHAPED = {
     "hermes": HERMES,
     "qwen3": QWEN3,
@@ -147,9 +177,61 @@ JSON_SHAPED = {
     "deepseek-3.1": DEEPSEEK_31,
     "phi": PHI,
     "kimi": KIMI,
+    "counts": COUNTS,
+    "counts-on": COUNTS_ON,
+    "alike": ALIKE,
+    "last-is-otherwise": LAST_IS_OTHERWISE,
 }
-TAGGED = {"qwen3-coder": QWEN3_CODER, "minimax": MINIMAX, "glm": GLM}
-KNOWN = JSON_SHAPED | TAGGED
+_MARKED = (
+    "{{- message.content or '' }}{%- if message.tool_calls %}{{- '\n\n<!ML!calls>\n' }}"
+    "{%- for call in message.tool_calls %}{%- set call = call.function %}"
+    "{{- '<!ML!invoke name=\"' + call.name + '\">\n' }}{%- for key, v in call.arguments | items %}"
+    "#{{- v if v is string else v | tojson }}{{- '</!ML!argument>\n' }}{%- endfor %}"
+    "{{- '</!ML!invoke>\n' }}{%- endfor %}{{- '</!ML!calls>' }}{%- endif %}"
+)
+MARKED = _CHATML.replace("@", wide(_MARKED)).replace(
+    "#",
+    wide("{{- '<!ML!argument name=\"' + key + '\" string=\"' }}")
+    + "{{- ('true' if v is string else 'false') + '\">' }}",
+)
+MARKED_FIRST = _CHATML.replace("@", _MARKED.replace("!ML!", "")).replace(
+    "#", "{{- '<argument as=\"' + ('text' if v is string else 'json') + '\" of=\"' + key + '\">' }}"
+)
+SUFFIXED = _CHATML.replace(
+    "@",
+    "{{- message.content or '' }}{%- if message.tool_calls %}{{- '<calls:hy>\n' }}"
+    "{%- for call in message.tool_calls %}{%- set call = call.function %}"
+    "{{- '<call:hy>' + call.name + '<sep:hy>\n' }}{%- for key, v in call.arguments | items %}"
+    "{{- '<key:hy>' + key + '</key:hy>\n<value:hy>' }}{{- v if v is string else v | tojson }}"
+    "{{- '</value:hy>\n' }}{%- endfor %}{{- '</call:hy>\n' }}{%- endfor %}"
+    "{{- '</calls:hy>' }}{%- endif %}",
+)
+TAGGED = {
+    "qwen3-coder": QWEN3_CODER,
+    "minimax": MINIMAX,
+    "glm": GLM,
+    "marked": MARKED,
+    "marked-first": MARKED_FIRST,
+    "suffixed": SUFFIXED,
+}
+_BRACED = (
+    "{%- macro w(v) -%}{%- if v is string -%}@{{ v }}@{%- elif v is mapping -%}{{ '{' }}"
+    "{%- for k, x in v | dictsort -%}{{ k }}:{{ w(x) }}{{ ',' if not loop.last }}{%- endfor -%}"
+    "{{ '}' }}{%- elif v is iterable -%}[{%- for x in v -%}{{ w(x) }}{{ ',' if not loop.last }}"
+    "{%- endfor -%}]{%- else -%}{{ v | tojson }}{%- endif -%}{%- endmacro -%}"
+    "{%- if tools %}<|turn>system\n{{ tools | tojson }}<turn|>\n{%- endif %}"
+    "{%- for m in messages %}<|turn>{{ m.role }}\n{{ m.content or '' }}"
+    "{%- for c in m.tool_calls or [] %}<|do>call:{{ c.function.name }}"
+    "{%- if c.function.arguments is string %}{{ '{' }}{{ c.function.arguments }}{{ '}' }}"
+    "{%- else %}"
+    "{{- w(c.function.arguments) }}{%- endif %}<do|>{%- endfor %}<turn|>\n{%- endfor %}"
+    "{%- if add_generation_prompt %}<|turn>assistant\n<|musing>{%- endif %}"
+)
+BRACED = {
+    "gemma": _BRACED.replace("@", '<|"|>'),
+    "other-quotes": _BRACED.replace("@", "<<").replace(" | dictsort", ".items()"),
+}
+KNOWN = JSON_SHAPED | TAGGED | BRACED
 
 HARMONY = (
     "{%- if tools %}{{ tools | tojson }}{% endif %}{%- for m in messages %}"
@@ -170,14 +252,63 @@ PYTHONIC = _CHATML.replace(
 )
 NO_TOOLS = "{%- for m in messages %}{{- '<|' + m.role + '|>' + m.content }}{%- endfor %}"
 NO_CALLS = _CHATML.replace("@", "{{- message.content or '' }}")
+IDS_BETWEEN = _CHATML.replace(
+    "@",
+    "{{- message.content or '' }}"
+    "{%- for call in message.tool_calls or [] %}{{- '<call>' + call.id }}"
+    "{{- '<name>' + call.function.name + '<args>' + (call.function.arguments | tojson) }}"
+    "{{- '</call>' }}{%- endfor %}",
+)
+ENDS_INSIDE = HERMES.replace("'<tool_call>\\n", "'<|im_end|><tool_call>\\n")
+STRINGS_AS_JSON = _CHATML.replace(
+    "@",
+    "{{- message.content or '' }}{%- for call in message.tool_calls or [] %}"
+    "{{- '<call name=' + call.function.name + '>' }}"
+    "{%- for k, v in call.function.arguments | items %}{{- '<a=' + k + '>' }}"
+    "{{- v | tojson if v is mapping or v is string else v }}{{- '</a>' }}{%- endfor %}"
+    "{{- '</call>' }}{%- endfor %}",
+)
+NOTATION = BRACED["gemma"].replace("{{ k }}:{{ w(x) }}", "{{ k }}=>{{ w(x) }}")
+REFUSES_CALLS = HERMES.replace(
+    "{%- for call in message.tool_calls or [] %}",
+    "{%- if message.tool_calls %}{{ [].append(1) }}{%- endif %}"
+    "{%- for call in message.tool_calls or [] %}",
+)
 UNKNOWN = {
     "pythonic": (PYTHONIC, "does not write calls of earlier answers, or not as JSON"),
     "no tools": (NO_TOOLS, "does not tell the model about tools"),
     "no calls": (NO_CALLS, "does not write calls of earlier answers"),
+    "ids between": (IDS_BETWEEN, "of an argument that is a string is not read back"),
+    "ends inside": (ENDS_INSIDE, "writes of an argument that is a string is not read back"),
+    "strings as json": (STRINGS_AS_JSON, "does not write calls of earlier answers, or not as"),
+    "a notation": (NOTATION, "does not write calls of earlier answers, or not as JSON"),
+    "refuses": (REFUSES_CALLS, "(access to attribute 'append' of 'list' object is unsafe.)"),
 }
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<s>", "</s>", "<|eot_id|>", "<|start_header_id|>"),
     *("<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|begin_of_text|>", "[TOOL_CALLS]"),
     *map(wide, ("<!end▁of▁sentence!>", "<!User!>", "<!Assistant!>", "<!tool▁calls▁begin!>")),
-    "[ARGS]",
+    *(
+        "[ARGS]",
+        "<|TURN|>",
+        "<|TURN_ENDS|>",
+        "<|BEGIN_DOING|>",
+        "<|END_DOING|>",
+        "<|BEGIN_SAYING|>",
+    ),
+    *(
+        "<|END_SAYING|>",
+        "<|BEGIN_MUSING|>",
+        "<|END_MUSING|>",
+        "<S_1>",
+        "<S_2>",
+        "<|turn>",
+        "<turn|>",
+    ),
+    *("<|do>", "<do|>", '<|"|>', "<|calls|>", "<|/calls|>", "<|call|>", "<|/call|>", "<|with|>"),
+)
+ENDS = (
+    "<|end|>",
+    *("<|im_end|>", "</s>", "<|eot_id|>", wide("<!end▁of▁sentence!>"), "<|TURN_ENDS|>", "<S_2>"),
+    "<turn|>",
 )

@@ -21,8 +21,17 @@ from moe.text.tool_calls import scanner as reader
 from moe.text.tool_calls.format import CallFormat
 from moe.text.tool_calls.parser import CallParser, ParsedCall
 from moe.text.tool_calls.probe import ToolSupport, probe_tools
+from moe.text.tool_calls.spots import departs
 from tests.moe.text.test_prompts import make_tokenizer
-from tests.moe.text.tool_calls.templates import JSON_SHAPED, KNOWN, SPECIAL, TAGGED, UNKNOWN, wide
+from tests.moe.text.tool_calls.templates import (
+    BRACED,
+    ENDS,
+    JSON_SHAPED,
+    KNOWN,
+    SPECIAL,
+    TAGGED,
+    UNKNOWN,
+)
 
 ASKED = {"role": "user", "content": "what?"}
 
@@ -42,7 +51,7 @@ def renderer(template: str) -> Callable[..., str]:
 @cache
 def probed(name: str) -> tuple[Callable[..., str], ToolSupport]:
     render = renderer(KNOWN[name])
-    return render, probe_tools(render, SPECIAL)
+    return render, probe_tools(render, SPECIAL, ENDS)
 
 
 def format_of(name: str) -> CallFormat:
@@ -68,11 +77,11 @@ def written(name: str, content: str | None, calls: list[tuple[str, dict[str, Any
     answer = {"role": "assistant", "content": content or format.no_content, "tool_calls": made}
     text = render(with_calls([ASKED, answer], format))
     prompt = render([ASKED], add_generation_prompt=True)
-    for begin in (prompt, prompt + "\n<think></think>", prompt + "<think>\n\n</think>\n\n"):
-        if text.startswith(begin):
-            answered = text[len(begin) :]
-    for end in ("<|im_end|>\n", "</s>", "<|eot_id|>", wide("<!end▁of▁sentence!>"), "<|end|>"):
-        answered = answered.removesuffix(end)
+    answered = text[departs(prompt, text) :]
+    for begin in ("\n<think></think>", "<think>\n\n</think>\n\n", "<|turn>assistant\n"):
+        answered = answered.removeprefix(begin)
+    for end in ENDS:
+        answered = answered.rstrip("\n").removesuffix(end)
     return answered
 
 
@@ -122,7 +131,13 @@ def test_what_a_template_writes_as_json_is_read_back(
     format = format_of(name)
     if not format.several:
         calls = calls[:1]
-    if name in ("mistral", "llama", "deepseek"):  # these write either text or calls
+    if name in (
+        "mistral",
+        "llama",
+        "deepseek",
+        "alike",
+        "last-is-otherwise",
+    ):  # these write either text or calls
         content = None
     text = written(name, content, calls)
     tools: dict[str, Any] = {tool: {} for tool, _ in calls}
@@ -172,6 +187,41 @@ def test_what_a_template_writes_in_tags_is_read_back(
     assert (got, found) == read(CallParser(format, tools), list(text))[:2]
 
 
+WORDS = st.text("abc {}[],:\"'\\\n<|", max_size=12).filter(
+    lambda t: "<<" not in t and t[-1:] != "<"
+)
+noted_calls = st.lists(
+    st.tuples(
+        names,
+        st.dictionaries(
+            names.filter(lambda n: not n[:1].isdigit()),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | WORDS,
+                lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner),
+                max_leaves=6,
+            ),
+            max_size=3,
+        ),
+    ),
+    min_size=1,
+    max_size=3,
+)
+
+
+@pytest.mark.parametrize("name", BRACED)
+@given(calls=noted_calls, content=st.sampled_from([None, "Let me see."]), places=places)
+def test_what_a_template_writes_in_a_notation_of_its_own_is_read_back(
+    name: str, calls: list[tuple[str, dict[str, Any]]], content: str | None, places: list[int]
+) -> None:
+    format = format_of(name)
+    text = written(name, content, calls)
+    tools: dict[str, Any] = {tool: {} for tool, _ in calls}
+    got, found, _ = read(CallParser(format, tools), cut(text, places))
+    assert [(call.name, json.loads(call.arguments)) for call in found] == calls
+    assert got == (content or "")
+    assert (got, found) == read(CallParser(format, tools), list(text))[:2]
+
+
 @pytest.mark.parametrize("name", KNOWN)
 @given(data=st.data(), places=places)
 def test_any_text_is_read_the_same_in_any_pieces(
@@ -198,7 +248,7 @@ def test_any_text_is_read_the_same_in_any_pieces(
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_where_nothing_can_be_derived_the_reason_is_said(name: str) -> None:
     template, reason = UNKNOWN[name]
-    support = probe_tools(renderer(template), SPECIAL)
+    support = probe_tools(renderer(template), SPECIAL, ENDS)
     assert support.format is None
     assert reason in support.reason
     assert support.as_dict() == {"enabled": False, "why": support.reason, "format": None}
@@ -331,6 +381,25 @@ def test_a_call_behind_a_few_that_failed_is_found(name: str) -> None:
     begun = call[: call.index("1")] * 3
     parsed = read(CallParser(format_of(name), {"f": {}}), list(begun + call))
     assert parsed[1][-1] == ParsedCall("f", '{"a": "1"}')
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"), [("kimi", [0, 1, 2]), ("counts", [1, 2, 1]), ("counts-on", [0, 1, 2])]
+)
+def test_results_have_the_ids_that_the_template_gives_calls(name: str, numbers: list[int]) -> None:
+    render, format = probed(name)[0], format_of(name)
+
+    def turn(*ids: str) -> list[dict[str, Any]]:
+        calls = [{"id": i, "function": {"name": "now", "arguments": "{}"}} for i in ids]
+        results = [{"role": "tool", "tool_call_id": i, "content": "12"} for i in ids]
+        return [{"role": "assistant", "content": "", "tool_calls": calls}, *results]
+
+    made = with_calls([ASKED, *turn("a", "b"), *turn("c")], format)
+    told = [m["tool_call_id"] for m in made if m["role"] == "tool"]
+    mark = getattr(format.body, "number", "")
+    assert told == [f"{format.ids}now{mark}{number}" for number in numbers]
+    text = render(made)
+    assert all(text.count(each) >= told.count(each) for each in told)
 
 
 def test_ids_that_have_names_and_numbers() -> None:
