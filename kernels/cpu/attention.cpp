@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <optional>
 
+#include "attention_amx.h"
 #include "attention_bf16.h"
 #include "attention_floats.h"
-#include "attention_parts.h"
 #include "calls.h"
 #include "latents.h"
 #include "layouts.h"
@@ -104,9 +104,10 @@ bool attend(const Attend& a, const Latents* latents, int threads) {
 
 bool attend(const Attend& a, const Latents* latents, int threads) {
   threads = team(a.queries * a.heads * a.keys * a.key_size, threads);
-  if (amx::ready) return attend<Parts>(a, latents, threads);
+  if (amx::ready)
+    return in_halves(a) ? attend<Tiles<1>>(a, latents, threads) : attend<Tiles<3>>(a, latents, threads);
 #if defined(__AVX512BF16__)
-  if (Bf16Products::fits(a)) return attend<Bf16Products>(a, latents, threads);
+  if (in_halves(a)) return attend<Bf16Products>(a, latents, threads);
 #endif
   return attend<Floats>(a, latents, threads);
 }

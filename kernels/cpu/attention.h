@@ -1,5 +1,5 @@
 // Query rows of one key head over all splits of its keys, with a running softmax. The matrix products
-// are those of a class `Products` (attention_floats.h, attention_bf16.h, attention_parts.h):
+// are those of a class `Products` (attention_floats.h, attention_bf16.h, attention_amx.h):
 //
 //   TILE                             rows that share every load
 //   unit_bytes(a)                    bytes of PANEL_KEYS packed keys and values
@@ -32,6 +32,12 @@ extern "C" struct Attend {
 // Query i is at position keys - queries + i and sees the keys from begin[i] to its own.
 // 0: no memory.
 extern "C" int32_t moe_attend(const Attend* a, int32_t threads);
+
+// Whether keys and values are kept in bf16 or in codes of fewer bits: kernels may round what they
+// multiply them by to bf16.
+static inline bool in_halves(const Attend& a) {
+  return a.k_table && a.v_table && a.k_format.bits <= 16 && a.v_format.bits <= 16;
+}
 
 // Some rows in float32, one after the other `stride` apart.
 struct Lines {

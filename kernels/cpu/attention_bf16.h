@@ -10,10 +10,6 @@ class Bf16Products {
  public:
   static constexpr int TILE = 8;
 
-  static bool fits(const Attend& a) {
-    return a.k_table && a.v_table && a.k_format.bits <= 16 && a.v_format.bits <= 16;
-  }
-
   // For each pair of D numbers those of PANEL_KEYS keys side by side; then for each pair of keys those
   // of all columns of the values, which are filled up to whole steps.
   static long unit_bytes(const Attend& a) { return unit_pairs(a) * long(sizeof(uint32_t)); }

@@ -1,14 +1,17 @@
-// `Products` of attention.h with AMX's bf16 tiles. A float is split into three bf16 numbers of 8 bits
-// of its 24 each. Of the nine products of two such sums, six are computed and added in float32; the
-// other three are smaller than float32's rounding error.
+// `Products` of attention.h with AMX's bf16 tiles. Where keys and values are kept in bf16 or fewer bits,
+// all operands are rounded to bf16, as in attention_bf16.h. Otherwise a float is split into three bf16
+// numbers of 8 bits of its 24 each. Of the nine products of two such sums, six are computed and added in
+// float32; the other three are smaller than float32's rounding error.
 #pragma once
 #include "amx.h"
 #include "attention_floats.h"
 
 #if defined(USES_AMX)
 
-class Parts {
+template <int PARTS>  // bf16 numbers that add up to an operand: 1 or 3
+class Tiles {
  public:
+  static_assert(PARTS == 1 || PARTS == 3, "what multiply() adds up");
   static constexpr int TILE = 2 * amx::ROWS;
 
   // For each STEP of D the keys as columns, then for each SIDE of V the values as rows.
@@ -22,7 +25,8 @@ class Parts {
       const auto row = [&](long t) {
         return t < count ? load_as_fp32(v.at(t) + c, a.value_size - c) : vf{};
       };
-      for (int t = 0; t < LANES; ++t) put_pairs(row(t), row(t + LANES), c / LANES % 2, t, *operand);
+      for (int i = 0; i < LANES; ++i)
+        put_pairs(row(first_of(i)), row(second_of(i)), c / LANES % 2, i, *operand);
       operand += c / LANES % 2;
     }
   }
@@ -30,7 +34,7 @@ class Parts {
   static long task_bytes(const Attend& a) {
     return ROWS_A_TASK / TILE * steps(a) * long(sizeof(Operand));
   }
-  Parts(const Attend& a, long, const char* packed, char* memory)
+  Tiles(const Attend& a, long, const char* packed, char* memory)
       : a_(a), packed_(reinterpret_cast<const Operand*>(packed)),
         queries_(reinterpret_cast<Operand*>(memory)) {}
 
@@ -62,11 +66,14 @@ class Parts {
   }
 
  private:
-  static constexpr int STEP = 2 * LANES, SIDE = 2 * LANES, PARTS = 3;
+  static constexpr int STEP = 2 * LANES, SIDE = 2 * LANES;
   static_assert(LANES == amx::ROWS && STEP == PANEL_KEYS && SIDE <= VALUE_STEP, "whole registers");
 
-  // STEP numbers of TILE rows or SIDE columns, part by part; numbers i and i + LANES form a pair.
-  // Rows lie one after the other; columns have the same pair side by side.
+  // STEP numbers of TILE rows or SIDE columns, part by part, in pairs: neighbours where there is one
+  // part, numbers i and i + LANES where there are three. Rows lie one after the other; columns have the
+  // same pair side by side.
+  static constexpr long first_of(int pair) { return PARTS == 1 ? 2 * pair : pair; }
+  static constexpr long second_of(int pair) { return PARTS == 1 ? 2 * pair + 1 : pair + LANES; }
   struct alignas(64) Operand {
     uint16_t number[PARTS][2][amx::ROWS][STEP];
   };
@@ -84,12 +91,22 @@ class Parts {
     return part;
   }
 
-  static void pairs(vf low, vf high, vu (&pair)[PARTS]) {
-    UNROLL for (int p = 0; p < PARTS; ++p) pair[p] = next_part(low) >> 16 | next_part(high);
+  // The numbers of `low`, then those of `high`, rounded to nearest.
+  static vu halves(vf low, vf high) {
+#if defined(__AVX512BF16__)
+    return (vu)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+#else
+    const vh both[2] = {to_bf16(low), to_bf16(high)};
+    return load<vu>(both);
+#endif
   }
-  static void pairs(const float* from, long n, vu (&pair)[PARTS]) {  // zeros after n numbers
-    pairs(n > 0 ? load_as_fp32(from, n) : vf{},
-          n > LANES ? load_as_fp32(from + LANES, n - LANES) : vf{}, pair);
+
+  // The pairs of the first STEP of `n` numbers, with zeros after them.
+  static void pairs(const float* from, long n, vu (&pair)[PARTS]) {
+    vf low = n > 0 ? load_as_fp32(from, n) : vf{};
+    vf high = n > LANES ? load_as_fp32(from + LANES, n - LANES) : vf{};
+    if constexpr (PARTS == 1) pair[0] = halves(low, high);
+    else UNROLL for (int p = 0; p < PARTS; ++p) pair[p] = next_part(low) >> 16 | next_part(high);
   }
 
   static void put_row(const float* from, long n, long row, Operand& to) {
@@ -107,10 +124,12 @@ class Parts {
         store(to.number[p][column / LANES][i] + column % LANES * 2, uint32_t(pair[p][i]));
   }
 
-  // The pairs `i` of half of the columns.
-  static void put_pairs(vf low, vf high, long half, int i, Operand& to) {
+  // The pairs `i` of half of the columns, whose first and second numbers are given.
+  static void put_pairs(vf first, vf second, long half, int i, Operand& to) {
     vu pair[PARTS];
-    pairs(low, high, pair);
+    const auto wide = [](vf x) { return __builtin_convertvector(to_bf16(x), vu); };
+    if constexpr (PARTS == 1) pair[0] = wide(first) | wide(second) << 16;
+    else UNROLL for (int p = 0; p < PARTS; ++p) pair[p] = next_part(first) >> 16 | next_part(second);
     UNROLL for (int p = 0; p < PARTS; ++p) store(to.number[p][half][i], pair[p]);
   }
 
@@ -120,12 +139,16 @@ class Parts {
                                                  float* out, long stride) {
     amx::zero<0>(), amx::zero<1>(), amx::zero<2>(), amx::zero<3>();
     for (; steps; --steps, ++left, right += right_stride) {
-      load_left(*left, 0), load_right(*right, 2), add();
-      load_right(*right, 1), add();
-      load_left(*left, 1), add();
-      load_right(*right, 0), add();
-      load_left(*left, 2), add();
-      load_left(*left, 0), add();
+      if constexpr (PARTS == 3) {
+        load_left(*left, 0), load_right(*right, 2), add();
+        load_right(*right, 1), add();
+        load_left(*left, 1), add();
+        load_right(*right, 0), add();
+        load_left(*left, 2), add();
+        load_left(*left, 0), add();
+      } else {
+        load_left(*left, 0), load_right(*right, 0), add();
+      }
     }
     amx::store_tile<0>(out, stride), amx::store_tile<1>(out + LANES, stride);
     out += amx::ROWS * stride / long(sizeof(float));
@@ -154,5 +177,6 @@ class Parts {
 };
 
 #else
-typedef Floats Parts;
+template <int PARTS>
+using Tiles = Floats;
 #endif
