@@ -70,7 +70,8 @@ class ChatMessage(ResentBody):
         if not made.get("content") and isinstance(made.get("refusal"), str):
             made["content"] = made["refusal"]
         details = made.get("reasoning_details")
-        if not (made.get("reasoning_content") or made.get("reasoning")) and details:
+        told = made.get("reasoning_content") or made.get("reasoning")
+        if not told and isinstance(details, list):
             texts = [part.get("text") for part in details if isinstance(part, dict)]
             made["reasoning"] = "".join(text for text in texts if isinstance(text, str)) or None
         return made

@@ -99,12 +99,14 @@ def narrowed(body: Json, allowed: Any, names_of: Callable[[Any], Collection[obje
     Raises `ValueError` if that is not valid.
     """
     about = allowed if isinstance(allowed, dict) else {}
-    mode, tools, given = about.get("mode"), about.get("tools"), body.get("tools")
+    mode, tools, given = about.get("mode"), about.get("tools"), body.get("tools") or []
     if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
         raise ValueError("tool_choice: allowed_tools must have a mode, auto or required, and tools")
+    if not isinstance(given, list) or max(len(tools), len(given)) > MAX_TOOLS:
+        raise ValueError(f"tools must be a list of at most {MAX_TOOLS}, and those allowed of it")
     named = [name for tool in tools for name in names_of(tool)]
-    kept = [tool for tool in given or [] if any(name in named for name in names_of(tool))]
-    known = [name for tool in given or [] for name in names_of(tool)]
+    kept = [tool for tool in given if any(name in named for name in names_of(tool))]
+    known = [name for tool in given for name in names_of(tool)]
     if unknown := [name for name in named if name not in known]:
         raise ValueError(f"tool_choice: there is no tool {unknown[0]!r:.80}")
     return body | {"tools": kept, "tool_choice": mode}

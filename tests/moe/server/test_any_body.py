@@ -48,6 +48,30 @@ BLOCKS = [
     {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "7"}]},
 ]
 TOLD = [{"name": "f", "input_schema": SCHEMA}]
+# What other servers have answered, and tools that are no functions.
+PATCH = {"name": "g", "format": {"type": "text"}}
+TOOLS = [TOOL, {"type": "custom", "custom": PATCH}, {"type": "web_search"}]
+ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL]}}
+OTHERS = [
+    TURNS[0],
+    {"role": "assistant", "content": None, "refusal": "No.", "reasoning_details": [{"text": "a"}]},
+    {"role": "user", "content": "hi", "weight": 1},
+]
+OTHER_TOOLS = [
+    {"type": "namespace", "name": "n", "tools": [ABOUT | {"type": "function"}]},
+    {"type": "custom", **PATCH},
+]
+OTHER_ITEMS = [
+    *ITEMS,
+    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
+    {"type": "custom_tool_call", "call_id": "d", "name": "g", "input": "x"},
+    {"type": "custom_tool_call_output", "call_id": "d", "output": [{"type": "input_file"}]},
+]
+OTHER_BLOCKS = [
+    BLOCKS[0],
+    {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}]},
+    {"role": "user", "content": [{"type": "document", "source": {"type": "text", "data": "x"}}]},
+]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 _GOOD: list[tuple[str, dict[str, Any]]] = [
@@ -66,6 +90,9 @@ _GOOD: list[tuple[str, dict[str, Any]]] = [
         {"messages": BLOCKS[:1], "max_tokens": 2, "tools": TOLD, "tool_choice": {"type": "any"}},
     ),
     ("/v1/messages/count_tokens", {"messages": BLOCKS, "tools": TOLD}),
+    (CHAT, {"messages": OTHERS, "max_tokens": 2, "tools": TOOLS, "tool_choice": ALLOWED}),
+    ("/v1/responses", {"input": OTHER_ITEMS, "max_output_tokens": 2, "tools": OTHER_TOOLS}),
+    ("/v1/messages", {"messages": OTHER_BLOCKS, "max_tokens": 2, "thinking": {"type": "x"}}),
     ("/tokenize", {"messages": TURNS}),
     ("/detokenize", {"tokens": [5, 6]}),
 ]

@@ -217,6 +217,7 @@ def test_only_allowed_tools_are_seen() -> None:
         (allowed("none", *named), "a mode, auto or required"),
         (allowed("auto"), "and tools"),
         (allowed("auto", {"type": "function", "name": "z"}), "there is no tool 'z'"),
+        (allowed("auto", *named * 3000), "a list of at most 2048"),
     ):
         with pytest.raises(APIError, match=rule):
             parsed(ResponsesRequest, tools=[function("b")], tool_choice=choice)
