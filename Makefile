@@ -55,7 +55,7 @@ test-all: world-files
 budget: test
 	$(BIN)/python -m tests.cpu_budget build/cpu/quick.json
 
-check: lint types test
+check: lint types test budget
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -22,6 +22,14 @@ def amount(deep: int, quick: int) -> int:
 
 
 def deep_except(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """Return the values as parameters, all but the `quick` ones marked ``deep``."""
+    """Return the values as parameters, all but the `quick` ones marked ``deep``.
+
+    A tuple is the values of several names.
+    """
     deep = pytest.mark.deep
-    return [value if value in quick else pytest.param(value, marks=deep) for value in values]
+    return [
+        value
+        if value in quick
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=deep)
+        for value in values
+    ]

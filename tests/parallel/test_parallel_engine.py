@@ -258,6 +258,7 @@ def test_ranks_make_the_visits_of_looped_layers_together() -> None:
     assert _visits_of([step(False, 1, 3)], range(5)) == (1, 3)
 
 
+@pytest.mark.deep
 def test_visits_are_those_of_a_pass(tiny_moe: Callable[[str], MoE]) -> None:
     looped, plain = (tiny_moe(kind) for kind in ("inkling2_loop_text", "qwen3_moe"))
     assert list(find_visits(looped.backbone, 5)) == [0, 1, 2, 3, 2, 3, 2, 3, 4]

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from moe import MoE
 from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
@@ -24,6 +26,7 @@ def said(model: MoE) -> dict[str, Any]:
             for name in names}  # fmt: skip
 
 
+@pytest.mark.deep
 def test_two_ranks_serve_any_number_of_experts(launch: Any, tmp_path: Path) -> None:
     lab_model("relu").save_pretrained(tmp_path / "lab")
     whole = ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)

@@ -304,6 +304,7 @@ def test_what_is_watched_or_has_rows_of_its_own_goes_through_transformers(
     assert asked(Work([1, 2], backbone.new_cache(9))) == 1
 
 
+@pytest.mark.deep
 def test_prompts_that_are_wrong_on_the_device_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode steps stay recorded."""
     monkeypatch.setattr(recorded, "TRIES", 1)

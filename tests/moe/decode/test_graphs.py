@@ -151,6 +151,7 @@ def test_sequences_that_come_grow_and_go_get_the_plain_steps_logits(data: st.Dat
             assert item.cache.length == other.cache.length
 
 
+@pytest.mark.deep
 @settings(max_examples=amount(3, quick=1))
 @given(st.data())
 @torch.inference_mode()
@@ -186,7 +187,7 @@ def test_visits_are_those_of_the_plain_step(data: st.DataObject) -> None:
             torch.testing.assert_close(actual.weights, expected.weights)
 
 
-@settings(max_examples=3)
+@settings(max_examples=amount(3, quick=1))
 @given(st.data())
 @torch.inference_mode()
 def test_a_step_that_sleeps_at_a_layer_keeps_what_is_its_own(data: st.DataObject) -> None:
@@ -212,6 +213,7 @@ def test_a_step_that_sleeps_at_a_layer_keeps_what_is_its_own(data: st.DataObject
         torch.testing.assert_close([*actual, *nested], expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.deep
 @torch.inference_mode()
 def test_recordings_share_memory_with_the_largest() -> None:
     """A larger one takes the place of all before it. What fails gives its memory back."""

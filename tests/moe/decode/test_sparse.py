@@ -33,6 +33,7 @@ from moe.describe.parts import rotate
 from moe.network.attention import MaskRule
 from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import Work
+from tests.amounts import deep_except
 
 pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")
 
@@ -431,13 +432,7 @@ LIMITS = {
 """More than the tokens that a probe reads: the trace looks at longer histories to find them."""
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.deep] * (kind in ("deepseek_v4", "qwen4_exp_text")))
-        for kind in LIMITS
-    ],
-)
+@pytest.mark.parametrize("kind", deep_except(["deepseek_v32"], LIMITS))
 def test_limits_that_only_long_sequences_reach_are_found(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
