@@ -93,6 +93,7 @@ def test_memory_that_runs_out_in_a_step_costs_the_requests_in_it(launch: Any, ra
         assert ask(url, max_tokens=40)[0] == 200
 
 
+@pytest.mark.deep
 def test_all_tokens_may_want_the_same_experts(launch: Any) -> None:
     """A prompt of one token over and over, beside others that are answered as if alone."""
     with launch(2, PATIENT) as launched, ThreadPoolExecutor(4) as pool:

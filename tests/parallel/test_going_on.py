@@ -16,7 +16,8 @@ from tests.parallel import losing
 from tests.parallel.generation import SETTINGS
 
 
-@pytest.mark.parametrize("device", [False, pytest.param(True, marks=pytest.mark.deep)])
+@pytest.mark.deep
+@pytest.mark.parametrize("device", [False, True])
 def test_sequences_of_lost_ranks_are_read_again(
     tiny_checkpoint: Callable[[str], Path], launch: Any, tmp_path: Path, device: bool
 ) -> None:

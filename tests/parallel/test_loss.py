@@ -54,6 +54,7 @@ def first_token(url: str) -> None:
     assert ask(url, max_tokens=1)[0] == 200
 
 
+@pytest.mark.deep
 def test_everybody_is_told_when_rank_0_is_stopped(launch: Any, wait_for: Any) -> None:
     """The one that talks to callers: another rank lets it go on, so that it tells them."""
     with launch(2, ARGUMENTS, SLOW) as launched, ThreadPoolExecutor(2) as pool:

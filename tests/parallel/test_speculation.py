@@ -23,7 +23,7 @@ speculation: {mode: %s, max_depth: 3, bits: 4}
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("mode", ["elastic", pytest.param("ngram", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("mode", ["elastic", "ngram"])
 def test_ranks_that_draft_say_the_same(
     mode: str, tiny_checkpoint: Callable[[str], Path], launch: Any, tmp_path: Path
 ) -> None:

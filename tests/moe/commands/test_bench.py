@@ -13,6 +13,7 @@ from moe.cli import main
 from moe.commands import bench
 from moe.commands.bench import _measured
 from moe.settings.profile import load_profile
+from tests.amounts import deep_except
 
 DEMO = str(Path("examples/demo-model").resolve())
 SMALL = ["--prompt-tokens", "24", "--new-tokens", "8", "--set", "memory.kv_tokens=1024"]
@@ -29,6 +30,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["speculation"]["figures"]["tokens"] > 0
 
 
+@pytest.mark.deep
 def test_stages_say_where_the_time_goes(capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--set", "model.expert_bits=8", "--set", "speculation.mode=off"]
     assert main(["bench", DEMO, "--stages", "--json", *settings, *SMALL]) == 0
@@ -64,7 +66,7 @@ def test_a_prompt_longer_than_the_text_is_read_whole(
     assert read == [json.loads(capsys.readouterr().out)["prompt"]["tokens"]] * 3 == [300] * 3
 
 
-@pytest.mark.parametrize("mode", ["ngram", "auto"])
+@pytest.mark.parametrize("mode", deep_except(["ngram"], ["ngram", "auto"]))
 def test_the_table_says_what_drafts_came_to(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ["--set", f"speculation.mode={mode}", "--set", "model.expert_bits=8"]
     assert main(["bench", DEMO, *SMALL, *settings, "--new-tokens", "40"]) == 0

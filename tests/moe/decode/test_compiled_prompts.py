@@ -50,17 +50,17 @@ def logits_of(model: MoE, *prompts: Sequence[Sequence[int]]) -> list[Tensor]:
     [
         # Where a last bit tips an activation's 8-bit code, or a choice of experts, more differs.
         ("qwen3_moe", 16, PLANES, (0.9, 0.05)),
-        ("gpt_oss", 32, PLANES, (0.9, 0.05)),
+        pytest.param("gpt_oss", 32, PLANES, (0.9, 0.05), marks=pytest.mark.deep),
         ("gpt_oss", 8, PLANES, (0.9, 0.05)),
-        ("ernie4_5_moe", 4, PLANES, (0.9, 0.05)),
-        ("glm4_moe", 16, PLANES, (0.9, 0.05)),
-        ("qwen3_moe", 32, FLOATS, (1, 1e-4)),
+        pytest.param("ernie4_5_moe", 4, PLANES, (0.9, 0.05), marks=pytest.mark.deep),
+        pytest.param("glm4_moe", 16, PLANES, (0.9, 0.05), marks=pytest.mark.deep),
+        pytest.param("qwen3_moe", 32, FLOATS, (1, 1e-4), marks=pytest.mark.deep),
         # Latent attention. transformers' keys are float32 once they are expanded, ours bf16.
         ("deepseek_v3", 32, FLOATS, (1, 1e-4)),
-        ("deepseek_v3", 32, PLANES, (0.9, 0.05)),
+        pytest.param("deepseek_v3", 32, PLANES, (0.9, 0.05), marks=pytest.mark.deep),
         ("glm4_moe_lite", 16, PLANES | {"model.trunk_bits": 4}, None),
-        ("deepseek_v2", 8, FLOATS, (0.5, 0.15)),
-        ("glm4_moe_lite", 4, FLOATS, (0.5, 0.15)),
+        pytest.param("deepseek_v2", 8, FLOATS, (0.5, 0.15), marks=pytest.mark.deep),
+        pytest.param("glm4_moe_lite", 4, FLOATS, (0.5, 0.15), marks=pytest.mark.deep),
     ],
 )
 def test_how_prompts_are_cut_and_what_is_beside_them_changes_no_bit(
