@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 IN_CI = "CI" in os.environ
-_DEEP = "DEEP" in os.environ
+DEEP = "DEEP" in os.environ
 
 
 def amount(deep: int, quick: int) -> int:
     """Return how many examples, rounds or batches a test takes."""
-    return deep if _DEEP else quick
+    return deep if DEEP else quick
 
 
 def deep_except(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
