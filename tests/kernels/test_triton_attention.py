@@ -45,6 +45,7 @@ def test_attention_is_that_of_float64_alone_and_in_company(
             at += rows
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("reach", deep_except([200], [None, 200]))
 def test_prompts_have_the_same_bits_however_their_keys_are_split(
     reach: int | None, monkeypatch: pytest.MonkeyPatch

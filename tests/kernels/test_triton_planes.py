@@ -280,6 +280,7 @@ def test_prompts_read_nothing_behind_a_matrix() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     "activation",
     deep_except(

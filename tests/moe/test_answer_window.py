@@ -34,6 +34,7 @@ from moe.sequence import Delta
 from moe.settings import PrefillSettings
 from moe.speculate.contrast import TwinKV
 from routing import Phase
+from tests.amounts import deep_except
 
 WINDOW = 70
 NEW = 230  # tokens of an answer: some blocks are given up
@@ -234,7 +235,7 @@ def test_drafts_change_no_token(checkpoint: Path, expected: list[Said]) -> None:
 
 
 @pytest.mark.parametrize("reuse", [False, True])
-@pytest.mark.parametrize("length", [20, NEW])
+@pytest.mark.parametrize("length", deep_except([20], [20, NEW]))
 def test_the_next_turn_reads_its_whole_prompt_with_attention_to_all(
     checkpoint: Path, reference: Any, reuse: bool, length: int
 ) -> None:
@@ -300,6 +301,7 @@ def test_blocks_behind_the_window_are_given_up(model: MoE) -> None:
     assert cache.longest_fork(cache.length) == 0
 
 
+@pytest.mark.deep
 def test_a_pool_that_compiled_code_does_not_read_serves_it(
     checkpoint: Path, expected: list[Said]
 ) -> None:

@@ -18,6 +18,7 @@ from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from routing import Phase
+from tests.amounts import deep_except
 
 KINDS = {
     "qwen3_moe": "grouped queries",
@@ -122,7 +123,7 @@ class Sequences:
         self.caches[at] = own.fork(LENGTH + 2 * SHORT, length) if length else self.fresh()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", deep_except(["deepseek_v3", "qwen3_next"], KINDS))
 @settings(max_examples=12, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_logits_do_not_depend_on_how_tokens_are_read(

@@ -21,6 +21,7 @@ from moe.loading.memory_plan import GIB
 from moe.loading.meta_model import build_meta_model
 from moe.settings import ModelSettings
 from moe.text.tokenizer import load_tokenizer
+from tests.amounts import deep_except
 
 PROMPTS = [list(range(3, 24)), [5, 9, 2]]
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
@@ -59,7 +60,7 @@ def test_all_that_the_field_runs_are_among_them() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", deep_except(["aria", "glm4v_moe"], NAMES))
 def test_logits_and_tokens_are_those_of_the_whole_model(name: str, tmp_path: Path) -> None:
     reference = tiny_model(name)
     reference.save_pretrained(tmp_path)

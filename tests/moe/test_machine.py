@@ -232,6 +232,7 @@ def test_where_nothing_can_be_read(tmp_path: Path) -> None:
     assert machine.cpu_maker(tmp_path) == ""
 
 
+@pytest.mark.deep
 def test_threads_of_torch_sleep_soon_unless_the_user_says_how_they_wait() -> None:
     def spins(**given: str) -> str:
         ways = "GOMP_SPINCOUNT", "OMP_WAIT_POLICY"

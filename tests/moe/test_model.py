@@ -150,6 +150,7 @@ def test_closing_a_stream_stops_it(model: MoE) -> None:
     assert len(completion.token_ids) == 6
 
 
+@pytest.mark.deep
 def test_a_program_may_end_in_the_midst_of_a_stream(tiny_checkpoint: Callable[[str], Path]) -> None:
     """Of a module: what it holds is let go when torch is half gone."""
     program = (

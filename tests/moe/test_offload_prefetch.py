@@ -144,6 +144,7 @@ def test_a_lost_expert_is_no_news_for_who_looks_ahead() -> None:
         assert torch.equal(outcome, whole)
 
 
+@pytest.mark.deep
 def test_a_calibrated_model_looks_ahead_by_itself(tmp_path: Path) -> None:
     store = convert("examples/demo-model", tmp_path / "store", ModelSettings(expert_bits=8))
     resident = MoE.from_pretrained(store, SMALL)

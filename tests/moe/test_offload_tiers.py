@@ -150,6 +150,7 @@ def test_each_expert_is_on_the_device_in_host_memory_or_on_disk(
     assert {"memory", "host", "disk"} <= set(names)
 
 
+@pytest.mark.deep
 def test_biases_come_along(load: Callable[..., MoE], tmp_path: Path) -> None:
     network = tiny_model("gpt_oss").bfloat16()
     for name, parameter in network.named_parameters():

@@ -17,6 +17,7 @@ MODEL = ROOT / "examples/diffusion-model"
 TEXT = (ROOT / "tests/data/heldout_python.txt").read_text()[:6000]
 
 
+@pytest.mark.deep
 def test_eval_prices_policies_on_canvases(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

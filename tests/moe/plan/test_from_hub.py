@@ -155,6 +155,7 @@ def test_sixty_gigabytes_of_gguf_are_planned_from_their_header(
     assert found["commands"][0] == "moe convert org/big:F16 big-F16-store"
 
 
+@pytest.mark.deep
 def test_a_plan_of_a_hub_is_that_of_a_directory(
     hub: FakeHub, tmp_path: Path, tiny_checkpoint: Callable[[str], Path],
     capsys: pytest.CaptureFixture[str],

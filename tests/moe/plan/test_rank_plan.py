@@ -214,6 +214,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_random_store(config, tmp_path_factory.mktemp("ranks") / "store")
 
 
+@pytest.mark.deep
 def test_the_command_compares_and_names_what_it_assumes(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
