@@ -178,6 +178,7 @@ def test_a_reference_reads_what_is_arranged_for_cuda() -> None:
     assert torch.equal(rows, kernels.matrix_rows(ids, matrix))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("bits", [(8, 2, 3), pytest.param((4, 4, 4), marks=pytest.mark.deep)])
 @pytest.mark.parametrize("activation", ["clamped interleaved gate", "squared relu, no gate"])
 def test_prompts_read_panels(

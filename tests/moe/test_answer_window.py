@@ -197,6 +197,7 @@ def test_answers_are_transformers_own(model: MoE, expected: list[Said]) -> None:
     check(answers(model, PROMPTS[::-1], preempt=True), expected[::-1])
 
 
+@pytest.mark.deep
 def test_so_are_those_of_transformers_layers(checkpoint: Path, expected: list[Said]) -> None:
     """In packed passes, with keys and values in buffers."""
     with MoE.from_pretrained(checkpoint, MEMORY | {"engine.fused": "off"}) as model:

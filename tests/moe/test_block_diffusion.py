@@ -147,6 +147,7 @@ def take_the_likeliest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "multinomial", likeliest)
 
 
+@pytest.mark.deep
 def test_a_quarter_of_the_experts_in_memory_changes_nothing(pair: Pair, tmp_path: Path) -> None:
     whole = ModelSettings(expert_bits=16, trunk_bits=16, head_bits=16)
     store = convert(pair.path, tmp_path / "store", whole)
@@ -266,6 +267,7 @@ def test_policies_take_fewer_passes(small: Pair) -> None:
         assert max(steps(small.model, acceptance)) <= STEPS
 
 
+@pytest.mark.deep
 def test_sharing_experts_over_a_canvas_needs_fewer_of_them(pair: Pair) -> None:
     size, count = pair.reference.config.canvas_length, pair.model.experts.statistics.num_experts[0]
 

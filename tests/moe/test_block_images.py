@@ -117,6 +117,7 @@ def test_temperature_0_takes_the_likeliest(pair: Pair, monkeypatch: pytest.Monke
     assert got == [expected(pair, ASKED[1], 5)]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("mode", ["layered", "whole"])
 def test_how_prompts_are_read_changes_no_token(pair: Pair, mode: str) -> None:
     changes = {"prefill": {"mode": mode, "group_tokens": 8, "wave_tokens": 64}}

@@ -52,6 +52,7 @@ def experts(model: MoE) -> list[int]:
     return [layer.num_experts for layer in model.experts.layers]
 
 
+@pytest.mark.deep
 def test_every_predictor_of_the_shipped_model_guesses_better_than_chance(
     demo: MoE, folder: Path
 ) -> None:

@@ -67,6 +67,7 @@ def trace(resident: MoE) -> Trace:
     return record_trace(resident.backbone, resident.experts, ids.tolist())
 
 
+@pytest.mark.deep
 def test_experts_on_disk_are_measured_as_those_in_memory(
     resident: MoE, on_disk: MoE, trace: Trace, tmp_path: Path
 ) -> None:

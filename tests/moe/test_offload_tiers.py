@@ -314,6 +314,7 @@ def test_a_read_that_fails_costs_those_who_need_it(
     assert tokens(model) == tokens(resident)
 
 
+@pytest.mark.deep
 def test_interpreted_triton_kernels_find_what_is_in_the_slots(
     store: Path, load: Callable[..., MoE], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,6 +64,7 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("model_type", "rope"),
     [("phimoe", LONGROPE), ("qwen3_moe", LONGROPE), ("qwen3_moe", DYNAMIC)],

@@ -117,6 +117,7 @@ def test_decoded_tokens_share_and_prompts_do_not() -> None:
     assert min(distinct[1][1]) > 12
 
 
+@pytest.mark.deep
 def test_where_a_router_is_not_known_choosing_again_is_refused(
     tiny_checkpoint: Callable[[str], Path],
 ) -> None:

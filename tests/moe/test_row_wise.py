@@ -73,6 +73,7 @@ def test_a_prompt_reads_the_same_bits_in_any_pieces_and_company(
     check_pieces_and_company(data, model, token_ids)
 
 
+@pytest.mark.deep
 @settings(max_examples=8)
 @given(data=st.data())
 def test_so_does_a_whole_trunk_of_our_own_products(
@@ -123,6 +124,7 @@ def _answers(engine: Engine, model: MoE, prompts: Sequence[list[int]]) -> list[l
     return list(tokens.values())
 
 
+@pytest.mark.deep
 def test_log_probabilities_do_not_depend_on_having_given_way(
     model: MoE, token_ids: list[int]
 ) -> None:
@@ -156,6 +158,7 @@ def test_log_probabilities_do_not_depend_on_whether_an_answer_is_known(
     assert prefixes.hit_tokens == 32
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("model_type", ["afmoe", "qwen2_moe", "granitemoe_swa", "flint"])
 @settings(max_examples=6)
 @given(first=st.integers(1, 40), rest=st.integers(1, 40), other=st.integers(1, 40))

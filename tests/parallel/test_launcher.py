@@ -129,6 +129,7 @@ def metrics(url: str) -> dict[str, float]:
     return {name: float(value) for name, value in pairs}
 
 
+@pytest.mark.deep
 def test_without_rank_0_the_others_end(launch: Any) -> None:
     with launch(2, ARGUMENTS) as launched:
         url_of(launched)

@@ -21,6 +21,7 @@ DEMO = ROOT / "examples/demo-model"
 TEXT = (ROOT / "tests/data/heldout_python.txt").read_text()[:3000]
 
 
+@pytest.mark.deep
 def test_eval_prices_each_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text").write_text(TEXT)
     arguments = ["eval", str(DEMO), "--text", str(tmp_path / "text"), "--tokens", "200"]

@@ -33,6 +33,7 @@ def test_a_prompt_holds_up_those_that_decode_beside_it_and_none_apart() -> None:
     assert serve_apart(COSTS, 1, 1, work).tbt_p99 <= 0.0111
 
 
+@pytest.mark.deep
 def test_every_request_is_answered_and_engines_share_the_load() -> None:
     work = typical_load(COSTS, 4)
     assert work.requests_per_s * (COSTS.prompt_s(2048) + 256 * 0.010 / 16) == pytest.approx(2.4)

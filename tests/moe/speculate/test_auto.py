@@ -24,6 +24,7 @@ def auto() -> MoE:
     return MoE.from_pretrained(DEMO, SETTINGS, speculation={"mode": "auto", "max_depth": 6})
 
 
+@pytest.mark.deep
 def test_greedy_tokens_are_those_without_drafts(plain: MoE, auto: MoE) -> None:
     params = SamplingParams(max_new_tokens=40, temperature=0, ignore_eos=True)
     for batch in (1, 3, 4):
