@@ -46,7 +46,7 @@ def test_what_stands_around_reasoning_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_FOUND)
 def test_where_there_is_none_none_is_found(name: str) -> None:
     support = probe_reasoning(renderer(NOT_FOUND[name]))
-    told = {"switch": None, "takes_effort": False}
+    told = {"switch": None, "takes_effort": False, "efforts": []}
     assert support.as_dict() == {"enabled": False, "why": support.reason, "format": None} | told
     assert "neither writes the reasoning" in support.reason
 
@@ -205,3 +205,41 @@ def test_special_tokens_around_reasoning_are_tokens() -> None:
         '| <[1]> "final" <[2]> answer\n'
         'thought: THOUGHT <[3]> <[4]> "assistant" <[1]> "final" <[2]>\n'
     )
+
+
+_ASKED_ONCE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "efforts", "nearest"),
+    [
+        ("", (), {"low": None, "max": None, "none": None}),
+        (
+            "{{ reasoning_effort or 'medium' }}",
+            ("low", "medium", "high"),
+            {"minimal": "low", "max": "high", "none": None},
+        ),
+        (
+            "{% if reasoning_effort == 'max' %}Think hard.{% endif %}",
+            ("max",),
+            {"xhigh": "max", "high": None, "low": None},
+        ),
+        (
+            "{% if reasoning_effort in ('low', 'high') %}{{ reasoning_effort }}"
+            "{% elif reasoning_effort %}{{ raise_exception('no') }}{% endif %}",
+            ("low", "high"),
+            {"minimal": "low", "medium": None, "max": "high"},
+        ),
+        (
+            "{{ 'off' if reasoning_effort == 'none' else '' }}",
+            ("none",),
+            {"none": "none", "high": None},
+        ),
+    ],
+)
+def test_efforts_are_those_that_change_the_prompt(
+    template: str, efforts: tuple[str, ...], nearest: dict[str, str | None]
+) -> None:
+    support = probe_reasoning(renderer(_ASKED_ONCE + template))
+    assert support.efforts == efforts
+    assert {effort: support.nearest(effort) for effort in nearest} == nearest
