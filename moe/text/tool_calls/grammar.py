@@ -337,7 +337,8 @@ def after_reasoning(
         else f"thought: closed {closed}\nclosed[suffix={quoted(first)}]: {ANY_TEXT}"
     )
     opened = "" if inside else f"BLANK? {written(format.open, special)} "
-    start = f"start: {opened}thought BLANK? answer"
+    lead = "" if format.close.endswith(format.lead) else f"({written(format.lead, special)})? "
+    start = f"start: {opened}thought BLANK? {lead}answer"
     if not inside:
         start += f" | {written(format.lead, special)} answer"
     blank = r"BLANK: /[ \n]{1,4}/"

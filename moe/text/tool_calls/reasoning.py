@@ -34,6 +34,8 @@ _DEFAULT = "medium"
 _NO_EFFORT = "probe effort"
 _EMPTY = re.compile(r"([<\[])(?P<name>[\w:-]+)([>\]])\s*\1/(?P=name)\3")
 _FIRST = re.compile(r"[<\[][^<>\[\]\s]+[>\]]")
+_LAST = re.compile(r"[<\[][^<>\[\]\s]+[>\]]\s*\Z")
+_TAGS = re.compile(r"(?:[<\[][^<>\[\]\s]+[>\]]\s*)+")
 _TAG = re.compile(r"(<[\w:-]+>|\[[A-Z_]+\])\s*\Z")
 
 
@@ -42,7 +44,8 @@ class ReasoningFormat:
     """Reasoning is between `open` and `close`, and the answer follows. Space does not matter.
 
     Attributes:
-        lead: the text that begins an answer without reasoning, as with channels; or "".
+        lead: the text that begins an answer without reasoning, as with channels, and that may
+            follow `close`; or "".
         key: the template's name for a message's reasoning; None: it reads none.
     """
 
@@ -169,13 +172,31 @@ class _ReasoningProbe:
         for key in _KEYS:
             for called in (False, True):
                 text = self._text(_thought(key, called=called))
-                found = None if text is None else _around(text, prompt, opened)
+                found = None if text is None else _around(text, prompt, opened, plain)
+                found = None if found is None else self._read_back(found, key, prompt)
                 if found is not None:
                     lead = self._lead(plain, prompt.rstrip().removesuffix(opened), found[0])
                     return ReasoningFormat(*found, lead, key)
         empty = _EMPTY.fullmatch(self._lead(plain, prompt, _ANSWERED))
         tag = f"{empty[1]}{empty['name']}{empty[3]}" if empty else "" if opened in plain else opened
         return ReasoningFormat(tag, f"{tag[0]}/{tag[1:]}") if tag else None
+
+    def _read_back(self, around: tuple[str, str], key: str, prompt: str) -> tuple[str, str] | None:
+        """The texts around reasoning if they read what the template writes, also before calls,
+        where only the first tag of what closes it may stand; None: neither reads it."""
+        open, close = around
+        first = _FIRST.match(close)
+        choices = [close]
+        if first is not None and _TAGS.fullmatch(close):
+            choices.append(first[0])
+        texts = [self._text(_thought(key, called=called)[:2]) for called in (False, True)]
+        written = [text for text in texts if text is not None and _THOUGHT in text]
+        for choice in choices:
+            format = ReasoningFormat(open, choice)
+            if all(_is_read(format, text, prompt) for text in written):
+                return open, choice
+        # Of messages on channels, calls are read by `ChannelParser`.
+        return None if _TAGS.fullmatch(close) else around
 
     def _opened(self, prompt: str, plain: str) -> str:
         """The tag that ends a prompt, if it does not begin every assistant's turn; or ""."""
@@ -199,18 +220,35 @@ class _ReasoningProbe:
             return None
 
 
-def _around(text: str, prompt: str, opened: str) -> tuple[str, str] | None:
+def _around(text: str, prompt: str, opened: str, plain: str) -> tuple[str, str] | None:
     """The texts before the reasoning and between it and the answer; None: there is no reasoning."""
     begin = text.find(_THOUGHT)
     end = text.find(_ANSWERED, begin + len(_THOUGHT))
     if begin < 0 or end < 0:
         return None
-    open = text[departs(prompt, text) : begin].strip() or opened
     close = text[begin + len(_THOUGHT) : end].strip()
+    apart = departs(prompt, text)
+    open = text[apart:begin].strip() or opened
+    last, closing = _LAST.search(text, 0, begin), _FIRST.match(close)
+    if not open and last is not None and closing is not None:
+        tag, rest = last[0].strip(), prompt[apart:].lstrip()
+        # The prompt has opened the reasoning, by no tag of every answer, or written an empty one.
+        if tag not in plain if not rest else rest.startswith(closing[0]):
+            open = tag
     if _TOOL in close:  # calls come before the content: the first tag closes the reasoning
         first = _FIRST.match(close)
         close = first[0] if first else ""
     return (open, close) if open and close else None
+
+
+def _is_read(format: ReasoningFormat, text: str, prompt: str) -> bool:
+    """Whether the reasoning of an answer, and nothing else, is read as that."""
+    opened = text.rfind(format.open, 0, text.find(_THOUGHT))
+    begin = opened if opened >= 0 else departs(prompt, text)
+    parser = ReasoningParser(format, inside=opened < 0)
+    parts = [parser.push(text[begin:]), parser.finish()]
+    thought, rest = ("".join(part) for part in zip(*parts, strict=True))
+    return thought.strip() == _THOUGHT and (_ANSWERED in rest or _TOOL in rest)
 
 
 def _user() -> MessageDict:
@@ -278,7 +316,8 @@ class ReasoningParser:
             self._at = yield from scanner.skip(opened or 0)
             closed = yield from self._think()
             self.over = True
-            self._at = yield from scanner.skip(closed)
+            lead = yield from scanner.literal(closed, self._format.lead)
+            self._at = yield from scanner.skip(closed if lead is None else lead)
         elif (lead := (yield from scanner.literal(0, self._format.lead))) is not None:
             self._at = lead
         self.over = True

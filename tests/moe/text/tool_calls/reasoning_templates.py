@@ -92,7 +92,23 @@ HARMONY = (
     "{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}"
 )
 
+_ALIKE = (
+    "{%- for m in messages %}<|{{ m.role }}|>{%- if m.role == 'assistant' %}"
+    "{%- if m.reasoning_content %}<|BEGIN_MUSING|>{{ m.reasoning_content }}<|END_MUSING|>"
+    "{%- endif %}{%- if m.tool_calls %}<|BEGIN_DOING|>{{ m.tool_calls[0].function.name }}"
+    "{%- else %}<|BEGIN_SAYING|>{{ m.content }}<|END_SAYING|>{%- endif %}{%- else %}"
+    "{{ m.content }}{%- endif %}<|END|>{%- endfor %}"
+    "{%- if add_generation_prompt %}<|assistant|><|BEGIN_MUSING|>@{%- endif %}"
+)
+MUSES, MUSES_NOT = _ALIKE.replace("@", ""), _ALIKE.replace("@", "<|END_MUSING|>")
+SUFFIXED = (
+    "{%- for m in messages %}<|{{ m.role }}|>{%- if m.role == 'assistant' %}<think:hy>"
+    "{{- m.reasoning_content or '' }}</think:hy>{%- endif %}{{ m.content }}<|end|>{%- endfor %}"
+    "{%- if add_generation_prompt %}<|assistant|><think:hy></think:hy>{%- endif %}"
+)
+
 THINK = ("<think>", "</think>", "")
+_MUSING = ("<|BEGIN_MUSING|>", "<|END_MUSING|>", "<|BEGIN_SAYING|>")
 ANALYSIS = "<|channel|>analysis<|message|>"
 FINAL = "<|channel|>final<|message|>"
 # template: what stands around reasoning, its key, and whether answers begin inside
@@ -109,6 +125,9 @@ FOUND = {
     "empty-glm": (KNOWN["glm"], THINK, None, False),
     "brackets": (BRACKETS, ("[THINK]", "[/THINK]", ""), "reasoning_content", False),
     "gemma": (GEMMA, ("<|channel>thought", "<channel|>", ""), "reasoning_content", False),
+    "muses": (MUSES, _MUSING, "reasoning_content", True),
+    "muses-not": (MUSES_NOT, _MUSING, "reasoning_content", False),
+    "suffixed": (SUFFIXED, ("<think:hy>", "</think:hy>", ""), "reasoning_content", False),
     "harmony": (HARMONY, (ANALYSIS, f"<|end|><|start|>assistant{FINAL}", FINAL), "thinking", False),
 }
 NOT_FOUND = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL, "phi": PHI, "plain": NO_TOOLS}

@@ -146,6 +146,17 @@ def test_channels() -> None:
     assert read(CHANNELS, list(twice)) == (f"I see{again}{ANALYSIS}Hm", "Yes")
 
 
+def test_what_begins_an_answer_may_follow_reasoning() -> None:
+    musing = ReasoningFormat("<A>", "</A>", "<B>")
+    for text in ("<A>I see</A><B>Yes", "<A>I see</A>\n<B>Yes", "<A>I see</A>Yes"):
+        for pieces in ([text], list(text)):
+            assert read(musing, pieces) == ("I see", "Yes")
+    grammar = after_reasoning(SCHEMA, musing, {}, inside=False).source
+    assert takes(grammar, '<A>I see</A><B>{"a": 1}')
+    assert takes(grammar, '<A>I see</A>{"a": 1}')
+    assert takes(grammar, '<B>{"a": 1}')
+
+
 def test_reasoning_comes_at_once() -> None:
     parser = ReasoningParser(FORMAT, inside=False)
     pieces = ["<th", "ink>", "\nI", " see", " </", "b>", "\n</think", ">\n\n", "Yes", "!"]
