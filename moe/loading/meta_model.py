@@ -31,6 +31,7 @@ from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
 from moe.network.seam import attach, experts_modules
 
+_MOST_DRAFTING = 64
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -67,6 +68,7 @@ def build_meta_model(
     model = _construct(model_class, config, dtype or _config_dtype(config))
     removed = _keep_text(model) if "text_config" in config.sub_configs else []
     _ignore(model, [*removed, *others])
+    _ignore_drafting_layers(model)
     if writes_blocks(model):
         share_tied_modules(model)
     adopt_experts(model)
@@ -156,6 +158,29 @@ def _ignore(model: PreTrainedModel, names: Iterable[str]) -> None:
     """Say to ignore these modules' weights in a checkpoint of this model."""
     known = set(model._keys_to_ignore_on_load_unexpected or ())
     model._keys_to_ignore_on_load_unexpected = known | {rf"^{re.escape(name)}\." for name in names}
+
+
+_DRAFTING = (
+    *("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers"),
+    *("num_mtp_modules", "n_mtp_layers", "num_mtp_predict_layers"),
+)
+"""Names by which configurations tell how many layers that draft stand behind the last one."""
+
+
+def _ignore_drafting_layers(model: PreTrainedModel) -> None:
+    """Say to ignore the layers behind the last one that the configuration calls layers that draft.
+
+    transformers' own lists name those of the sizes that were published first.
+    """
+    config: Any = model.config.get_text_config()
+    said = [getattr(config, name, 0) or getattr(model.config, name, 0) for name in _DRAFTING]
+    counts = [count for count in said if type(count) is int and 0 < count <= _MOST_DRAFTING]
+    first = getattr(config, "num_hidden_layers", None)
+    if not counts or type(first) is not int:
+        return
+    numbers = "|".join(map(str, range(first, first + max(counts))))
+    known = set(model._keys_to_ignore_on_load_unexpected or ())
+    model._keys_to_ignore_on_load_unexpected = known | {rf"(^|\.)layers\.({numbers})\."}
 
 
 def _keep_text(model: PreTrainedModel) -> list[str]:

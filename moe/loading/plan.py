@@ -13,7 +13,7 @@ sees the parameters that `StackedExperts` took the place of, and `_join_stacked`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -126,10 +126,57 @@ def make_plan(
         for key in sorted(info.unexpected_keys, key=dot_natural_key)
         for name in unmatched[key]
     ]
+    if info.missing_keys and info.unexpected_keys:
+        problems = _under_another_prefix(model, kept, expected, set(info.missing_keys)) or problems
     ignored = [n for key in unmatched.keys() - info.unexpected_keys for n in unmatched[key]]
     if not problems:
         _join_stacked(model, conversions)
     return LoadPlan(list(conversions.values()), missing, sorted([*ignored, *spare]), problems)
+
+
+def _under_another_prefix(
+    model: PreTrainedModel,
+    tensors: Mapping[str, TensorInfo],
+    expected: dict[str, Tensor],
+    missing: set[str],
+) -> list[str]:
+    """The one problem of a checkpoint whose names fit once another prefix stands before them."""
+    for theirs in _prefixes(tensors):
+        for ours in reversed(_prefixes(missing)):
+            renamed = {
+                name: ours + name.removeprefix(theirs)
+                for name in tensors
+                if name.startswith(theirs)
+            }
+            conversions, unmatched, clashes = _match(model, tensors, expected, renamed)
+            found = {name for each in conversions.values() for name in _targets(each)}
+            info = adjusted(model, missing - found, set(unmatched))
+            if not info.missing_keys and not info.unexpected_keys and not clashes:
+                shown = f"names of tensors begin with {theirs!r} where the model's begin with"
+                return [f"{shown} {ours!r}, and fit otherwise; rename them"]
+    return []
+
+
+def _prefixes(names: Iterable[str]) -> list[str]:
+    """What many of the names begin with, whole words of up to three, the shortest first."""
+    counts = Counter(
+        "".join(f"{word}." for word in name.split(".")[:words])
+        for name in names
+        for words in range(min(4, name.count(".") + 1))
+    )
+    most = max(counts.values(), default=0)
+    return sorted((p for p, n in counts.items() if 2 * n > most), key=len)[:6]
+
+
+def _targets(conversion: WeightConversion) -> Iterable[str]:
+    """What a transfer that was matched, and not yet tried, fills."""
+    if conversion.converter is None:
+        return [conversion.first_target]
+    first, *_ = conversion.converter.target_patterns
+    return [
+        conversion.first_target.replace(first, each)
+        for each in conversion.converter.target_patterns
+    ]
 
 
 def _expected(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -192,9 +192,11 @@ class Constraint:
 
     def _check(self, matcher: LLMatcher) -> None:
         if matcher.is_error():
-            why = " ".join(str(matcher.get_error()).split())
+            from moe.sampling.grammar import why_not_further
+
+            why = why_not_further(str(matcher.get_error()))
             raise StructureError(
-                f"the structure cannot be followed any further: {why[:300]}; make it simpler"
+                f"the structure cannot be followed any further: {why}; make it simpler"
             )
 
 
@@ -223,7 +225,7 @@ class Structures:
             BusyError: the machine is too busy to find out.
         """
         self._tokenizer()
-        from moe.sampling.grammar import fault
+        from moe.sampling.grammar import TOO_COMPLEX, faults
 
         if structure in self._excessive:
             raise _refused(structure, str(_too_costly()))
@@ -231,10 +233,13 @@ class Structures:
         if structure.kind == "grammar":  # `constraint` checks which special tokens exist
             source = _SPECIAL.sub("<[0]>", source)
         try:
-            if why := fault(structure.kind, source):
-                for name, part in structure.parts:
-                    if its_own := fault(part.kind, part.source):
-                        raise _refusal(name, its_own, part.source)
+            (why,) = faults(((structure.kind, source),))
+            # A part may have dead ends that texts of the whole are too long to come to.
+            own = faults(tuple((part.kind, part.source) for _, part in structure.parts))
+            for (name, part), its_own in zip(structure.parts, own, strict=True):
+                if its_own and (why or its_own != TOO_COMPLEX):
+                    raise _refusal(name, its_own, part.source)
+            if why:
                 raise _refused(structure, why)
         except TimeoutError as error:
             raise BusyError(

@@ -1,10 +1,11 @@
-"""Turns a structure into a grammar of llguidance; as a program, checks that it can be compiled.
+"""Turns a structure into a grammar of llguidance; as a program, checks that it can be followed.
 
 A schema of a few kilobytes can keep the compiler busy for hours, a grammar of many rules overflows
-its stack, and ``a{900000}`` compiles at once but takes a second for each token. So `fault` first
-compiles each structure and writes some text by it in a process of its own, with less time, memory
-and stack than this process has. This module imports no other module of ours, so that
-the process starts fast.
+its stack, and ``a{900000}`` compiles at once but takes a second for each token. So `faults` first
+compiles each structure and writes some texts by it in a process of its own, with less time, memory
+and stack than this process has. A text of a schema that comes to a point where nothing may follow
+shows that the schema cannot be followed. This module imports no other module of ours, so that the
+process starts fast.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -39,9 +42,48 @@ LIMITS = LLParserLimits(
 WHITESPACE = r"( |\n{1,2}[ \t]{0,20})"
 
 
+_TEXTS, _WALK_SECONDS = 12, 0.5
+"""Random texts by which a schema is tried, and most seconds of all schemas of a request."""
+_TURNS = b'",:{}[]0'
+"""Bytes at which a JSON text goes another way; every other byte of a random text is one of them,
+where it may be."""
+
+NOTES = frozenset(
+    ("title", "description", "default", "examples", "$comment", "deprecated", "readOnly")
+    + ("writeOnly", "contentMediaType", "contentEncoding", "contentSchema", "$vocabulary")
+)
+"""Keywords that only tell readers about a value."""
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_INNER = (
+    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
+    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
+    *("anyOf", "allOf", "oneOf", "not", "if", "then", "else"),
+)
+_OF_ARRAYS = ("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems")
+_OF_OBJECTS = (
+    *("propertyNames", "unevaluatedProperties", "dependentRequired", "dependentSchemas"),
+    "dependencies",
+)
+_FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+)
+_UNENFORCED = frozenset(
+    ("idn-email", "idn-hostname", "uri-reference", "iri", "iri-reference", "uri-template")
+    + ("json-pointer", "relative-json-pointer", "regex")
+)
+"""Formats of JSON Schema that restrict a text, and that no grammar here has. Every other name is a
+note: ``password``, ``binary``, ``path``."""
+_DEEPEST, _TOO_DEEP = 128, "it is nested too deeply"
+
+
 def grammar_of(kind: str, source: str) -> str:
     """The grammar of a structure. Raises `ValueError` if it is not valid."""
     if kind == "json_schema":
+        try:
+            source = json.dumps(simplified(json.loads(source)), allow_nan=False)
+        except RecursionError as error:
+            raise ValueError(_TOO_DEEP) from error
         # Keywords that cannot be enforced are errors, even if the schema asks for leniency.
         return LLMatcher.grammar_from_json_schema(
             source, defaults={"whitespace_pattern": WHITESPACE}, overrides={"lenient": False}
@@ -49,18 +91,101 @@ def grammar_of(kind: str, source: str) -> str:
     return grammar_from(cast(Any, kind), source)
 
 
-@lru_cache(maxsize=256)
+def simplified(schema: Any, depth: int = 0) -> Any:
+    """A schema without the keywords that forbid nothing: notes, and what asks for nothing.
+
+    Raises `ValueError` where it is nested too deeply.
+    """
+    if depth > _DEEPEST:
+        raise ValueError(_TOO_DEEP)
+    if isinstance(schema, (list, tuple)):
+        return [simplified(each, depth + 1) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {key: value for key, value in schema.items() if key not in NOTES}
+    for key in kept.keys() & set(_NAMED):
+        if isinstance(named := kept[key], Mapping):  # a property may be called title
+            kept[key] = {name: simplified(inner, depth + 1) for name, inner in named.items()}
+    for key in kept.keys() & set(_INNER):
+        kept[key] = simplified(kept[key], depth + 1)
+    return {key: value for key, value in kept.items() if not _asks_nothing(key, value, kept)}
+
+
+def _asks_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
+    """Whether every value is valid by this keyword of a schema whose parts are `simplified`."""
+    types = schema.get("type")
+    types = set(types) if isinstance(types, list) else {types} if isinstance(types, str) else None
+    if types and (
+        (key in _OF_ARRAYS and "array" not in types)
+        or (key in _OF_OBJECTS and "object" not in types)
+        or (key == "format" and "string" not in types)
+    ):
+        return True
+    match key:
+        case "format":
+            return isinstance(value, str) and value not in _FORMATS | _UNENFORCED
+        case "uniqueItems":
+            return value is False or schema.get("maxItems") in (0, 1)
+        case "propertyNames":
+            return _is_open(value) or _allows_strings(value)
+        case "unevaluatedProperties" | "unevaluatedItems":
+            return _is_open(value)
+        case "minContains" | "maxContains":
+            own = schema.get("minContains") == 0 and "maxContains" not in schema
+            return own or "contains" not in schema
+        case "contains":
+            return schema.get("minContains") == 0 and "maxContains" not in schema
+        case "dependentRequired":
+            return isinstance(value, Mapping) and not any(value.values())
+        case "dependentSchemas" | "dependencies":
+            parts = value.values() if isinstance(value, Mapping) else [False]
+            return all(_is_open(part) or part == [] for part in parts)
+        case "not":
+            return value is False or (isinstance(value, Mapping) and _is_open(value.get("not")))
+        case "if":
+            return all(_is_open(schema.get(part, True)) for part in ("then", "else"))
+        case "then" | "else":
+            return "if" not in schema or _is_open(value)
+        case "allOf":
+            return isinstance(value, list) and all(map(_is_open, value))
+        case "anyOf":
+            return isinstance(value, list) and any(map(_is_open, value))
+    return False
+
+
+def _is_open(schema: object) -> bool:
+    return schema is True or schema == {}
+
+
+def _allows_strings(schema: object) -> bool:
+    """Whether a schema says no more than that a value may be a text."""
+    if not isinstance(schema, Mapping) or schema.keys() != {"type"}:
+        return False
+    types = schema["type"]
+    return "string" in (types if isinstance(types, list) else [types])
+
+
 def fault(kind: str, source: str) -> str:
-    """Why a structure cannot be compiled, or "" if it can; tried in another process.
+    """Why a structure cannot be followed, or "" if it can; see `faults`."""
+    return faults(((kind, source),))[0]
+
+
+@lru_cache(maxsize=256)
+def faults(structures: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """Why each structure, a kind and its source, cannot be followed, or "" if it can.
+
+    They are tried in one other process, whose limits hold for all of them.
 
     Raises:
         TimeoutError: the process got too little of the processor to say, or something else on
             this machine killed it (as Linux does where memory runs out); nothing is remembered.
     """
+    if not structures:
+        return ()
     try:
         done = subprocess.run(
             [sys.executable, __file__],
-            input=json.dumps([kind, source]),
+            input=json.dumps(structures),
             capture_output=True,
             text=True,
             timeout=WALL_SECONDS,
@@ -71,33 +196,101 @@ def fault(kind: str, source: str) -> str:
     if done.returncode == -signal.SIGKILL:
         raise TimeoutError("not compiled: something killed the process")
     if done.returncode < 0:  # by its own limits
-        return _TOO_COMPLEX
+        return (TOO_COMPLEX,) * len(structures)
     assert done.returncode == 0, done.stderr
-    return str(json.loads(done.stdout))
+    return tuple(json.loads(done.stdout))
 
 
-_TOO_COMPLEX = (
+TOO_COMPLEX = (
     f"it takes more than {CPU_SECONDS} s of a processor to compile, or is nested too deeply"
 )
 _TOO_SLOW = (
     f"a step takes more than {STEP_SECONDS:g} s of a processor; repetitions of a fixed text have "
     "to be shorter"
 )
+_NO_TEXT = "no text is like that"
+_WORDS = (
+    (rf"{_TOO_DEEP}.*", _TOO_DEEP),
+    (r"Out of range float.*", "a number in it is too large"),
+    (r"Unimplemented keys: (\[.*\])", r"Unimplemented keys: \1; leave them out"),
+    (
+        r"Unknown format: (.*)",
+        r'the format "\1" cannot be enforced; leave it out, or say it by a pattern',
+    ),
+    (r"Invalid type: (.*)", r"Invalid type: \1"),
+    (r"Unsatisfiable schema: required property '(.*?)'.*", rf"{_NO_TEXT}: '\1' has no value"),
+    (r"Unsatisfiable schema.*", _NO_TEXT),
+    (r"oneOf constraints.*", "choices of oneOf that overlap cannot be enforced; use anyOf"),
+    (r"Pointer '(.*?)' does not exist.*", r"$ref leads to '\1', which is not there"),
+    (r"regex parse error.*look-around.*", "a pattern has look-around, which cannot be enforced"),
+    (r"regex parse error.*", "a pattern is no regular expression that can be enforced"),
+    (r"Failed to generate regex for .*range.*", "bounds of a number have too many digits"),
+    (r"Expected .*? for '(\w+)'.*", r"\1 has a value that it cannot have"),
+    (r"(\w+) must be .*", r"\1 has a value that it cannot have"),
+)
+"""Errors of llguidance about a schema, and ours."""
 
 
-def _fault(kind: str, source: str) -> str:
-    """`fault` in this process, which its limits may kill."""
+def _in_our_words(error: str) -> str:
+    """What llguidance says of a schema, without its own names of things."""
+    for theirs, ours in _WORDS:
+        if found := re.match(theirs, error, re.DOTALL):
+            return found.expand(ours)
+    if "etriev" in error or "$ref" in error or "://" in error:
+        return "$ref leads out of the schema; put what it names under $defs"
+    return "a keyword has a value that it cannot have, or is used as it cannot be enforced"
+
+
+def why_not_further(error: str) -> str:
+    """What llguidance says in the middle of a text, in our words."""
+    if error.startswith("NoExtension"):
+        return "nothing may follow what is written"
+    return "it takes too many states or steps"
+
+
+def _fault(kind: str, source: str, seconds: float = _WALK_SECONDS) -> str:
+    """`fault` in this process, which its limits may kill; random texts may take so long."""
+    is_schema = kind == "json_schema"
     try:
         grammar = grammar_of(kind, source)
     except ValueError as error:
-        return str(error)
+        return _in_our_words(str(error)) if is_schema else str(error)
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LIMITS)
     if not matcher.is_error():
         matcher.compute_bitmask()
     why = str(matcher.get_error())
+    if why.startswith("NoExtension"):
+        return _NO_TEXT
     if why:
-        return "no text is like that" if why.startswith("NoExtension") else why
-    return "" if _is_quick(matcher) else _TOO_SLOW
+        return _in_our_words(why) if is_schema else why
+    if not _is_quick(matcher.deep_copy()):
+        return _TOO_SLOW
+    return _dead_end(matcher, source, seconds) if is_schema else ""
+
+
+def _dead_end(matcher: LLMatcher, source: str, seconds: float) -> str:
+    """Write random texts; a message if one comes to where nothing may follow."""
+    start = time.thread_time()
+    for seed in range(_TEXTS):
+        noise, text, own = random.Random(seed), bytearray(), matcher.deep_copy()
+        for _ in range(2 * STEPS):
+            bits = int.from_bytes(own.compute_bitmask(), "little")
+            if str(own.get_error()).startswith("NoExtension"):
+                keywords = [key for key in _KNOWN_ENDS if f'"{key}"' in source]
+                named = f" ({', '.join(keywords)})" if keywords else ""
+                begun = text.decode(errors="replace")[-40:]
+                return f"a text may begin as it says and cannot go on{named}: after {begun!r}"
+            allowed = [byte for byte in range(256) if bits >> byte & 1]
+            if not allowed or own.is_error() or time.thread_time() - start > seconds:
+                break
+            turns = [byte for byte in allowed if byte in _TURNS]
+            text.append(noise.choice(turns if turns and noise.random() < 0.5 else allowed))
+            own.consume_token(text[-1])
+    return ""
+
+
+_KNOWN_ENDS = ("patternProperties", "allOf", "$ref", "minProperties", "maxProperties", "pattern")
+"""Keywords that are seen where texts have dead ends, the most frequent first."""
 
 
 def _is_quick(matcher: LLMatcher) -> bool:
@@ -116,18 +309,28 @@ def _is_quick(matcher: LLMatcher) -> bool:
 
 
 def limited_fault(kind: str, source: str) -> str:
-    """`fault` in a thread of this process, whose limits hold from now on."""
+    """`fault` in this process, as `limited_faults`."""
+    return limited_faults([(kind, source)])[0]
+
+
+def limited_faults(structures: Sequence[tuple[str, str]]) -> list[str]:
+    """`faults` in a thread of this process, whose limits hold from now on."""
     # Behind the first limit the process gets SIGXCPU, behind the second SIGKILL.
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(STACK)
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(_fault(kind, source)))
+    seconds = _WALK_SECONDS / len(structures)
+
+    def look() -> None:
+        found.extend(_fault(kind, source, seconds) for kind, source in structures)
+
+    thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    return found[0]
+    return found
 
 
 if __name__ == "__main__":
-    print(json.dumps(limited_fault(*json.load(sys.stdin))))
+    print(json.dumps(limited_faults(json.load(sys.stdin))))

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe.errors import RequestError
-from moe.sampling.grammar import WHITESPACE
+from moe.sampling.grammar import WHITESPACE, simplified
 from moe.sampling.params import Structure
 from moe.text.tool_calls.braced_grammar import BracedGrammar
 from moe.text.tool_calls.format import (
@@ -264,42 +264,20 @@ def quoted(text: str) -> str:
 
 
 def json_of(schema: Schema) -> str:
-    return f"%json {json.dumps({**without_notes(schema), **_OPTIONS})}"
-
-
-_NOTES = ABOUT - {"$schema", "$id"}
-_OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_OF_SCHEMAS = (
-    *("items", "prefixItems", "additionalItems", "unevaluatedItems", "contains"),
-    *("additionalProperties", "unevaluatedProperties", "propertyNames"),
-    *("anyOf", "allOf", "oneOf", "not", "if", "then", "else"),
-)
-
-
-def without_notes(schema: Any) -> Any:
-    """A schema without what only tells readers about it: most of its text, and of no effect."""
-    if isinstance(schema, (list, tuple)):
-        return [without_notes(each) for each in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    kept = {key: value for key, value in schema.items() if key not in _NOTES}
-    for key in kept.keys() & set(_OF_NAMES):
-        if isinstance(named := kept[key], Mapping):  # a property may be called title
-            kept[key] = {name: without_notes(inner) for name, inner in named.items()}
-    for key in kept.keys() & set(_OF_SCHEMAS):
-        kept[key] = without_notes(kept[key])
-    return kept
+    """JSON that follows a schema, which is `simplified`."""
+    return f"%json {json.dumps({**schema, **_OPTIONS})}"
 
 
 def _of_object(name: str, schema: Schema) -> Schema:
-    """A tool's schema, with the type object even if the schema leaves the type open."""
+    """A tool's schema, `simplified`, with the type object even if it leaves the type open."""
     said = schema.get("type", "object")
     if "object" not in (said if isinstance(said, list) else [said]):
         raise RequestError(
             f"tools: the arguments of {name!r} must be an object, and its parameters say type "
             f"{said!r:.100}; send a schema of type object"
         )
-    return {**schema, "type": "object"}
+    plain: Schema = simplified({**schema, "type": "object"})
+    return plain
 
 
 def _json_inside(schema: Schema, whole: Schema) -> str:
@@ -356,6 +334,6 @@ def _answer(structure: Structure) -> str:
 def _term(structure: Structure) -> str:
     """A requested structure as the right side of a rule."""
     if structure.kind == "json_schema":
-        return json_of(json.loads(structure.source))
+        return json_of(simplified(json.loads(structure.source)))
     assert structure.kind == "choice"
     return " | ".join(map(quoted, json.loads(structure.source)))

@@ -22,6 +22,7 @@ Files damaged at random: here, `test_damage`, `test_config`, `test_gguf_faults`,
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +30,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter
 
@@ -38,7 +39,7 @@ from moe.loading import plan as weight_plan
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.hub import read_config
 from moe.loading.load import load_weights, plan_weights
-from moe.loading.meta_model import build_meta_model
+from moe.loading.meta_model import _DRAFTING, build_meta_model
 
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
 
@@ -68,6 +69,60 @@ def test_unexpected_tensor(edited: Callable[..., Path]) -> None:
     ninth = EXPERT.replace(".5.", ".8.")
     with pytest.raises(CheckpointError, match=f"unexpected: {ninth}"):
         load(edited({ninth: torch.ones(24, 32)}))
+
+
+@pytest.mark.parametrize("word", _DRAFTING)
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_layers_behind_the_last_that_draft_are_left_out(
+    word: str, count: int, edited: Callable[..., Path]
+) -> None:
+    """However deep the model is: transformers' lists know the sizes that were published first."""
+    file = edited({}) / "config.json"
+    config = json.loads(file.read_text())
+    first = config["num_hidden_layers"]
+    names = [f"model.layers.{i}" for i in (f"{first}.a", f"{first}.b.c", f"{first + 1}.a")]
+    path = edited({name: torch.ones(2, 2) for name in names})
+    file.write_text(json.dumps(config | {word: count}))
+    if count == 2:
+        load(path)
+        return
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    left = names if not count else names[2:]
+    assert [line.split()[2] for line in str(caught.value).splitlines()[1:]] == left
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "more"),
+    [
+        ("transformer.", "model.", {}),
+        ("module.", "", {"lm_head.weight": True}),
+        ("thinker.language_model.", "model.", {}),
+    ],
+)
+def test_names_that_differ_by_what_they_begin_with(
+    theirs: str, ours: str, more: dict[str, bool], edited: Callable[..., Path]
+) -> None:
+    path = edited({})
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    save_file(
+        {
+            theirs + name.removeprefix(ours) if more or name.startswith(ours) else name: tensor
+            for name, tensor in tensors.items()
+        },
+        file,
+    )
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert str(caught.value).splitlines()[1:] == [
+        f"  - names of tensors begin with {theirs!r} where the model's begin with {ours!r}, and "
+        "fit otherwise; rename them"
+    ]
+    file.unlink()
+    save_file(tensors | {"odd.layers.0.weight": torch.ones(2)}, file)
+    with pytest.raises(CheckpointError, match=r"unexpected: odd\.layers"):
+        load(path)
 
 
 def test_wrong_shape(edited: Callable[..., Path]) -> None:
