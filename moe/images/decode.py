@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe.errors import RequestError
 from moe.extras import install_line, is_installed
-from moe.images.decoder import REFUSED
+from moe.images.decoder import REFUSED, as_rgb
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -70,7 +70,7 @@ def _decode(source: object, most_pixels: int, what: str) -> Picture:
         if source.width * source.height > most_pixels:
             shape = f"{source.width} x {source.height}"
             raise RequestError(f"{what} has {shape} pixels, more than {most_pixels}")
-        image: Any = source.convert("RGB")
+        image: Any = as_rgb(source)
     else:
         data = _bytes_of(source, what)
         size, pixels = _run(data, most_pixels, what)

@@ -13,12 +13,13 @@ from __future__ import annotations
 import io
 import resource
 import sys
+from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 REFUSED = 3
 _SECONDS = 10
 _SPARE_BYTES = 768 << 20  # the interpreter, Pillow and its libraries
-_BYTES_A_PIXEL = 12  # the decoder's own rows, RGBA, RGB, and the copy that is written
+_BYTES_A_PIXEL = 20  # the decoder's rows, RGBA on white, RGB, and the copy that is written
 
 
 def _limit(pixels: int) -> None:
@@ -27,6 +28,23 @@ def _limit(pixels: int) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def as_rgb(image: Any) -> Any:
+    """An image of Pillow as RGB: 16 bits of grey as their upper 8, what is transparent on white.
+
+    Pillow's own conversion cuts every number above 255 off, and shows what alpha hides.
+    """
+    from PIL import Image
+
+    if image.mode.startswith("I;16"):
+        image = image.convert("I")
+    if image.mode == "I":
+        image = image.point(lambda grey: grey / 256).convert("L")
+    if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
+        front = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", front.size, "white"), front)
+    return image.convert("RGB")
 
 
 def main() -> int:
@@ -42,7 +60,7 @@ def main() -> int:
             shape = f"{found.width} x {found.height}"
             print(f"it has {shape} pixels, more than {pixels}", file=sys.stderr)
             return REFUSED
-        image: Image.Image = ImageOps.exif_transpose(found).convert("RGB")
+        image = as_rgb(ImageOps.exif_transpose(found))
     except Exception as error:  # a decoder meets anything in what strangers send
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if type(error).__name__ == "UnidentifiedImageError":

@@ -26,6 +26,7 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from moe.describe.probe import TOLERANCE, difference, stand_in
 from moe.errors import RequestError
 from moe.images.decode import Picture, decode
+from moe.images.tower_rows import TowerRows
 from moe.loading.meta_model import join_towers
 from moe.model_lock import on_device, plain_torch
 from moe.network.attention import PACKED
@@ -187,7 +188,8 @@ def enable_images(
     """
     join_towers(towers, backbone.model)
     watch(text_model(backbone.model))
-    reader = ImageReader(processor, towers.eval(), most_pixels)
+    TowerRows(towers.eval())
+    reader = ImageReader(processor, towers, most_pixels)
     try:
         inputs = reader.inputs(conversation(), [_probe_image()])
         in_blocks = writes_blocks(backbone.model)

@@ -134,6 +134,9 @@ def make_plan(
     return LoadPlan(list(conversions.values()), missing, sorted([*ignored, *spare]), problems)
 
 
+_PREFIXES_TRIED = 4
+
+
 def _under_another_prefix(
     model: PreTrainedModel,
     tensors: Mapping[str, TensorInfo],
@@ -141,19 +144,20 @@ def _under_another_prefix(
     missing: set[str],
 ) -> list[str]:
     """The one problem of a checkpoint whose names fit once another prefix stands before them."""
-    for theirs in _prefixes(tensors):
-        for ours in reversed(_prefixes(missing)):
-            renamed = {
-                name: ours + name.removeprefix(theirs)
-                for name in tensors
-                if name.startswith(theirs)
-            }
-            conversions, unmatched, clashes = _match(model, tensors, expected, renamed)
-            found = {name for each in conversions.values() for name in _targets(each)}
-            info = adjusted(model, missing - found, set(unmatched))
-            if not info.missing_keys and not info.unexpected_keys and not clashes:
-                shown = f"names of tensors begin with {theirs!r} where the model's begin with"
-                return [f"{shown} {ours!r}, and fit otherwise; rename them"]
+    pairs = [(theirs, ours) for theirs in _prefixes(tensors) for ours in _prefixes(missing)]
+    tried = [
+        (theirs, ours, {n: ours + n.removeprefix(theirs) for n in tensors if n.startswith(theirs)})
+        for theirs, ours in pairs
+    ]
+    # Matching adds and removes the model's own prefix: what fits without that says more.
+    tried.sort(key=lambda each: -len(expected.keys() & each[2].values()))
+    for theirs, ours, renamed in tried[:_PREFIXES_TRIED]:
+        conversions, unmatched, clashes = _match(model, tensors, expected, renamed)
+        found = {name for each in conversions.values() for name in _targets(each)}
+        info = adjusted(model, missing - found, set(unmatched))
+        if not info.missing_keys and not info.unexpected_keys and not clashes:
+            shown = f"names of tensors begin with {theirs!r} where the model's begin with"
+            return [f"{shown} {ours!r}, and fit otherwise; rename them"]
     return []
 
 

@@ -325,3 +325,21 @@ def test_chat_shows_an_image(
     out = capsys.readouterr()
     assert out.out.strip()
     assert "cannot read the image /none" in out.err
+
+
+def test_grey_of_16_bits_is_scaled_and_alpha_stands_on_white() -> None:
+    grey = Image.new("I;16", (4, 1))
+    for x, value in enumerate((0, 255, 32768, 65535)):
+        grey.putpixel((x, 0), value)
+    clear = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    clear.putpixel((1, 0), (255, 0, 0, 128))
+    coded = Image.new("P", (1, 1))
+    coded.info["transparency"] = 0
+    for source in (grey, png(grey)):
+        (found,) = decode([source], 100)
+        assert [found.image.getpixel((x, 0))[0] for x in range(4)] == [0, 0, 128, 255]
+    for source, first in ((clear, 255), (png(clear), 255), (png(coded), 255)):
+        (found,) = decode([source], 100)
+        assert found.image.getpixel((0, 0)) == (first, first, first)
+    assert decode([png(clear, "WEBP")], 100)[0].image.getpixel((0, 0)) == (255, 255, 255)
+    assert decode([clear], 100)[0].image.getpixel((1, 0)) == (255, 127, 127)
