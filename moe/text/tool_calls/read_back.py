@@ -96,7 +96,13 @@ class Answers:
         if text is None:
             return False
         read, behind = _calls_in(text, format)
-        return read == calls and not behind.strip()
+        return read == calls and behind.strip() in ("", self._turn_end(asked))
+
+    def _turn_end(self, asked: MessageDict) -> str:
+        """What the template writes behind an answer without calls: it may end in no known token."""
+        said = "probe answer"
+        text = self.written([asked, {"role": "assistant", "content": said}], ())
+        return "" if text is None else text.rpartition(said)[2].strip()
 
 
 def _calls_in(text: str, format: CallFormat) -> tuple[list[tuple[str, dict[str, Any]]], str]:
