@@ -5,9 +5,9 @@
 Each client is installed below build/world/clients and started as docs/server.md says, with a home
 directory of its own, a dummy key, and an address on 127.0.0.1. Agents go through one round of a
 tool, of a model whose text is scripted (`tests/world/scripted.py` says what is real); load
-generators and lm-eval measure the shipped model. Tests that read files of others
-(`tests/world/files.py`) run last. A table, and one JSON object as the last line; the exit code is 1
-if anything failed.
+generators and lm-eval measure the shipped model. What a client printed and asked stays in
+build/world/home. Tests that read files of others (`tests/world/files.py`) run last. A table, and
+one JSON object as the last line; the exit code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def run_client(client: Client, world: World, fresh: bool) -> Row:
     output, code, folder = start(client, world, place)
     run = Run(output, code, folder, world.exchanges[first:])
     (folder.parent / "output.txt").write_text(output)
+    (folder.parent / "exchanges.json").write_text(json.dumps([e.told() for e in run.exchanges]))
     try:
         passed, result = True, client.check(run)
     except (Failure, OSError, ValueError, LookupError) as error:

@@ -194,7 +194,8 @@ def read_file(path: str) -> str:
         return file.read()
 
 
-model = ChatOpenAI(model="MODEL", base_url="{ADDRESS}/v1", api_key="none").bind_tools([read_file])
+model = ChatOpenAI(model="MODEL", base_url="{ADDRESS}/v1", api_key="none")
+model = model.bind_tools([read_file])
 messages = [("user", "Read notes/word.txt and tell me the word in it.")]
 answer = model.invoke(messages)
 while answer.tool_calls:

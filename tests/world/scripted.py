@@ -14,7 +14,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,10 +50,12 @@ class Exchange:
     answer: bytes = b""
     ignored: tuple[str, ...] = ()
 
-    @property
-    def json(self) -> Any:
-        """The body; None: there is none."""
-        return json.loads(self.body) if self.body else None
+    def told(self) -> dict[str, Any]:
+        """For a report: bodies as they are read."""
+        asked: Any = self.body.decode(errors="replace")
+        with suppress(ValueError):
+            asked = json.loads(self.body)
+        return vars(self) | {"body": asked, "answer": self.answer.decode(errors="replace")}
 
 
 @dataclass
