@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -204,20 +205,26 @@ _CONNECT_S = 5.0
 
 
 def prefer_local_sockets(exchange: Exchange, timeout_s: float) -> Exchange:
-    """A `SocketExchange` if all ranks are processes of one machine, else `exchange`; collective.
+    """A `SocketExchange` if all ranks are processes of one machine with a temporary folder, else
+    `exchange`; collective.
 
     Args:
         exchange: the present connection.
         timeout_s: longest wait for a byte of another rank.
     """
-    with tempfile.TemporaryDirectory() as directory:  # mode 0700: no other user can connect
-        path = os.path.join(directory, "s")
-        with socket.socket(socket.AF_UNIX) as listener:
+    with ExitStack() as closing:
+        listener = closing.enter_context(socket.socket(socket.AF_UNIX))
+        try:  # mode 0700: no other user can connect
+            path = os.path.join(closing.enter_context(tempfile.TemporaryDirectory()), "s")
             listener.bind(path)
             listener.listen(exchange.size)
-            addresses = texts_of(exchange, path)
-            peers = _connect(addresses, exchange.rank, listener)
-            agreed = all(texts_of(exchange, "yes" if peers is not None else ""))
+        except OSError:  # no folder can be written, or its name is too long
+            path = ""
+        addresses = texts_of(exchange, path)
+        if not all(addresses):
+            return exchange
+        peers = _connect(addresses, exchange.rank, listener)
+        agreed = all(texts_of(exchange, "yes" if peers is not None else ""))
     if peers is None or not agreed:
         for stream in (peers or {}).values():
             stream.close()

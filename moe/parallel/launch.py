@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,7 +125,8 @@ def _numeric(address: str) -> str:
 def offer_secret(*, on_one_machine: bool) -> Iterator[tuple[bytes, Message]]:
     """The secret of a launch, and what rank 0 tells the others about it.
 
-    They must have read it (`read_secret`) before the block ends.
+    They must have read it (`read_secret`) before the block ends. Raises `LaunchError` where it can
+    be put nowhere.
     """
     if given := os.environ.get(SECRET):
         yield given.encode(), {}
@@ -134,9 +135,16 @@ def offer_secret(*, on_one_machine: bool) -> Iterator[tuple[bytes, Message]]:
     if not on_one_machine:
         yield secret, {"secret": secret.hex()}
         return
-    with tempfile.NamedTemporaryFile(prefix="moe-launch-") as file:  # mode 0600
-        file.write(secret)
-        file.flush()
+    with ExitStack() as closing:
+        try:  # mode 0600
+            file = closing.enter_context(tempfile.NamedTemporaryFile(prefix="moe-launch-"))
+            file.write(secret)
+            file.flush()
+        except OSError as error:
+            raise LaunchError(
+                f"the secret of this launch cannot be written ({error}); set TMPDIR to a folder "
+                f"that can, or {SECRET} to the same text for all ranks"
+            ) from error
         yield secret, {"secret_file": file.name}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,6 +121,26 @@ def test_ranks_of_one_machine_find_each_other(monkeypatch: pytest.MonkeyPatch) -
     assert on_ranks(3, run) == [None] * 3
     assert list(found.values()) == [0o700] * 3
     assert not any(folder.exists() for folder in found)
+
+
+@pytest.mark.parametrize("folder", ["/nowhere", "x" * 100], ids=["read-only", "long"])
+def test_where_one_has_no_temporary_folder_all_stay_with_what_they_have(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str
+) -> None:
+    made = tempfile.mkdtemp
+    (tmp_path / folder).mkdir() if folder[0] == "x" else None
+
+    def run(exchange: ThreadExchange) -> bool:
+        return prefer_local_sockets(exchange, 20.0) is exchange
+
+    def make(*where: Any, **named: Any) -> str:
+        calls.append(where)
+        return made(dir=tmp_path / folder if len(calls) == 2 else tmp_path)
+
+    calls: list[Any] = []
+    monkeypatch.setattr("experts.dispatch.exchange.tempfile.mkdtemp", make)
+    assert on_ranks(3, run) == [True] * 3
+    assert len(calls) == 3
 
 
 def test_where_one_is_out_of_reach_all_stay_with_what_they_have(

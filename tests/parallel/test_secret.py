@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,15 @@ def test_on_one_machine_it_is_in_a_file_that_nobody_else_may_read() -> None:
         assert secret.hex() not in str(said)
         assert read_secret(said) == secret
     assert not file.exists()
+
+
+def test_without_a_temporary_folder_it_is_said_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with (
+        pytest.raises(LaunchError, match=rf"cannot be written \(.*nowhere.*set TMPDIR .*{SECRET}"),
+        offer_secret(on_one_machine=True),
+    ):
+        pass
 
 
 def test_who_starts_the_ranks_may_set_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,22 @@ from moe.loading.remote.names import SPLIT
 _made: set[Path] = set()
 
 
+def temporary_folder(prefix: str) -> Path:
+    """A new folder for this user alone, which is removed when the process ends.
+
+    Raises `CheckpointError` where none can be made.
+    """
+    try:
+        made = Path(tempfile.mkdtemp(prefix=prefix))
+    except OSError as error:
+        raise CheckpointError(
+            f"a model needs a temporary folder for its headers, and none can be written ({error}); "
+            "set TMPDIR to one that can"
+        ) from error
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
 def gguf_directory(file: Path, *, tokenizer: bool = True) -> Path:
     """The model directory of a GGUF file, made once a process and removed at its end.
 
@@ -62,8 +78,7 @@ def _directory(name: str, seen: tuple[tuple[Path, int, int], ...], tokenizer: bo
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{seen[0][0]}: {error}") from error
     split = SPLIT.fullmatch(name)
-    made = Path(tempfile.mkdtemp(prefix="moe-gguf-"))
-    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    made = temporary_folder("moe-gguf-")
     stem = split[1] if split else name.removesuffix(".gguf")
     directory = made / (stem if stem.strip(".") else "model")  # a file may be called "...gguf"
     directory.mkdir()

@@ -6,9 +6,6 @@ from a hole gives zeros; `moe.loading.remote.reader.HubBytes` reads what it stan
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,7 +18,7 @@ from experts.safetensors_io import MAX_HEADER_BYTES
 from moe.errors import CheckpointError
 from moe.loading.checkpoint import INDEX_NAME
 from moe.loading.gguf.config import rotary_tensors
-from moe.loading.gguf.directory import gguf_directory
+from moe.loading.gguf.directory import gguf_directory, temporary_folder
 from moe.loading.gguf.header import read_gguf
 from moe.loading.remote.repository import HubFile, Repository, hub_errors
 
@@ -56,9 +53,7 @@ def outline(repository: Repository, *, whole: bool) -> Outline:
         CheckpointError: the hub stops answering, or a file is no file of weights.
     """
     name, choice = repository.name, repository.choice
-    root = Path(tempfile.mkdtemp(prefix="moe-outline-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    path = root.resolve() / name.repository.rpartition("/")[2]
+    path = temporary_folder("moe-outline-").resolve() / name.repository.rpartition("/")[2]
     files = {path / weights: repository.files[weights] for weights in choice.weights}
     others = [other for other in choice.others if whole or other in FOR_PLANS]
     for file in (*files, *(path / other for other in others)):

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,15 @@ def test_a_file_of_any_name_has_a_directory(good: Path, tmp_path: Path, name: st
     """Hubs name files, too."""
     shutil.copy(good, tmp_path / name)
     assert gguf_directory(tmp_path / name, tokenizer=False).name == "model"
+
+
+def test_without_a_temporary_folder_it_is_said_what_to_set(
+    good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(good, tmp_path / "other.gguf")
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.raises(CheckpointError, match=r"none can be written \(.*nowhere.*; set TMPDIR to"):
+        gguf_directory(tmp_path / "other.gguf", tokenizer=False)
 
 
 def test_what_divides_frequencies_is_small(good: Path) -> None:
