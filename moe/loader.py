@@ -29,10 +29,11 @@ from moe.describe.probe import Packing, enable_packing, find_visits, stand_in
 from moe.describe.routers import enable_policies
 from moe.describe.row_wise import linears_are_faster, make_linears_row_wise, make_row_wise
 from moe.engine.prefix_store import prefix_key, prepare_directory
-from moe.errors import ProfileError
+from moe.errors import CheckpointError, ProfileError
 from moe.extras import install_line, is_installed
 from moe.images.reader import ImageReader, conversation, enable_images, load_processor
 from moe.loaded import LoadedModel
+from moe.loading.checkpoint import model_files
 from moe.loading.hub import resolve_model
 from moe.loading.load import LoadReport
 from moe.loading.memory_plan import MemoryPlan
@@ -82,7 +83,8 @@ def load_model(
         on_plan: called with the memory plan before it is checked and anything is read.
 
     Raises:
-        CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.network.seam`.
+        CheckpointError, UnsupportedModelError: see `moe.loading` and `moe.network.seam`; or the
+            model was replaced meanwhile.
         DoesNotFitError: the memory plan says so; nothing has been read.
         ProfileError: the device or the kernels' backend is absent, or a routing policy is not valid
             for this profile.
@@ -95,11 +97,18 @@ def load_model(
         if profile.memory.prefix_dir is not None:
             prepare_directory(Path(profile.memory.prefix_dir).expanduser())
         backend = expert_backend(profile, device)  # compiles kernels now, not in the first request
+        before = model_files(path)
         with proofs_of(path, profile, ranks, device) as proofs:
             read = _read(path, profile, device, ranks, report, on_plan)
             nbytes = read.planned.weights.bytes_to_read
             report(LoadProgress("preparing", nbytes, nbytes))
             loaded = _prepare(read, profile, policies, backend, ranks)
+            # Else weights of one model meet the tokenizer, or the saved prefixes, of another
+            if changed := sorted({name for name, _ in model_files(path).items() ^ before.items()}):
+                raise CheckpointError(
+                    f"{path} was changed while it was loaded ({', '.join(changed[:3])}); "
+                    "load it again"
+                )
         return replace(loaded, proofs=proofs.status)
 
 

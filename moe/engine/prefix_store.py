@@ -37,6 +37,7 @@ import torch
 
 from kernels.cpu.kv import BLOCK
 from moe.errors import ProfileError
+from moe.loading.checkpoint import model_files
 from moe.machine import code_digest, cpu_maker, instruction_sets
 from moe.network.block_codec import BlockError, decode_block, encode_block
 from moe.network.kv_cache import KVCache, StoredBlock
@@ -44,7 +45,6 @@ from moe.settings import Profile
 from moe.settings.profile import KEYS, value_of
 
 _SUFFIX, _UNFINISHED = ".kv", ".unfinished"
-_SUFFIXES = ".safetensors", ".bin", ".gguf", ".json"  # of a model's files
 _PENDING_BYTES = 256 * 2**20
 _MOST_BYTES = _PENDING_BYTES  # of a file
 _LOOKS = 16  # how often the directory is looked at while as much is written as it may hold
@@ -63,11 +63,10 @@ def prefix_key(model: Path, profile: Profile, device: torch.device, kv_bits: int
     Args:
         model: its directory.
     """
-    files = [file for file in sorted(model.iterdir()) if "hot-set" not in file.name]
     facts = {
         "code": [code_digest(), torch.__version__],
         "machine": [platform.machine(), cpu_maker(), *instruction_sets(), _compute_name(device)],
-        "files": [[file.name, _version(file)] for file in files if file.suffix in _SUFFIXES],
+        "files": [[name, _version(model / name)] for name in model_files(model)],
         "settings": settings_of_bits(profile),
         "kv_bits": [kv_bits, BLOCK],
     }

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -226,6 +226,23 @@ class Checkpoint:
             for tensor, name in weight_map.items()
             if tensor not in self._tensors or self._tensors[tensor].file != resolved[name]
         ]
+
+
+MODEL_SUFFIXES = ".safetensors", ".bin", ".gguf", ".json"
+
+
+def model_files(path: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of the files that make a model what it is: they change when it does.
+
+    A hot set (`offload.hot_set`) is none of them.
+    """
+    found = {}
+    for file in sorted(path.iterdir()):
+        if file.suffix in MODEL_SUFFIXES and "hot-set" not in file.name:
+            with suppress(OSError):  # a link to nowhere, or deleted meanwhile
+                status = file.stat()
+                found[file.name] = status.st_size, status.st_mtime_ns
+    return found
 
 
 def weight_files(path: Path, problems: list[str]) -> tuple[list[str], dict[str, str]]:
