@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.mutants import mutants_of
+from tests.mutations import Promise, promises
+
 ROOT = Path(__file__).parents[1]
 FAULTS = yaml.safe_load((ROOT / "tests" / "faults.yaml").read_text())
 MUTATIONS = yaml.safe_load((ROOT / "tests" / "mutations.yaml").read_text())
@@ -45,6 +48,51 @@ def test_its_tests_are_there(fault: str) -> None:
         if not (ROOT / file).is_file() or name not in names_in(file)
     ]
     assert not missing
+
+
+@pytest.mark.parametrize("promise", promises(), ids=lambda promise: promise.name)
+def test_each_promise_has_guards_and_tests(promise: Promise) -> None:
+    """Of SECURITY.md; and `make mutations` has something to leave out of each guard."""
+    assert promise.tests
+    for test in promise.tests:
+        file, _, name = test.partition("::")
+        assert (ROOT / file).is_file()
+        assert not name or name in names_in(file)
+    for guard in promise.guards:
+        file, _, within = guard.partition("::")
+        assert list(mutants_of((ROOT / file).read_text(), within)), guard
+
+
+def test_a_mutant_is_without_one_guard() -> None:
+    source = """
+LIMIT = 5 << 2
+_KIND = "x"
+def f(a):
+    if a:
+        return
+    if a > LIMIT:
+        raise ValueError("ä")
+    check(a)
+    self.minimum_version = 3
+    call(a)
+"""
+    made = list(mutants_of(source))
+    assert [(mutant.kind, mutant.was) for mutant in made] == [
+        ("limit", "5 << 2"),
+        ("early end", "a"),
+        ("raise", 'raise ValueError("ä")'),
+        ("check", "check(a)"),
+        ("bound", "self.minimum_version = 3"),
+    ]
+    changed = [set(mutant.source.splitlines()) - set(source.splitlines()) for mutant in made]
+    assert changed == [
+        {"LIMIT = 1000 * (5 << 2)"},
+        {"    if False:"},
+        {"        pass"},
+        {"    pass"},
+        {"    pass"},
+    ]
+    assert [mutant.was for mutant in mutants_of(source, "f")] == [m.was for m in made[1:]]
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation["fault"])
