@@ -1,10 +1,12 @@
 """Minutes of mixed load with cancellations: nothing is lost, nothing leaks, memory stays flat.
 
-    python -m benchmarks.soak [--minutes 5] [--clients 12] [--model PATH]
+    python -m benchmarks.soak [--minutes 5] [--clients 12] [--model PATH] [--set KEY=VALUE]
 
-Starts ``moe serve`` with little memory for keys and values, so that requests are also preempted and
-known prefixes evicted, and drives it in five rounds with streams and whole answers of 1 to 4
-samples. 30 % of the clients leave, half of them before the first token. Every answer must be
+Starts ``moe serve`` with little memory for keys and values, so that requests are also preempted,
+and fills the prefix cache: with prompts that begin each in another way, until it evicts, as memory
+may grow until then (``--set memory.prefix_tokens=auto --set memory.kv_tokens=null`` fills that of a
+server without settings). Then it drives the server in five rounds with streams and whole answers of
+1 to 4 samples. 30 % of the clients leave, half of them before the first token. Every answer must be
 accounted for (complete, refused with 429, or left by the client). After each round ``/v1/status``
 must show an idle engine, the open files must be those of the start, and the idle server's memory
 must not grow by more than 3 % from the second round to the last (the first is warm-up). Ends with
@@ -30,6 +32,8 @@ from benchmarks.servers import Server, moe_serve
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ("memory.kv_tokens=4000", "memory.prefix_tokens=1000", "engine.max_batch_size=16")
+FILLS = 10_000
+"""Prompts within which the prefix cache must be full."""
 LEAVE = 0.3
 ROUNDS = 5
 MAX_GROWTH = 0.03
@@ -117,11 +121,27 @@ async def idle_occupancy(http: httpx.AsyncClient) -> dict[str, int]:
     return occupancy
 
 
+async def fill(http: httpx.AsyncClient, model: str) -> dict[str, Any]:
+    """Ask until the prefix cache evicts; how many prompts that took, and what it holds."""
+    for number in range(FILLS):
+        words = [WORDS[(number * 173 + at) % len(WORDS)] for at in range(200)]
+        body = {"model": model, "prompt": " ".join([str(number), *words]), "max_tokens": 1}
+        (await http.post("/v1/completions", json=body)).raise_for_status()
+        prefixes = (await http.get("/v1/status")).json()["engine"]["prefixes"]
+        if prefixes["evictions"]:
+            return {"prompts": number + 1, "held_tokens": prefixes["held_tokens"]}
+    raise RuntimeError(f"the prefix cache is not full after {FILLS} prompts")
+
+
 async def soak(server: Server, minutes: float, clients: int, seed: int) -> dict[str, Any]:
     endpoint, outcomes, pid = server.endpoint, Counter[str](), server.process.pid
     files, memory, left = [len(os.listdir(f"/proc/{pid}/fd"))], [], Counter[str]()
     rngs = [random.Random(f"{seed}:{index}") for index in range(clients)]
     limits = httpx.Limits(max_connections=None)
+    before = resident_mb(pid)
+    async with httpx.AsyncClient(base_url=endpoint.url, timeout=120) as http:
+        filled = await fill(http, endpoint.model)
+    filled |= {"rss_mb_before": before, "rss_mb_after": resident_mb(pid)}
     for _ in range(ROUNDS):
         until = time.monotonic() + 60 * minutes / ROUNDS
         async with httpx.AsyncClient(base_url=endpoint.url, timeout=120, limits=limits) as http:
@@ -136,6 +156,7 @@ async def soak(server: Server, minutes: float, clients: int, seed: int) -> dict[
         "requests": sum(outcomes.values()),
         "outcomes": dict(outcomes.most_common()),
         "left_in_the_engine": dict(left),
+        "filled": filled,
         "prefixes": status["engine"]["prefixes"],
         "open_files": files,
         "rss_mb": memory,
@@ -162,11 +183,12 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=Path, default=ROOT / "examples" / "demo-model")
+    parser.add_argument("--set", action="append", default=[], help="further settings")
     options = parser.parse_args()
     facts = environment()
     print_header(facts)
     os.environ.update(MALLOC)
-    with moe_serve(options.model, *SETTINGS) as server:
+    with moe_serve(options.model, *SETTINGS, *options.set) as server:  # the last counts
         result = asyncio.run(soak(server, options.minutes, options.clients, options.seed))
     result["exit_code"] = server.process.returncode
     result["faults"] = faults(result)
