@@ -4,13 +4,15 @@ The three dialects are translations of one request. Chats and completions (`open
 native one: `openai/request.py` and `openai/options.py` say what a request may ask for,
 `openai/answers.py` writes its answer. `responses.py` and `anthropic.py` turn their requests into
 chats and write the answer in their own words; `translation.py` is what those two share.
+`paths.py` has paths as clients write them.
 
 A request passes through these, in this order:
 
 - `connections.Acceptor` accepts its connection, when there is room;
 - `guard.Guard` checks the API key and the host name, and gives the request its id;
 - `bodies.json_body` reads the body within limits and checks it against a pydantic model
-  (`fields.py` has the types of fields);
+  (`fields.py` has the types of fields, `contents.py` content in parts, `unsupported.py` the table
+  of what is not honoured, and `ignored.py` names what is taken all the same);
 - `routes.py` and `app.py` hold the routes: the first those that read prompts, the second those
   that describe the server;
 - `generation.answer` builds the sequence groups, and returns the answer whole or as a stream;
