@@ -138,6 +138,7 @@ class Service:
         crowd = Crowd(most_connections(), on_close=lambda why: count.labels(why).inc())
         server = _Server(_uvicorn_config(app, settings.read_timeout_s, crowd), crowd, self.tls)
         serving = asyncio.create_task(server.serve([self.listener]))
+        watching = asyncio.ensure_future(self.keys.watch()) if self.keys is not None else None
         try:
             await self._first(queue.changed.wait(), self._stop.wait())
             if queue.state == "ready":
@@ -150,6 +151,8 @@ class Service:
         finally:
             server.should_exit = True
             await serving
+            if watching is not None:
+                watching.cancel()
             # Loading cannot be interrupted, and need not be finished.
             self.is_stuck = not queue.stop(_CLOSE_TIMEOUT_S if queue.model else 0)
             if client is not None:
@@ -167,6 +170,11 @@ class Service:
         self.stopping = True
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._stop.set)
+
+    def reload_keys(self) -> None:
+        """Read the file of keys again, if there is one. Called in the event loop."""
+        if self.keys is not None:
+            self._reloading = asyncio.ensure_future(self.keys.reload())
 
     @property
     def is_open_to_all(self) -> bool:
@@ -269,11 +277,14 @@ def serve(
 
 
 async def _run(service: Service) -> int:
-    """Run a service that SIGTERM and Ctrl-C drain; returns the exit code."""
+    """Run a service that SIGTERM and Ctrl-C drain, and that reads its keys again on SIGHUP; returns
+    the exit code."""
     loop = asyncio.get_running_loop()
     signals = {signal.SIGTERM, signal.SIGINT}
     for number in (n for n in signals if signal.getsignal(n) is not signal.SIG_IGN):
         loop.add_signal_handler(number, _on_signal, service)
+    if service.keys is not None:
+        loop.add_signal_handler(signal.SIGHUP, service.reload_keys)
     return await service.run(partial(_say_ready, service))
 
 

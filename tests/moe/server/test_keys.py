@@ -10,10 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from moe import MoE
 from moe.errors import MoEError
 from moe.server import keys as keys_module
+from moe.server.errors import APIError
 from moe.server.keys import make_keys
 from moe.server.listener import bind
 from moe.server.serve import Service, make_tls
@@ -105,6 +107,63 @@ def test_every_route_that_reads_a_text_costs_its_tokens(
         answers = [server.http.post(route, json=body, headers=header(b"third")) for _ in range(2)]
         assert [answer.status_code for answer in answers] == [200, 429]
         assert "10 tokens a day" in answers[1].text
+
+
+def test_what_one_limit_refuses_counts_for_no_other() -> None:
+    limits = keys_module.KeyRecord(
+        key=SecretStr("x"), requests_per_minute=3, requests_at_once=1, tokens_per_day=10
+    )
+    key = keys_module.ApiKey("bob", b"x", limits)
+    key.begin()
+    for _ in range(9):
+        with pytest.raises(APIError, match="1 requests at once"):
+            key.begin()
+    key.end()
+    key.spend(10)
+    for _ in range(9):
+        with pytest.raises(APIError, match="10 tokens a day"):
+            key.begin()
+    key.renew(b"x", limits.model_copy(update={"tokens_per_day": None}))
+    for _ in range(2):
+        key.begin()
+        key.end()
+    with pytest.raises(APIError, match="3 requests a minute"):
+        key.begin()
+
+
+def test_a_key_is_revoked_while_the_server_runs(
+    serve: Any, tmp_path: Path, wait_for: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(keys_module, "WATCH_S", 0.01)
+    path = tmp_path / "keys"
+    path.write_text(FILE)
+    with serve(keys=path, api_key="root") as server:
+
+        def asked(key: bytes) -> int:
+            return int(server.http.get("/v1/models", headers=header(key)).status_code)
+
+        def write(text: str) -> None:
+            fresh = tmp_path / "fresh"
+            fresh.write_text(text)
+            fresh.replace(path)
+
+        assert [asked(b"other") for _ in range(2)] == [200, 200]
+        write("bob: {key: renewed, requests_per_minute: 3}\ndora: fifth\n")
+        wait_for(lambda: asked(b"fifth") == 200, "the new file")
+        assert [asked(key) for key in (b"s3cret", b"other", b"root")] == [401, 401, 200]
+        assert [asked(b"renewed") for _ in range(2)] == [200, 429], "what bob has used is used"
+        for broken in ("{", "a: ''", ""):
+            caplog.clear()
+            write(broken)
+            wait_for(lambda: "stay as they were" in caplog.text, "a word about it")
+            assert [asked(b"fifth"), asked(b"s3cret")] == [200, 401]
+        path.unlink()
+        wait_for(lambda: "No such file" in caplog.text, "a word about it")
+        assert asked(b"fifth") == 200
+        write("dora: sixth\n")
+        wait_for(lambda: asked(b"sixth") == 200, "the file again")
+        assert asked(b"fifth") == 401
+        assert not [word for word in ("sixth", "fifth", "renewed") if word in caplog.text]
 
 
 def test_keys_share_no_known_prefixes(serve: Any, text_checkpoint: Path, tmp_path: Path) -> None:

@@ -21,9 +21,13 @@ SHORT = {"model": "tiny", "prompt": "hello", "max_tokens": 2}
 URL = "/v1/completions"
 
 
-def test_sigterm_finishes_what_runs_and_exits_with_0(text_checkpoint: Path, launch: Any) -> None:
-    headers = {"authorization": "Bearer k"}
-    command = ["serve", text_checkpoint, "--port", "0"]
+def test_sigterm_finishes_what_runs_and_exits_with_0(
+    text_checkpoint: Path, launch: Any, tmp_path: Path
+) -> None:
+    """SIGHUP has the keys read again, and ends nothing."""
+    headers, keys = {"authorization": "Bearer k"}, tmp_path / "keys.yaml"
+    keys.write_text("alice: of-a-file")
+    command = ["serve", text_checkpoint, "--port", "0", "--api-key-file", keys]
     with launch(1, command, MOE_API_KEY="k\n") as process:  # as of a file's content
         line = process.wait_for("serving")
         found = re.fullmatch(r"moe: serving tiny at (http://127\.0\.0\.1:\d+)", line)
@@ -34,6 +38,7 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(text_checkpoint: Path, laun
             with http.stream("POST", URL, json={**LONG, "stream": True}) as answer:
                 lines = answer.iter_lines()
                 next(lines)
+                process.signal(0, signal.SIGHUP)
                 process.signal(0, signal.SIGTERM)
                 rest = list(lines)
         assert rest[-2:] == ["data: [DONE]", ""]
@@ -41,7 +46,8 @@ def test_sigterm_finishes_what_runs_and_exits_with_0(text_checkpoint: Path, laun
         assert process.codes() == [0]
     assert process.out() == f"{line}\n"
     assert process.errors().startswith("moe: memory:\n  trunk ")
-    assert len(process.errors().splitlines()) == 8, "the memory plan and nothing else"
+    assert process.errors().endswith("\nAPI keys read again: 1\n")
+    assert len(process.errors().splitlines()) == 9, "the memory plan and nothing else"
 
 
 def test_a_full_disk_for_logs_ends_nothing(text_checkpoint: Path, wait_for: Any) -> None:
