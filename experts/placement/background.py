@@ -58,6 +58,7 @@ class Background:
 
     def __init__(self) -> None:
         self._asking = ThreadPoolExecutor(1, "repack")
+        self._asking.submit(int)  # starts the thread: a step must not fail where there is none
         self._answer: Future[Repacked] | None = None
         self._process: subprocess.Popen[str] | None = None
 

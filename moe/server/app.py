@@ -80,7 +80,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(Exception, _answer)
     app.openapi = partial(_describe, app.openapi)  # type: ignore[method-assign]
-    guard = Guard(app, queue.metrics, queue.memory, keys, host_names)
+    guard = Guard(app, queue.metrics, queue.memory, keys, host_names, settings.allowed_origins)
     versioned = Versioned(guard, app.routes)
     if not settings.allowed_origins:
         return versioned

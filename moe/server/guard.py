@@ -41,6 +41,7 @@ class Guard:
         host_names: names, without port, that the Host header may have; None: any. On a loopback
             address without a key this stops web pages that point their own name at this address
             (DNS rebinding).
+        origins: web pages that may ask from a browser; "*": all.
     """
 
     def __init__(
@@ -50,12 +51,14 @@ class Guard:
         memory: RequestMemory,
         keys: ApiKeys | None,
         host_names: Collection[str] | None,
+        origins: Collection[str] = (),
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._memory = memory
         self._keys = keys
         self._host_names = host_names
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert scope["type"] == "http", scope["type"]
@@ -112,7 +115,17 @@ class Guard:
                 "Content-Length and Transfer-Encoding exclude each other; send one of them",
                 headers={"connection": "close"},
             )
-        if self._keys is None or scope["path"] in PUBLIC_PATHS:
+        if scope["path"] in PUBLIC_PATHS:
+            return None
+        # CORS hides answers from other pages; what asking costs it does not spare.
+        asks = headers.get("sec-fetch-site", "none")
+        if asks not in ("none", "same-origin") and not self._origins & {"*", headers.get("origin")}:
+            raise APIError(
+                403,
+                "web pages of other origins may not ask; name theirs in server.allowed_origins",
+                code="cross_site",
+            )
+        if self._keys is None:
             return None
         sent = dict(scope["headers"])
         scheme, _, bearer = sent.get(b"authorization", b"").partition(b" ")

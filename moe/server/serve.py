@@ -35,6 +35,7 @@ from moe.server.generation import ANY_MODEL
 from moe.server.guard import LOOPBACK_NAMES
 from moe.server.keys import ApiKeys, make_keys
 from moe.server.remote_prefill import PrefillClient, check_model
+from moe.settings import ServerSettings
 from moe.settings.profile import LoadedProfile
 
 if TYPE_CHECKING:  # its packages are optional
@@ -136,7 +137,7 @@ class Service:
         )
         count = queue.metrics.connections_closed
         crowd = Crowd(most_connections(), on_close=lambda why: count.labels(why).inc())
-        server = _Server(_uvicorn_config(app, settings.read_timeout_s, crowd), crowd, self.tls)
+        server = _Server(_uvicorn_config(app, settings, crowd), crowd, self.tls)
         serving = asyncio.create_task(server.serve([self.listener]))
         watching = asyncio.ensure_future(self.keys.watch()) if self.keys is not None else None
         try:
@@ -196,16 +197,17 @@ class Service:
             task.cancel()
 
 
-def _uvicorn_config(app: ASGIApp, read_timeout_s: float, crowd: Crowd) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, settings: ServerSettings, crowd: Crowd) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=cast(Any, partial(TimedProtocol, read_timeout_s=read_timeout_s, crowd=crowd)),
+        http=cast(Any, partial(TimedProtocol, read_timeout_s=settings.read_timeout_s, crowd=crowd)),
         ws="none",
         lifespan="off",
         interface="asgi3",
         log_level="warning",
         access_log=False,
         server_header=False,
+        forwarded_allow_ips=list(settings.trusted_proxies),  # else those of loopback
         h11_max_incomplete_event_size=HEADER_BYTES,
         limit_concurrency=crowd.busy_limit,
         timeout_graceful_shutdown=_CLOSE_TIMEOUT_S,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from typing import Annotated, Any, Literal
 
@@ -508,6 +509,16 @@ class ParallelSettings(Settings):
     """decode: prompts with fewer unknown tokens are read here."""
 
 
+def _check_network(text: str) -> str:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError as error:
+        raise ValueError(
+            f"must be an address or a network, such as 127.0.0.1 or 10.0.0.0/8; got {text!r:.60}"
+        ) from error
+    return text
+
+
 def _check_origin(text: str) -> str:
     if text != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/?#*\"']+", text):
         raise PydanticCustomError("origin", 'must be like "https://example.org", or "*" for all')
@@ -554,6 +565,12 @@ class ServerSettings(Settings):
     allow_image_urls: bool = False
     """Fetch images that chats link to over http and https, from public addresses only, with at most
     ``max_body_bytes`` for those of a request. false: images come as data URLs."""
+
+    trusted_proxies: tuple[Annotated[str, AfterValidator(_check_network)], ...] = Field(
+        default=(), strict=False
+    )
+    """Addresses or networks of proxies whose ``X-Forwarded-For`` and ``X-Forwarded-Proto`` are
+    believed, such as 127.0.0.1 or 10.0.0.0/8. Empty: no one's."""
 
     allowed_origins: tuple[Annotated[str, AfterValidator(_check_origin)], ...] = Field(
         default=(), strict=False

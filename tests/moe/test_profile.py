@@ -131,6 +131,7 @@ def test_the_keys_are_these() -> None:
         "server.page",
         "server.traces",
         "server.allow_image_urls",
+        "server.trusted_proxies",
         "server.allowed_origins",
     )
 
