@@ -27,6 +27,7 @@ from moe.server.fields import NO_LIMIT, Json
 from moe.server.ignored import Ignored
 from moe.server.image_links import fetch_images
 from moe.server.json_answer import JSONAnswer
+from moe.server.keys import caller_of
 from moe.server.openai.request import ChatRequest, GenerationRequest
 from moe.server.request_memory import RequestMemory, bytes_of
 from moe.text.tokenizer import Prompt, TextCodec
@@ -115,13 +116,6 @@ def tenant_of(request: Request) -> str:
     """The name of the client's key; empty where the server asks for none."""
     key = request.scope["api_key"]
     return "" if key is None else str(key.name)
-
-
-def caller_of(request: Request) -> str:
-    """Whose turn it is when the request's text is worked on: the client's key and address."""
-    key = request.scope["api_key"]
-    address = request.client.host if request.client is not None else ""
-    return address if key is None else f"{key.name} {address}"
 
 
 def is_heavy(request: Request) -> bool:

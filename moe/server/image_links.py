@@ -1,10 +1,11 @@
 """Images that requests link to, fetched where ``server.allow_image_urls`` allows it.
 
 Strangers choose these links, so a link must not lead into the server's own network: each name is
-looked up once, every address that it has must be public, and the connection goes to the address
-that was checked. A redirect is a link like any other. Files are never opened, and no proxy, cookie
-or password is used. Bytes, seconds, redirects and requests that fetch at a time are limited; what
-comes back is decoded like an image that was sent (`moe.images.decode`).
+looked up once, every address that it has must be public and another machine's, and the connection
+goes to the address that was checked, at a port of the web. A redirect is a link like any other.
+Files are never opened, and no proxy, cookie or password is used. Callers share the threads that
+look names up, as that may take long. Bytes, seconds, redirects and requests that fetch at a time
+are limited; what comes back is decoded like an image that was sent (`moe.images.decode`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import ipaddress
 import socket
 import ssl
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from urllib.parse import SplitResult, quote, urljoin, urlsplit
 
@@ -22,7 +23,9 @@ import h11
 from starlette.requests import Request
 
 from moe.errors import RequestError
+from moe.fair_pool import FairPool
 from moe.images.decode import MAX_IMAGES
+from moe.server.keys import caller_of
 from moe.server.openai.request import ChatMessage
 
 SECONDS = 20.0
@@ -30,11 +33,27 @@ SECONDS = 20.0
 REDIRECTS = 3
 AT_ONCE = 16
 """Requests whose links are fetched at a time."""
+PORTS = {80, 443}
+"""Ports that links may name."""
 _PORTS = {"http": 80, "https": 443}
 _MOVED = {301, 302, 303, 307, 308}
 _HEADER_BYTES = 16384
 _SAFE = "/?%:@!$&'()*+,;=-._~[]"  # characters that a target keeps as they are
-_TRANSLATED = ipaddress.ip_network("64:ff9b::/96")  # IPv4 addresses, private ones too, behind NAT64
+_NOT_PUBLIC = [
+    ipaddress.ip_network(network)
+    for network in (
+        # IPv4: "this" network, private, shared, loopback, link-local, of IETF's protocols and
+        # clouds' metadata (192.0.0.192), examples, relays of 6to4, benchmarks, multicast, the rest.
+        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
+        *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16"),
+        *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
+        "168.63.129.16/32",  # what Azure's machines ask, at an address like any other
+        # IPv6, within 2000::/3: Teredo and other protocols, examples, 6to4.
+        *("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),
+    )
+]
+_UNICAST = ipaddress.ip_network("2000::/3")  # all else of IPv6 is local, translated or reserved
+_LOOK_UPS = FairPool(8, "moe-names", each=2)
 
 
 class _RefusedError(Exception):
@@ -100,7 +119,7 @@ async def _fetch_all(request: Request, links: Sequence[tuple[int, dict[str, Any]
             url = part["image_url"]["url"]
             try:
                 if url not in known:
-                    known[url] = await fetch(url, count)
+                    known[url] = await fetch(url, count, caller_of(request))
             except _RefusedError as error:
                 raise RequestError(
                     f"image {number} of the prompt cannot be fetched: {error}"
@@ -109,15 +128,16 @@ async def _fetch_all(request: Request, links: Sequence[tuple[int, dict[str, Any]
             part.update(type="image", image=known[url])
 
 
-async def fetch(url: str, count: Callable[[int], None]) -> bytes:
+async def fetch(url: str, count: Callable[[int], None], caller: str = "") -> bytes:
     """The bytes behind a link.
 
     Args:
         count: called with the number of bytes of each piece; may raise.
+        caller: whose turn it is when names are looked up.
     """
     for _ in range(REDIRECTS + 1):
         try:
-            status, moved, data = await _get(_checked(url), count)
+            status, moved, data = await _get(_checked(url), count, caller)
         except (OSError, h11.ProtocolError) as error:
             raise _RefusedError(f"its host gives no answer ({type(error).__name__})") from error
         if status == 200:
@@ -137,12 +157,16 @@ def _checked(url: str) -> SplitResult:
         named, parts = False, SplitResult("", "", "", "", "")
     if parts.scheme not in _PORTS or not named:
         raise _RefusedError("links must begin with http:// or https://, and name a host")
+    if parts.port not in (None, *PORTS):
+        raise _RefusedError("links must have the port 80 or 443")
     if parts.username is not None or parts.password is not None:
         raise _RefusedError("links must have no user and no password")
     return parts
 
 
-async def _get(url: SplitResult, count: Callable[[int], None]) -> tuple[int, str, bytes]:
+async def _get(
+    url: SplitResult, count: Callable[[int], None], caller: str
+) -> tuple[int, str, bytes]:
     """Status, ``Location`` and, for status 200, the body."""
     secure = url.scheme == "https"
     port = url.port or _PORTS[url.scheme]
@@ -151,7 +175,7 @@ async def _get(url: SplitResult, count: Callable[[int], None]) -> tuple[int, str
     except UnicodeError as error:
         raise _RefusedError("its host's name is not valid") from error
     reader, writer = await asyncio.open_connection(
-        await public_address(host, port),
+        await public_address(host, port, caller),
         port,
         ssl=_tls() if secure else None,
         server_hostname=host if secure else None,
@@ -195,12 +219,16 @@ async def _answer(
             return 200, "", bytes(data)
 
 
-async def public_address(host: str, port: int) -> str:
-    """An address of a host. Raises if one of those that it has is not public."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+async def public_address(host: str, port: int, caller: str = "") -> str:
+    """An address of a host. Raises if one of those that it has is not public, or is ours.
+
+    Args:
+        caller: whose turn it is; callers share the threads that look names up.
+    """
+    look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+    found = await asyncio.wrap_future(_LOOK_UPS.submit(caller, look_up))
     addresses = [str(address[0]) for *_, address in found]
-    if not addresses or not all(map(is_public, addresses)):
+    if not addresses or not all(map(is_public, addresses)) or any(map(is_own, addresses)):
         raise _RefusedError("its host has an address that is not public")
     return addresses[0]
 
@@ -211,9 +239,20 @@ def is_public(text: str) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
             return is_public(str(address.ipv4_mapped))
-        if address.sixtofour or address.teredo or address in _TRANSLATED:
+        if address not in _UNICAST:
             return False
-    return address.is_global and not address.is_multicast
+    return not any(address in network for network in _NOT_PUBLIC)
+
+
+def is_own(text: str) -> bool:
+    """Whether an address is one of this machine's: only those can be bound."""
+    family = socket.AF_INET6 if ":" in text else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((text, 0))
+        except OSError:
+            return False
+    return True
 
 
 @lru_cache(maxsize=1)

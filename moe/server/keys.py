@@ -23,6 +23,7 @@ from pathlib import Path
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from starlette.requests import Request
 
 from experts.files import read_small
 from moe.errors import MoEError
@@ -159,6 +160,13 @@ class ApiKeys:
         self._keys = [*self._fixed, *read]
         gone = ", ".join(known.keys() - records.keys())
         logger.warning("API keys read again: %d%s", len(read), gone and f", without {gone}")
+
+
+def caller_of(request: Request) -> str:
+    """Whose turn it is when the request's text is worked on: the client's key and address."""
+    key = request.scope["api_key"]
+    address = request.client.host if request.client is not None else ""
+    return address if key is None else f"{key.name} {address}"
 
 
 def _stamp(file: Path | None) -> tuple[int, ...] | None:

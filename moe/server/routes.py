@@ -20,7 +20,6 @@ from moe.server.event_stream import while_connected
 from moe.server.fields import MAX_MESSAGES, Items, Json
 from moe.server.generation import (
     answer,
-    caller_of,
     chat_prompt,
     check_model,
     is_heavy,
@@ -29,6 +28,7 @@ from moe.server.generation import (
 )
 from moe.server.image_links import fetch_images
 from moe.server.json_answer import JSONAnswer
+from moe.server.keys import caller_of
 from moe.server.openai.answers import ChatAnswer, CompletionAnswer
 from moe.server.openai.request import (
     ChatEnding,

@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import Request
 
 from moe import MoE
@@ -114,6 +116,8 @@ class Host(BaseHTTPRequestHandler):
 def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHTTPServer]:
     """The other host; its address, this machine's, counts as public."""
     monkeypatch.setattr(image_links, "is_public", lambda address: address == "127.0.0.1")
+    monkeypatch.setattr(image_links, "is_own", lambda _: False)
+    monkeypatch.setattr(image_links, "PORTS", range(1, 2**16))
     with ThreadingHTTPServer(("127.0.0.1", 0), Host) as server:
         server.asked = []  # type: ignore[attr-defined]
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
@@ -194,10 +198,66 @@ def test_links_stay_where_none_are_allowed() -> None:
         ("100.64.0.1", False), ("0.0.0.0", False), ("224.0.0.1", False), ("::1", False),
         ("::ffff:127.0.0.1", False), ("fe80::1%eth0", False), ("fd00::1", False),
         ("2002:7f00:1::", False), ("64:ff9b::a00:1", False), ("::", False),
+        ("::ffff:93.184.216.34", True), ("168.63.129.16", False), ("192.0.0.192", False),
+        ("64:ff9b:1::a00:1", False), ("::ffff:0:127.0.0.1", False), ("fec0::1", False),
+        ("5f00::1", False), ("2001:0:7f00:1::", False), ("3fff::1", False), ("::7f00:1", False),
+        ("192.88.99.1", False), ("255.255.255.255", False), ("ff0e::1", False),
+        ("4000::1", False), ("2001:db8::1", False), ("2a00:1450:4001::1", True),
     ],
 )  # fmt: skip
-def test_public_addresses(address: str, public: bool) -> None:
+def test_c18_public_addresses(address: str, public: bool) -> None:
     assert image_links.is_public(address) is public
+
+
+@given(st.ip_addresses())
+def test_c18_what_python_calls_private_is_not_public(address: Any) -> None:
+    """ipaddress has lists of its own."""
+    if getattr(address, "ipv4_mapped", None) is not None:
+        address = address.ipv4_mapped
+    if not address.is_global or address.is_multicast or address.is_reserved:
+        assert not image_links.is_public(str(address))
+
+
+def test_c18_links_lead_to_no_other_port_and_not_to_this_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def why(url: str) -> str:
+        with pytest.raises(image_links._RefusedError) as refused:
+            asyncio.run(image_links.fetch(url, lambda _: None))
+        return str(refused.value)
+
+    for port in (1, 22, 8000, 8080, 65535):
+        assert why(f"http://93.184.216.34:{port}/") == "links must have the port 80 or 443"
+    assert (image_links.is_own("127.0.0.1"), image_links.is_own("192.0.2.77")) == (True, False)
+    monkeypatch.setattr(image_links, "is_public", lambda _: True)  # as an address of ours may be
+    for url in ("http://127.0.0.1/", "https://127.0.0.1:80/"):
+        assert why(url) == "its host has an address that is not public"
+
+
+def test_c18_names_of_one_caller_do_not_hold_up_those_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on = threading.Event()
+
+    def look_up(host: str, *_: Any, **__: Any) -> Any:
+        assert host != "slow.example" or go_on.wait(30)
+        return [(0, 0, 0, "", ("93.184.216.34", 80))]
+
+    monkeypatch.setattr(image_links.socket, "getaddrinfo", look_up)
+
+    async def run() -> None:
+        slow = [
+            asyncio.ensure_future(image_links.public_address("slow.example", 80, "one"))
+            for _ in range(40)
+        ]
+        for _ in range(3):
+            found = await image_links.public_address("quick.example", 80, "other")
+            assert found == "93.184.216.34"
+        assert not any(each.done() for each in slow)
+        go_on.set()
+        await asyncio.gather(*slow)
+
+    asyncio.run(run())
 
 
 def test_a_model_that_reads_text_refuses(server: Running) -> None:
