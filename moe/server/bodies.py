@@ -10,6 +10,7 @@ import asyncio
 import re
 import reprlib
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -22,13 +23,14 @@ from pydantic import (
     model_validator,
 )
 from pydantic_core import from_json
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 
+from moe.fair_pool import FairPool
 from moe.sequence import MAX_PRIORITY
 from moe.server.errors import APIError, ClientGone
 from moe.server.fields import Metadata, check_size
 from moe.server.ignored import Ignored, nameable
+from moe.server.keys import caller_of
 from moe.server.unsupported import CODES, Dialect, without_unsupported
 from moe.settings import ServerSettings
 from moe.settings.sections import DAY_S
@@ -36,7 +38,16 @@ from moe.settings.sections import DAY_S
 _REFERENCE = "#/components/schemas/{model}"
 _MOST_PROBLEMS = 64  # only this many problems are looked at
 _LONGEST_PLACE = 100  # characters; a client's own keys may be as long as its body
+HEAVY_BYTES = 2**15
+"""Bodies with more count as heavy work."""
+# Each thread that runs Python holds up the engine's: large bodies are checked one after the other.
+_CHECKS = FairPool(2, "moe-bodies", each=2, heavy=1)
 Body = TypeVar("Body", bound=BaseModel)
+
+
+def is_heavy(request: Request) -> bool:
+    """Whether the request has much text."""
+    return bool(request.state.body_bytes > HEAVY_BYTES)
 
 
 def json_body(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
@@ -55,7 +66,10 @@ def json_body(model: type[Body]) -> Callable[[Request], Awaitable[Body]]:
         request.state.body_bytes = len(data)
         ignored = Ignored() if settings.unknown_fields == "take" else None
         request.state.ignored = ignored
-        return await run_in_threadpool(parse, model, data, ignored)
+        work = partial(parse, model, data, ignored)
+        return await asyncio.wrap_future(
+            _CHECKS.submit(caller_of(request), work, heavy=is_heavy(request))
+        )
 
     return read
 

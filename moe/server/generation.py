@@ -19,6 +19,7 @@ from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError
 from moe.model import MoE
 from moe.server.answers import Answer
+from moe.server.bodies import is_heavy
 from moe.server.engine_queue import EngineQueue
 from moe.server.engine_thread import GenerationJob
 from moe.server.errors import APIError
@@ -36,8 +37,6 @@ MAX_ECHO_LOGPROBS = 2**20
 ANY_MODEL = "*"
 """Among the served names: every name is one."""
 _NO_IMAGE = "[image: this model reads text only]"
-HEAVY_BYTES = 2**15
-"""Bodies with more count as heavy work for the text threads."""
 
 
 def check_model(served: Sequence[str], asked: str | None) -> str:
@@ -116,11 +115,6 @@ def tenant_of(request: Request) -> str:
     """The name of the client's key; empty where the server asks for none."""
     key = request.scope["api_key"]
     return "" if key is None else str(key.name)
-
-
-def is_heavy(request: Request) -> bool:
-    """Whether the request has much text."""
-    return bool(request.state.body_bytes > HEAVY_BYTES)
 
 
 def _tools_of(body: GenerationRequest) -> object:

@@ -40,17 +40,21 @@ _MOVED = {301, 302, 303, 307, 308}
 _HEADER_BYTES = 16384
 _SAFE = "/?%:@!$&'()*+,;=-._~[]"  # characters that a target keeps as they are
 _NOT_PUBLIC = [
-    ipaddress.ip_network(network)
-    for network in (
-        # IPv4: "this" network, private, shared, loopback, link-local, of IETF's protocols and
-        # clouds' metadata (192.0.0.192), examples, relays of 6to4, benchmarks, multicast, the rest.
-        *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16"),
-        *("172.16.0.0/12", "192.0.0.0/24", "192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16"),
-        *("198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4"),
-        "168.63.129.16/32",  # what Azure's machines ask, at an address like any other
-        # IPv6, within 2000::/3: Teredo and other protocols, examples, 6to4.
-        *("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),
-    )
+    # IPv4: "this" network, private, loopback, multicast, reserved.
+    *(ipaddress.ip_network((n << 24, bits)) for n, bits in ((0, 8), (10, 8), (127, 8), (224, 3))),
+    *map(
+        ipaddress.ip_network,
+        (
+            # Private, shared, link-local, of IETF's protocols and clouds' metadata (192.0.0.192),
+            # examples, relays of 6to4, benchmarks.
+            *("172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "169.254.0.0/16"),
+            *("192.0.0.0/24", "192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24"),
+            *("192.88.99.0/24", "198.18.0.0/15"),
+            "168.63.129.16/32",  # what Azure's machines ask, at an address like any other
+            # IPv6, within 2000::/3: Teredo and other protocols, examples, 6to4.
+            *("2001::/23", "2001:db8::/32", "2002::/16", "3fff::/20"),
+        ),
+    ),
 ]
 _UNICAST = ipaddress.ip_network("2000::/3")  # all else of IPv6 is local, translated or reserved
 _LOOK_UPS = FairPool(8, "moe-names", each=2)

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from moe.errors import ContextError
 from moe.model import MoE
 from moe.server.anthropic import CountTokensRequest, MessagesAnswer, MessagesRequest
-from moe.server.bodies import RequestBody, json_body, schema_of
+from moe.server.bodies import RequestBody, is_heavy, json_body, schema_of
 from moe.server.engine_queue import EngineQueue
 from moe.server.event_stream import while_connected
 from moe.server.fields import MAX_MESSAGES, Items, Json
@@ -22,7 +22,6 @@ from moe.server.generation import (
     answer,
     chat_prompt,
     check_model,
-    is_heavy,
     name_ignored,
     spending,
 )

@@ -514,7 +514,7 @@ def _check_network(text: str) -> str:
         ipaddress.ip_network(text)
     except ValueError as error:
         raise ValueError(
-            f"must be an address or a network, such as 127.0.0.1 or 10.0.0.0/8; got {text!r:.60}"
+            f"must be an address or a network, like 127.0.0.1 or 192.168.0.0/16; got {text!r:.60}"
         ) from error
     return text
 
@@ -570,7 +570,7 @@ class ServerSettings(Settings):
         default=(), strict=False
     )
     """Addresses or networks of proxies whose ``X-Forwarded-For`` and ``X-Forwarded-Proto`` are
-    believed, such as 127.0.0.1 or 10.0.0.0/8. Empty: no one's."""
+    believed, such as 127.0.0.1 or 192.168.0.0/16. Empty: no one's."""
 
     allowed_origins: tuple[Annotated[str, AfterValidator(_check_origin)], ...] = Field(
         default=(), strict=False
