@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from moe import MoE
-from moe.sampling.grammar import fault
+from moe.sampling.grammar import fault, faults
 from moe.server import generation
 from moe.text.tokenizer import TextCodec
 
@@ -236,7 +236,7 @@ def test_c2_half_sent_bodies_have_a_limit_on_memory(wait_for: Any, serve: Any) -
 
 
 def test_c13_what_is_known_of_grammars_is_bounded_and_recursion_refused() -> None:
-    assert (fault.cache_info().maxsize or 0) <= 256
+    assert (faults.cache_info().maxsize or 0) <= 256
     deep = "start: " + "(" * 20_000 + '"a"' + ")" * 20_000
     assert "nested" in fault("grammar", deep)
     assert fault("grammar", 'start: "(" start ")" | "x"') == ""

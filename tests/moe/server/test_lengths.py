@@ -64,7 +64,8 @@ def test_the_budget_of_thinking_is_kept_to(demo: Any, budget: int) -> None:
 
 
 def test_the_budget_leaves_room_for_a_structure(demo: Any) -> None:
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+    schema: dict[str, Any] = {"type": "object", "properties": {"a": {"enum": [1, 2]}}}
+    schema |= {"required": ["a"]}
     schema |= {"additionalProperties": False}
     format = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     asked: Any = {"messages": ASKED, "response_format": format, "max_tokens": 200}

@@ -75,7 +75,8 @@ def test_responses_answer_such_a_tool_with_items_of_its_own(
     assert answer.headers[HEADER] == "tools.format"
     with client.responses.stream(**body) as stream:
         kinds = [event.type for event in stream]
-        (item,) = stream.get_final_response().output
+        found: list[Any] = list(stream.get_final_response().output)
+    (item,) = found
     assert (item.type, item.name, item.input) == ("custom_tool_call", "patch", "*** x")
     assert kinds[2:6] == [
         "response.output_item.added",

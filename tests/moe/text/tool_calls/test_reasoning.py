@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -46,8 +48,9 @@ def test_what_stands_around_reasoning_is_found(name: str) -> None:
 @pytest.mark.parametrize("name", NOT_FOUND)
 def test_where_there_is_none_none_is_found(name: str) -> None:
     support = probe_reasoning(renderer(NOT_FOUND[name]))
-    told = {"switch": None, "takes_effort": False, "efforts": []}
-    assert support.as_dict() == {"enabled": False, "why": support.reason, "format": None} | told
+    told: dict[str, Any] = {"switch": None, "takes_effort": False, "efforts": []}
+    told |= {"enabled": False, "why": support.reason, "format": None}
+    assert support.as_dict() == told
     assert "neither writes the reasoning" in support.reason
 
 
