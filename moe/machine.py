@@ -202,6 +202,24 @@ def give_back_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def boot(root: Path = ROOT) -> str:
+    """What tells this start of the machine from others; empty where the system does not say."""
+    return _read(root / "proc/sys/kernel/random/boot_id") or ""
+
+
+def mount_of(file: Path, root: Path = ROOT) -> list[str]:
+    """The device that a file lies on: its number, and how the system says that it is mounted."""
+    place = file.resolve()
+    found = [str(place.stat().st_dev)]
+    while not os.path.ismount(place):
+        place = place.parent
+    for line in (_read(root / "proc/self/mountinfo") or "").splitlines():
+        fields = line.split(" ")  # 5 fields, options, and behind a dash type, source, options
+        if fields[4] == str(place).replace(" ", "\\040"):
+            found.append(" ".join([fields[2], *fields[4:6], line.partition(" - ")[2]]))
+    return found
+
+
 def _groups(controller: str, root: Path) -> list[Path]:
     """Folders of the control groups that limit this process, innermost first."""
     folders: list[Path] = []

@@ -21,6 +21,7 @@ from kernels.reference import AnyExperts
 from offload.arena import Arena
 from offload.cache import ExpertCache
 from offload.pins import PinnedExperts
+from offload.trials import SpeedTrial, try_now
 from routing.routing import UNUSED
 
 MANY = 8
@@ -158,14 +159,27 @@ class CpuShare:
         self.pinned.release()
 
 
-def measure_costs(host: Arena, slots: AnyExperts, copy_seconds: float) -> CpuCosts:
+def measure_costs(
+    host: Arena, slots: AnyExperts, copy_seconds: float, trial: SpeedTrial = try_now
+) -> CpuCosts:
     """Time the CPU on some experts, before there is anything in the slots.
 
     Args:
         host: slots in host memory.
         slots: the same, as `CpuExperts` has them.
         copy_seconds: see `CpuCosts`.
+        trial: times the CPU, or knows how fast it was.
     """
+    about: list[object] = [slots.num_experts]
+    about += [[place.numel(), str(place.dtype)] for place in host.places(0)]
+    if isinstance(slots, QuantizedExperts):
+        about += [repr(slots.first), repr(slots.second), slots.parts, slots.row_bits]
+    found, _ = trial("processor", about, lambda: _costs(host, slots))
+    return CpuCosts(copy_seconds, found["expert"], found["row"])
+
+
+def _costs(host: Arena, slots: AnyExperts) -> dict[str, float]:
+    """Seconds of an expert apart from its rows, and of each row."""
     experts = min(MANY, slots.num_experts)
     for slot in range(experts):  # reading memory that was never written to is faster
         for place in host.places(slot):
@@ -183,4 +197,4 @@ def measure_costs(host: Arena, slots: AnyExperts, copy_seconds: float) -> CpuCos
 
     one, many = seconds(1), seconds(MANY)
     row = max(0.0, many - one) / (MANY - 1)
-    return CpuCosts(copy_seconds, max(0.0, one - row), row)
+    return {"expert": max(0.0, one - row), "row": row}

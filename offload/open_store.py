@@ -37,6 +37,7 @@ from offload.readers import choose_reader
 from offload.slots import SlotSizes
 from offload.streams import Streams, open_streams
 from offload.transfer import Read, Reader, Transfer
+from offload.trials import SpeedTrial, try_now
 
 
 def open_offloaded(
@@ -54,6 +55,7 @@ def open_offloaded(
     drafts: bool = True,
     check_finite: bool = False,
     advance: Callable[[int], object] = lambda _: None,
+    trial: SpeedTrial = try_now,
 ) -> Offloaded:
     """The experts of a store, of which caches hold some at a time.
 
@@ -73,6 +75,7 @@ def open_offloaded(
         drafts: see `Store.open`.
         check_finite: refuse experts that hold NaN or infinity, each when it is first read.
         advance: called with the bytes read while host memory is filled with the whole store.
+        trial: measures the disk and the processor, or knows how fast they were.
 
     Raises:
         StoreError: the store is damaged.
@@ -84,7 +87,7 @@ def open_offloaded(
         store = closing.enter_context(Store.open(directory, drafts=drafts))
         records = store.manifest.layers
         counts = [layer.experts for layer in records]
-        chosen = choose_reader(store.file(0).path, reader)
+        chosen = choose_reader(store.file(0).path, reader, trial)
         closing.callback(chosen.close)
         made = make_policy(policy, len(counts), max(counts))
         opening = _Opening(store, bits, prefix_bits, like, chosen, made, reads_ahead, check_finite)
@@ -96,7 +99,9 @@ def open_offloaded(
             tiers[0].cache.warm(hot_set)
             load_seconds = tiers[0].cache.expert_bytes / max(chosen.bytes_per_second, SLOWEST)
         else:
-            layers, tiers, load_seconds = opening.over_host(room, streams, closing, cpu_row_bits)
+            layers, tiers, load_seconds = opening.over_host(
+                room, streams, closing, cpu_row_bits, trial
+            )
             device, host = tiers
             _fill(device, host, opening.sizes, hot_set, advance)
         kept = [[record.bits_of(e, bits) for e in range(record.experts)] for record in records]
@@ -142,6 +147,7 @@ class _Opening:
         streams: Streams,
         closing: ExitStack,
         cpu_row_bits: Literal[8, 24] | None,
+        trial: SpeedTrial,
     ) -> tuple[list[OffloadedExperts], list[Tier], float]:
         """A device over host memory over the disk.
 
@@ -166,7 +172,7 @@ class _Opening:
             near_slots = replace(near_slots, row_bits=cpu_row_bits)
         views = _views(arena.experts, self._like), _views(near_slots, self._like)
         if cpu_row_bits is not None:
-            costs = measure_costs(near, views[1][0], seconds)
+            costs = measure_costs(near, views[1][0], seconds, trial)
         layers = []
         for layer, (count, view, host_view) in enumerate(zip(self._counts, *views, strict=True)):
             own = None

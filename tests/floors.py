@@ -55,6 +55,8 @@ FLOORS = {
     "network": "the seam, lanes, attention, KV cache, MoE layers",
     "sampling": "the next token",
     "proofs": "what loads have proven, kept for later loads of the same",
+    "trials": "how fast this machine was found to be, kept for a day",
+    "kept": "small files of this user that later processes may read back",
     "settings": "profiles",
     "model_lock": "one step at a time",
     "fair_pool": "threads that callers share fairly",

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 
 MODEL = "model directory, GGUF file or hub id (org/name, or org/name:QUANT for a GGUF file there)"
-PROOFS = "prove anew what the model may do, and keep nothing of it"
+PROOFS = "prove anew what the model may do, try disks anew, and keep nothing of it"
 SET = "override one setting of the profile, as in --set engine.max_batch_size=8; may be given again"
 REVISION = "branch, tag or commit of a model on the hub (default: its main branch)"
 

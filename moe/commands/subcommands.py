@@ -228,9 +228,9 @@ def bench(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     if options.forget:
         with importing():
-            from moe.proofs import forget, proof_directory
+            from moe.kept import directory_name, forget
 
-        print(f"forgot {forget()} proofs in {proof_directory()}")
+        print(f"forgot {forget()} proofs and trials in {directory_name()}")
         return 0
     with importing():
         from moe.commands.doctor import main as doctor

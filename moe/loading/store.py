@@ -38,6 +38,7 @@ from moe.loading.takeover import Takeover, chosen_linears, keep_layer, quantize_
 from moe.model_lock import on_device
 from moe.network.seam import expert_shape, experts_modules, take_experts
 from moe.settings import ModelSettings, OffloadSettings
+from moe.trials import Trials
 from offload.capacity import Capacity, fixed_bytes, least_slots, slot_bytes, why_not
 from offload.errors import OffloadError
 from offload.offloaded import Offloaded
@@ -171,6 +172,7 @@ class StoreSource:
                 drafts=not self.no_mtp,
                 check_finite=self._settings.check_finite,
                 advance=advance,
+                trial=Trials(self._settings.proof_cache).figures,
             )
         except OffloadError as error:
             raise CheckpointError(str(error)) from error

@@ -60,7 +60,8 @@ class ModelSettings(Settings):
 
     proof_cache: bool = True
     """Keep what a load proves about a model, so that the next load of the same model starts sooner.
-    Changed code, weights, settings, libraries or processors are proven anew."""
+    Changed code, weights, settings, libraries or processors are proven anew. How fast disks and
+    processors were found to be is kept for a day."""
 
     expert_dtype: Dtype = "auto"
     """Number format of the expert weights in memory. auto: the checkpoint's own."""

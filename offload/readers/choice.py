@@ -24,11 +24,12 @@ from offload.readers.direct_io import BufferedReads, DirectFiles, DirectReads, R
 from offload.readers.native import NativeReader
 from offload.readers.threads import THREADS, ThreadedReader
 from offload.transfer import Read, Reader
+from offload.trials import SpeedTrial, try_now
 
 MEASURE_S = 0.08
 """For each reader."""
 SAMPLE_BYTES, HUGE_PAGE = 256 << 10, 2 << 20
-BATCH = 8
+BATCH, MOST_SAMPLES = 8, 4096
 
 KINDS = {
     "direct": "threads with O_DIRECT",
@@ -39,12 +40,13 @@ KINDS = {
 _MakeBackend = Callable[[DirectFiles], ReadBackend]
 
 
-def choose_reader(file: Path, kind: str = "auto") -> Reader:
+def choose_reader(file: Path, kind: str = "auto", trial: SpeedTrial = try_now) -> Reader:
     """The reader that reads this file fastest; the caller closes it.
 
     Args:
         file: one of those that will be read.
         kind: ``auto``, or the one to take: ``direct``, ``deepspeed`` or ``buffered``.
+        trial: tries the readers, or knows how fast they were.
 
     Raises:
         OffloadError: the file cannot be read, or the requested reader is not available.
@@ -58,18 +60,25 @@ def choose_reader(file: Path, kind: str = "auto") -> Reader:
         if not backends:
             raise OffloadError(f"the reader {kind!r} is not available: {notes}; use 'auto'")
         count = os.fstat(fd).st_size // SAMPLE_BYTES
-        samples = random.sample(range(count), min(count, 4096))
-        speeds = {}
-        for index, (name, backend) in enumerate(backends.items()):
-            own = samples[index :: len(backends)]  # another's samples may be in some cache
-            with closing(_open(name, backend)) as reader:
-                speeds[name] = _bytes_per_second(reader, fd, file, own)
+        about = [sorted(backends), min(count, MOST_SAMPLES)]  # a short file tells less of a disk
+        speeds, since = trial("readers", about, partial(_speeds, backends, fd, file, count), file)
     finally:
         os.close(fd)
-    order = sorted(speeds, key=lambda name: -speeds[name])  # stable: the preferred one first
+    order = sorted(backends, key=lambda name: -speeds[name])  # stable: the preferred one first
     figures = ", ".join(f"{KINDS[name]} {speeds[name] / 1e9:.2f} GB/s" for name in order)
-    fastest, reason = order[0], "; ".join(filter(None, (figures, notes)))
+    when = since and f"measured on {since}"
+    fastest, reason = order[0], "; ".join(filter(None, (figures, when, notes)))
     return _open(fastest, backends[fastest], reason, speeds[fastest])
+
+
+def _speeds(backends: dict[str, _MakeBackend], fd: int, file: Path, count: int) -> dict[str, float]:
+    """Bytes a second of each, on samples of a file that has so many."""
+    samples, speeds = random.sample(range(count), min(count, MOST_SAMPLES)), {}
+    for index, (name, backend) in enumerate(backends.items()):
+        own = samples[index :: len(backends)]  # another's samples may be in some cache
+        with closing(_open(name, backend)) as reader:
+            speeds[name] = _bytes_per_second(reader, fd, file, own)
+    return speeds
 
 
 def _open(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from examples.models.tiny import moe_architectures, tiny_model
-from moe import MoE, machine, proofs
+from moe import MoE, kept, machine, proofs
 from moe.cli import main
 from moe.describe import probe
 from moe.describe.description import NotDescribed
@@ -29,9 +29,9 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
 @pytest.fixture
-def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of proofs of this test."""
-    monkeypatch.setenv(proofs.ENVIRONMENT, str(tmp_path / "proofs"))
+    monkeypatch.setenv(kept.ENVIRONMENT, str(tmp_path / "proofs"))
     return tmp_path / "proofs"
 
 
@@ -63,12 +63,12 @@ def change_byte(file: Path, position: int) -> None:
 
 
 def test_a_second_load_recalls_all_and_goes_the_same_ways(
-    checkpoint: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = ways(checkpoint, model={"proof_cache": False})
-    assert not kept.exists()
+    assert not store.exists()
     first = ways(checkpoint)
-    assert kept.stat().st_mode & 0o777 == 0o700
+    assert store.stat().st_mode & 0o777 == 0o700
 
     def nothing(*_: object) -> None:
         raise AssertionError("proven again")
@@ -83,7 +83,7 @@ def test_a_second_load_recalls_all_and_goes_the_same_ways(
     assert torch.equal(first[2], second[2])
 
 
-def test_a_changed_weight_proves_anew(checkpoint: Path, kept: Path, tmp_path: Path) -> None:
+def test_a_changed_weight_proves_anew(checkpoint: Path, store: Path, tmp_path: Path) -> None:
     path = tmp_path / "copy"
     shutil.copytree(checkpoint, path)
     assert ways(checkpoint)[0] == NOW
@@ -125,7 +125,7 @@ def test_each_change_gives_another_key(
     root, path, threads = tmp_path / "code", tmp_path / "model", torch.get_num_threads()
     shutil.copytree(Path(__file__).parents[2] / "kernels", root / "kernels")
     shutil.copytree(checkpoint, path)
-    monkeypatch.setattr(proofs, "code_digest", lambda: machine.code_digest(root))
+    monkeypatch.setattr(kept, "code_digest", lambda: machine.code_digest(root))
     monkeypatch.setenv("MKL_CBWR", "AUTO")
     if not whole:  # and between the samples
         monkeypatch.setattr(proofs, "WHOLE_BYTES", 0)
@@ -133,7 +133,7 @@ def test_each_change_gives_another_key(
     before = proof_key(path, Profile())
     assert proof_key(path, Profile()) == before
     if what == "library":
-        monkeypatch.setattr(proofs, "_version", lambda name: f"{name} of tomorrow")
+        monkeypatch.setattr(kept, "_version", lambda name: f"{name} of tomorrow")
     try:
         profile = CHANGES[what](root, path)
         assert proof_key(path, profile or Profile()) != before
@@ -206,7 +206,14 @@ def test_damaged_entries_are_proven_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"version": 0}, {"key": "other"}, {"sum": ""}, {"verdicts": []}, {"date": "yesterday"}],
+    [
+        {"version": 0},
+        {"key": "other"},
+        {"sum": ""},
+        {"content": []},
+        {"time": "yesterday"},
+        {"time": 1.0},
+    ],
     ids=str,
 )
 def test_entries_of_others_count_for_nothing(change: dict[str, Any], tmp_path: Path) -> None:
@@ -215,11 +222,11 @@ def test_entries_of_others_count_for_nothing(change: dict[str, Any], tmp_path: P
     assert Proofs("key", file).recall("step", [1], str, lambda: "new") == "new"
 
 
-def test_a_directory_that_others_can_write_to_is_not_used(checkpoint: Path, kept: Path) -> None:
-    kept.mkdir(mode=0o700)
-    kept.chmod(0o770)
+def test_a_directory_that_others_can_write_to_is_not_used(checkpoint: Path, store: Path) -> None:
+    store.mkdir(mode=0o700)
+    store.chmod(0o770)
     assert [ways(checkpoint)[0] for _ in range(2)] == [NOW, NOW]
-    assert not list(kept.iterdir())
+    assert not list(store.iterdir())
 
 
 def test_files_of_another_user_count_for_nothing(
@@ -232,12 +239,12 @@ def test_files_of_another_user_count_for_nothing(
 
 
 def test_there_are_only_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proofs, "MOST_FILES", 3)
+    monkeypatch.setattr(kept, "MOST_FILES", 3)
     for number in range(5):
         _entry(tmp_path / f"{number}.json")
         os.utime(tmp_path / f"{number}.json", (number, number))
     assert len(list(tmp_path.iterdir())) <= 3
-    monkeypatch.setattr(proofs, "MOST_BYTES", 10)
+    monkeypatch.setattr(kept, "MOST_BYTES", 10)
     proven = Proofs("key", tmp_path / "large.json")
     proven.recall("step", [1], str, lambda: "kept")
     proven.keep()
@@ -245,7 +252,7 @@ def test_there_are_only_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_way_that_is_refused_is_not_gone_after_a_recall(
-    checkpoint: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A proof that fails is recalled as one: the way stays closed."""
     with monkeypatch.context() as patch:
@@ -257,14 +264,14 @@ def test_a_way_that_is_refused_is_not_gone_after_a_recall(
     assert not second[1]["packing"]["enabled"]
 
 
-def test_doctor_forgets(checkpoint: Path, kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_forgets(checkpoint: Path, store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ways(checkpoint)
     assert main(["doctor", "--forget"]) == 0
-    assert capsys.readouterr().out == f"forgot 1 proofs in {kept}\n"
-    assert not list(kept.iterdir())
+    assert capsys.readouterr().out == f"forgot 1 proofs and trials in {store}\n"
+    assert not list(store.iterdir())
 
 
-def test_the_command_can_do_without(kept: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_can_do_without(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", "--no-proof-cache", "--print-config"]) == 0
     assert "model.proof_cache = false" in capsys.readouterr().out
 
@@ -278,7 +285,7 @@ def test_outlines_have_no_addresses() -> None:
 @pytest.mark.deep
 @pytest.mark.parametrize("model_type", moe_architectures())
 def test_loads_with_and_without_go_the_same_ways(
-    model_type: str, tmp_path: Path, kept: Path
+    model_type: str, tmp_path: Path, store: Path
 ) -> None:
     """Of each architecture one load that keeps nothing, one that keeps and one that recalls: more
     than 100 in all."""

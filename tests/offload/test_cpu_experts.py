@@ -171,6 +171,9 @@ def test_bytes_of_several_tensors_are_read_together() -> None:
 def test_costs_are_measured() -> None:
     disk = make(True, False, Random(0))
     costs = measure_costs(disk.arena, disk.arena.experts, 0.5)
+    known = {"expert": 2.0, "row": 1.0}
+    recalled = measure_costs(disk.arena, disk.arena.experts, 0.5, lambda *_: (known, "today"))
+    assert recalled == CpuCosts(0.5, 2.0, 1.0)
     assert costs.copy == 0.5
     assert 0 <= costs.expert < 1
     assert costs.computed(8) == pytest.approx(costs.expert + 8 * costs.row)
