@@ -20,6 +20,7 @@ from moe import __version__
 from moe.commands import arguments, subcommands
 from moe.deferred import defer
 from moe.errors import MoEError, ProfileError, RankLostError
+from moe.transformers_names import keep_names
 from offload.errors import OffloadError
 
 AddArguments = Callable[[argparse.ArgumentParser], None]
@@ -86,6 +87,7 @@ def command(run: Callable[[], int] = main) -> NoReturn:
         run: returns the exit code.
     """
     defer()
+    keep_names()
     code: int | None = None
 
     def end() -> None:

@@ -8,8 +8,9 @@ A file that is damaged, of another user, of another version or of another key is
 A directory that others may write to is not used. What cannot be written, as on a full disk, is not
 kept. There are at most `MOST_FILES` of at most `MOST_BYTES`.
 
-Proofs (`moe.proofs`) and trials (`moe.trials`) are kept so. ``MOE_PROOF_CACHE=DIRECTORY`` names
-another directory; empty, it keeps nothing. The key covers `surroundings` and what the caller adds.
+Proofs (`moe.proofs`), trials (`moe.trials`) and names (`moe.transformers_names`) are kept so.
+``MOE_PROOF_CACHE=DIRECTORY`` names another directory; empty, it keeps nothing. A key covers
+`surroundings`, or what else the content depends on.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from kernels.cpu import choose_kernel
 from moe.machine import ROOT, code_digest
 
 VERSION = 2
-MOST_FILES, MOST_BYTES = 512, 256 << 10
+MOST_FILES, MOST_BYTES = 512, 1 << 20
 ENVIRONMENT = "MOE_PROOF_CACHE"
 _UNFINISHED, _ABANDONED_S = "*.unfinished", 3600.0
 _LIBRARIES = ("torch", "transformers", "numpy", "safetensors", "tokenizers", "greenlet", "triton")

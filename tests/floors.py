@@ -55,6 +55,7 @@ FLOORS = {
     "network": "the seam, lanes, attention, KV cache, MoE layers",
     "sampling": "the next token",
     "proofs": "what loads have proven, kept for later loads of the same",
+    "transformers_names": "what transformers exports, kept so that it need not look for it",
     "trials": "how fast this machine was found to be, kept for a day",
     "kept": "small files of this user that later processes may read back",
     "settings": "profiles",

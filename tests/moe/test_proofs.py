@@ -244,9 +244,8 @@ def test_there_are_only_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         _entry(tmp_path / f"{number}.json")
         os.utime(tmp_path / f"{number}.json", (number, number))
     assert len(list(tmp_path.iterdir())) <= 3
-    monkeypatch.setattr(kept, "MOST_BYTES", 10)
     proven = Proofs("key", tmp_path / "large.json")
-    proven.recall("step", [1], str, lambda: "kept")
+    proven.recall("step", [1], str, lambda: "x" * kept.MOST_BYTES)
     proven.keep()
     assert not (tmp_path / "large.json").exists()
 
