@@ -94,6 +94,9 @@ WORST: dict[tuple[str, str], Worst] = {
         "/v1/chat/completions", {"messages": CHATTY}, times=20
     ),
     ("/v1/responses", "20 of 3.9 MB"): _posts("/v1/responses", {"input": LONG_TEXT}, times=20),
+    ("/v1/responses/input_tokens", "20 of 1000 messages"): _posts(
+        "/v1/responses/input_tokens", {"input": CHATTY}, times=20
+    ),
     ("/v1/messages", "20 of 1000 messages"): _posts(
         "/v1/messages", {"model": MODEL.name, "max_tokens": 9, "messages": CHATTY}, times=20
     ),

@@ -35,8 +35,8 @@ class RequestError(MoEError):
     """A prompt or a sampling parameter is not valid for the loaded model."""
 
 
-class BusyError(RequestError):
-    """The machine was too busy to check a request, which may be valid: it can be sent again."""
+class BusyError(MoEError):
+    """The machine was too busy for a request, which may be valid: it can be sent again."""
 
 
 class StructureError(RequestError):

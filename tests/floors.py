@@ -60,6 +60,8 @@ FLOORS = {
     "kept": "small files of this user that later processes may read back",
     "settings": "profiles",
     "model_lock": "one step at a time",
+    "helpers": "processes for what strangers have made, or what may cost too much",
+    "helper_process": "the program of such a process: limits and confines itself",
     "fair_pool": "threads that callers share fairly",
     "machine": "facts about this machine",
     "deferred": "modules of other packages that are imported when they are used",

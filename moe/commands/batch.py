@@ -28,7 +28,7 @@ from moe.commands.console import step_bar
 from moe.commands.terminal import load
 from moe.completion import StreamEvent, places_of
 from moe.engine.prefill_batch import SequenceGroup
-from moe.errors import RequestError, StructureError
+from moe.errors import BusyError, RequestError, StructureError
 from moe.loading.local import public_name
 from moe.model import MoE
 from moe.sequence import RunningSequence
@@ -105,7 +105,7 @@ class BatchJob:
             if repeated:
                 raise APIError(400, f"an earlier line has custom_id {custom_id!r}", code=DUPLICATE)
             self._submit(number, parse(BatchLine, data))
-        except (APIError, RequestError) as error:
+        except (APIError, RequestError, BusyError) as error:
             self._refuse(number, custom_id, api_error(error))
 
     def _submit(self, number: int, line: BatchLine) -> None:
@@ -121,7 +121,7 @@ class BatchJob:
         try:
             for group in groups:
                 self._engine.submit(group)
-        except RequestError:
+        except (RequestError, BusyError):
             self._cancel(groups)
             raise
         places = places_of(groups)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from moe.commands.terminal import RunStats, load, run, write_out
-from moe.errors import ContextError, RequestError
+from moe.errors import BusyError, ContextError, RequestError
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
 from moe.text.chat import REASONING_KEY
@@ -60,7 +60,7 @@ def chat(
             try:
                 shown.append(_image(line.removeprefix("/image ").strip()))
                 model.codec.encode([*leading, _question("Hello.", shown)])
-            except RequestError as error:
+            except (RequestError, BusyError) as error:
                 shown.clear()
                 print(f"moe: {error}", file=sys.stderr)
         elif line:
@@ -127,7 +127,7 @@ def _answer(
         answer = _AnswerPrinter(model, messages)
         tokens = model.codec.reasoning_tokens.values()
         _, stats = run(model, messages, answer.write, shown=tokens)
-    except RequestError as error:
+    except (RequestError, BusyError) as error:
         full = isinstance(error, ContextError) and len(history) > 1
         way_out = "; /reset forgets the conversation" if full else ""
         print(f"moe: {error}{way_out}", file=sys.stderr)

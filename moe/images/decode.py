@@ -6,9 +6,6 @@ import base64
 import binascii
 import hashlib
 import re
-import subprocess
-import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe.errors import RequestError
 from moe.extras import install_line, is_installed
+from moe.helpers import HelperLimitError, Helpers
 from moe.images.decoder import REFUSED, as_rgb
 
 if TYPE_CHECKING:
@@ -25,10 +23,15 @@ MAX_BYTES = 32 << 20
 """Most bytes of the file of one image."""
 MAX_IMAGES = 64
 """Most images of a prompt."""
-_SECONDS = 30.0
-_AT_ONCE = threading.BoundedSemaphore(2)
-"""Decoders that run at a time: each may take a gigabyte."""
-_DECODER = Path(__file__).with_name("decoder.py")
+_SPARE_BYTES = 768 << 20  # the interpreter, Pillow and its libraries
+_BYTES_A_PIXEL = 20  # the decoder's rows, RGBA on white, RGB, and the copies that are written
+DECODERS = Helpers(
+    Path(__file__).with_name("decoder.py"),
+    memory=_SPARE_BYTES,
+    seconds=10,
+    most_bytes=2**32,
+    at_once=2,  # each may take a gigabyte
+)
 _DATA_URL = re.compile(r"data:image/(?:png|jpeg|jpg|webp);base64,", re.IGNORECASE)
 
 
@@ -50,6 +53,7 @@ def decode(sources: Sequence[object], most_pixels: int) -> list[Picture]:
 
     Raises:
         RequestError: there are too many, or one is too large, damaged or something else.
+        BusyError: the machine has no process for it.
     """
     if not is_installed("images"):
         raise RequestError(f"images need Pillow, which is not installed: {install_line('images')}")
@@ -105,18 +109,15 @@ def _bytes_of(source: object, what: str) -> bytes:
 
 def _run(data: bytes, most_pixels: int, what: str) -> tuple[tuple[int, int], bytes]:
     """Width and height, and the pixels, from the decoder's process."""
-    command = [sys.executable, "-I", str(_DECODER), str(max(most_pixels, 0)), str(MAX_BYTES)]
+    most_pixels = max(most_pixels, 0)
     try:
-        with _AT_ONCE:
-            done = subprocess.run(
-                command, input=data, capture_output=True, timeout=_SECONDS, env={}
-            )
-    except subprocess.TimeoutExpired as error:
-        raise RequestError(f"{what} took more than {_SECONDS:g} s to decode") from error
-    if done.returncode != 0:
-        why = done.stderr.decode(errors="replace").strip().splitlines()
-        last = why[-1] if why and done.returncode == REFUSED else "its decoder failed"
-        raise RequestError(f"{what} cannot be read: {last}")
-    head, _, pixels = done.stdout.partition(b"\n")
+        answer = DECODERS.ask(
+            b"%d\n" % most_pixels + data, memory=_SPARE_BYTES + _BYTES_A_PIXEL * most_pixels
+        )
+    except HelperLimitError as error:
+        raise RequestError(f"{what} cannot be read: its decoder {error}") from error
+    if answer.startswith(REFUSED):
+        raise RequestError(f"{what} cannot be read: {answer[len(REFUSED) :].decode()}")
+    head, _, pixels = answer.partition(b"\n")
     width, height = map(int, head.split())
     return (width, height), pixels

@@ -1,33 +1,24 @@
-"""A process that decodes one image: its file on standard input, pixels on standard output.
+"""Decodes one image, as the program of helper processes (`moe.helper_process`).
 
-    python -I decoder.py MOST_PIXELS MOST_BYTES < photo.jpeg > pixels
-
-It runs apart from the server, because decoders are large programs in C that read what strangers
-send. It limits its own memory and time, writes no files, and knows three formats. The pixels are
-RGB, one byte each, behind a line with width and height; what is wrong is one line on standard
-error, and the exit status 3.
+Decoders are large programs in C that read what strangers send, so they run apart from the server.
+This one knows three formats.
 """
 
 from __future__ import annotations
 
 import io
-import resource
-import sys
 from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP")
-REFUSED = 3
-_SECONDS = 10
-_SPARE_BYTES = 768 << 20  # the interpreter, Pillow and its libraries
-_BYTES_A_PIXEL = 20  # the decoder's rows, RGBA on white, RGB, and the copy that is written
+REFUSED = b"!"
+"""What an answer begins with that says why there are no pixels."""
 
 
-def _limit(pixels: int) -> None:
-    most = _SPARE_BYTES + _BYTES_A_PIXEL * pixels
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+def prepare() -> None:
+    """Import Pillow."""
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = None  # of our own limit it would only warn up to twice as many
 
 
 def as_rgb(image: Any) -> Any:
@@ -47,30 +38,25 @@ def as_rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
-def main() -> int:
-    pixels, size = map(int, sys.argv[1:3])
+def answer(request: bytes) -> bytes:
+    """The most pixels, a line break and an image's file to width, height, a line break and pixels.
+
+    The pixels are RGB, one byte each.
+    """
     from PIL import Image, ImageOps
 
-    _limit(pixels)
-    Image.MAX_IMAGE_PIXELS = None  # of our own limit Pillow would only warn up to twice as many
-    data = sys.stdin.buffer.read(size + 1)
+    most, _, data = request.partition(b"\n")
     try:
         found = Image.open(io.BytesIO(data), formats=FORMATS)
-        if found.width * found.height > pixels:
+        if found.width * found.height > int(most):
             shape = f"{found.width} x {found.height}"
-            print(f"it has {shape} pixels, more than {pixels}", file=sys.stderr)
-            return REFUSED
+            return REFUSED + f"it has {shape} pixels, more than {int(most)}".encode()
         image = as_rgb(ImageOps.exif_transpose(found))
+    except MemoryError:
+        raise
     except Exception as error:  # a decoder meets anything in what strangers send
         why = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         if type(error).__name__ == "UnidentifiedImageError":
             why = "it is no PNG, JPEG or WebP file"
-        print(why, file=sys.stderr)
-        return REFUSED
-    sys.stdout.buffer.write(b"%d %d\n" % image.size)
-    sys.stdout.buffer.write(image.tobytes())
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        return REFUSED + why.encode()
+    return b"%d %d\n" % image.size + image.tobytes()

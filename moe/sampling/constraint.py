@@ -12,6 +12,7 @@ Shape suffix: V vocabulary.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import threading
@@ -21,13 +22,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
 from moe.errors import BusyError, RequestError, StructureError
 from moe.fair_pool import FairPool
+from moe.helpers import HelperLimitError, Helpers
 from moe.sampling.lengths import LengthRules
 from moe.sampling.params import SamplingParams, Structure
 
@@ -42,6 +45,37 @@ _PROMPT_S = 0.002
 _THREADS = 4
 _KNOWN = 64
 _SPECIAL = re.compile(r"<\[[^\]\s]*\]>|<\|[^|<>\s]+\|>")  # tokens by number or name
+
+
+CPU_SECONDS, MEMORY = 2, 2**31
+TOO_COMPLEX = (
+    f"it takes more than {CPU_SECONDS} s of a processor or {MEMORY >> 20} MiB to compile, or is "
+    "nested too deeply"
+)
+COMPILERS = Helpers(
+    Path(__file__).with_name("grammar.py"), memory=MEMORY, seconds=CPU_SECONDS, most_bytes=2**20
+)
+
+
+def fault(kind: str, source: str) -> str:
+    """Why a structure cannot be followed, or "" if it can; see `faults`."""
+    return faults(((kind, source),))[0]
+
+
+@lru_cache(maxsize=256)
+def faults(structures: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
+    """Why each structure, a kind and its source, cannot be followed, or "" if it can.
+
+    One helper process tries them; its limits hold for all of them.
+
+    Raises `BusyError` if the machine is too busy to find out; nothing is remembered then.
+    """
+    if not structures:
+        return ()
+    try:
+        return tuple(json.loads(COMPILERS.ask(json.dumps(structures).encode())))
+    except HelperLimitError:
+        return (TOO_COMPLEX,) * len(structures)
 
 
 class Vocabulary(Protocol):
@@ -225,26 +259,19 @@ class Structures:
             BusyError: the machine is too busy to find out.
         """
         self._tokenizer()
-        from moe.sampling.grammar import TOO_COMPLEX, faults
-
         if structure in self._excessive:
             raise _refused(structure, str(_too_costly()))
         source = structure.source
         if structure.kind == "grammar":  # `constraint` checks which special tokens exist
             source = _SPECIAL.sub("<[0]>", source)
-        try:
-            (why,) = faults(((structure.kind, source),))
-            # A part may have dead ends that texts of the whole are too long to come to.
-            own = faults(tuple((part.kind, part.source) for _, part in structure.parts))
-            for (name, part), its_own in zip(structure.parts, own, strict=True):
-                if its_own and (why or its_own != TOO_COMPLEX):
-                    raise _refusal(name, its_own, part.source)
-            if why:
-                raise _refused(structure, why)
-        except TimeoutError as error:
-            raise BusyError(
-                f"this machine is too busy to check {structure.name} ({error}); try again later"
-            ) from error
+        (why,) = faults(((structure.kind, source),))
+        # A part may have dead ends that texts of the whole are too long to come to.
+        own = faults(tuple((part.kind, part.source) for _, part in structure.parts))
+        for (name, part), its_own in zip(structure.parts, own, strict=True):
+            if its_own and (why or its_own != TOO_COMPLEX):
+                raise _refusal(name, its_own, part.source)
+        if why:
+            raise _refused(structure, why)
 
     def constraint(self, params: SamplingParams) -> Constraint | None:
         """A new sequence's constraint; None without a structure. `check` must have passed.

@@ -1,34 +1,25 @@
-"""Turns a structure into a grammar of llguidance; as a program, checks that it can be followed.
+"""Turns a structure into a grammar of llguidance; as the program of helper processes
+(`moe.helper_process`), checks that it can be followed.
 
 A schema of a few kilobytes can keep the compiler busy for hours, a grammar of many rules overflows
-its stack, and ``a{900000}`` compiles at once but takes a second for each token. So `faults` first
-compiles each structure and writes some texts by it in a process of its own, with less time, memory
-and stack than this process has. A text of a schema that comes to a point where nothing may follow
-shows that the schema cannot be followed. This module imports no other module of ours, so that the
-process starts fast.
+its stack, and ``a{900000}`` compiles at once but takes a second for each token. So each structure
+is first compiled there, and some texts written by it, with less time, memory and stack than here. A
+text of a schema that comes to a point where nothing may follow shows that the schema cannot be
+followed.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import resource
-import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Mapping
 from typing import Any, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-CPU_SECONDS = 2
-WALL_SECONDS = 30  # for a busy machine
-MEMORY = 2**31
 STEPS = 48
 STEP_SECONDS = 0.02
 STACK = 2**21  # threads here have four times as much
@@ -165,45 +156,6 @@ def _allows_strings(schema: object) -> bool:
     return "string" in (types if isinstance(types, list) else [types])
 
 
-def fault(kind: str, source: str) -> str:
-    """Why a structure cannot be followed, or "" if it can; see `faults`."""
-    return faults(((kind, source),))[0]
-
-
-@lru_cache(maxsize=256)
-def faults(structures: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
-    """Why each structure, a kind and its source, cannot be followed, or "" if it can.
-
-    They are tried in one other process, whose limits hold for all of them.
-
-    Raises:
-        TimeoutError: the process got too little of the processor to say, or something else on
-            this machine killed it (as Linux does where memory runs out); nothing is remembered.
-    """
-    if not structures:
-        return ()
-    try:
-        done = subprocess.run(
-            [sys.executable, __file__],
-            input=json.dumps(structures),
-            capture_output=True,
-            text=True,
-            timeout=WALL_SECONDS,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(f"not compiled within {WALL_SECONDS} s") from error
-    if done.returncode == -signal.SIGKILL:
-        raise TimeoutError("not compiled: something killed the process")
-    if done.returncode < 0:  # by its own limits
-        return (TOO_COMPLEX,) * len(structures)
-    assert done.returncode == 0, done.stderr
-    return tuple(json.loads(done.stdout))
-
-
-TOO_COMPLEX = (
-    f"it takes more than {CPU_SECONDS} s of a processor to compile, or is nested too deeply"
-)
 _TOO_SLOW = (
     f"a step takes more than {STEP_SECONDS:g} s of a processor; repetitions of a fixed text have "
     "to be shorter"
@@ -249,7 +201,7 @@ def why_not_further(error: str) -> str:
 
 
 def _fault(kind: str, source: str, seconds: float = _WALK_SECONDS) -> str:
-    """`fault` in this process, which its limits may kill; random texts may take so long."""
+    """Why a structure cannot be followed, or ""; random texts may take so many seconds."""
     is_schema = kind == "json_schema"
     try:
         grammar = grammar_of(kind, source)
@@ -308,17 +260,12 @@ def _is_quick(matcher: LLMatcher) -> bool:
     return True
 
 
-def limited_fault(kind: str, source: str) -> str:
-    """`fault` in this process, as `limited_faults`."""
-    return limited_faults([(kind, source)])[0]
+def answer(request: bytes) -> bytes:
+    """Kinds and sources of structures as JSON to why each cannot be followed, or "" if it can.
 
-
-def limited_faults(structures: Sequence[tuple[str, str]]) -> list[str]:
-    """`faults` in a thread of this process, whose limits hold from now on."""
-    # Behind the first limit the process gets SIGXCPU, behind the second SIGKILL.
-    resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    In a thread, whose stack may overflow.
+    """
+    structures = json.loads(request)
     threading.stack_size(STACK)
     found: list[str] = []
     seconds = _WALK_SECONDS / len(structures)
@@ -329,8 +276,4 @@ def limited_faults(structures: Sequence[tuple[str, str]]) -> list[str]:
     thread = threading.Thread(target=look)
     thread.start()
     thread.join()
-    return found
-
-
-if __name__ == "__main__":
-    print(json.dumps(limited_faults(json.load(sys.stdin))))
+    return json.dumps(found).encode()

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
 from moe import __version__
-from moe.errors import RequestError
+from moe.errors import BusyError, RequestError
 from moe.server import experts_stream, image_links, page, remote_prefill, routes
 from moe.server.anthropic import MessagesRequest
 from moe.server.bodies import nested_schemas
@@ -77,6 +77,7 @@ def create_app(
         app.include_router(page.router)
     app.add_exception_handler(APIError, _answer)
     app.add_exception_handler(RequestError, _answer)
+    app.add_exception_handler(BusyError, _answer)
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(Exception, _answer)
     app.openapi = partial(_describe, app.openapi)  # type: ignore[method-assign]

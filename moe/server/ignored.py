@@ -48,8 +48,8 @@ class Ignored:
         self.log(route)
 
     def log(self, where: str) -> None:
-        """Name those fields in the log that it has not named yet."""
-        new = [name for name in self._names if name not in _logged]
+        """Name those fields in the log that it has not named yet, and that have names of fields."""
+        new = [name for name in self._names if name not in _logged and "?" not in name]
         new = new[: max(0, _MOST_LOGGED - len(_logged))]
         if new:
             _logged.update(new)

@@ -3,8 +3,7 @@
 `check_message` checks a message; `with_calls` and `with_reasoning` write its tool calls and its
 reasoning as the template reads them; `render` runs the template.
 
-transformers runs them in jinja2's immutable sandbox, which `moe.text.renderer` puts into a process
-with limits of time and memory.
+transformers runs them in jinja2's immutable sandbox, in helper processes (`moe.text.renderer`).
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe.errors import RequestError
-from moe.text.renderer import RENDERERS, TemplateLimitError, TemplateSyntaxFault
+from moe.errors import BusyError, RequestError
+from moe.helpers import HelperLimitError, Helpers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from moe.text.tool_calls.format import CallFormat
 
 MessageDict = dict[str, Any]
+RENDERERS = Helpers(
+    Path(__file__).with_name("renderer.py"),
+    memory=2**30,
+    seconds=5,
+    most_bytes=2**26,
+    kept=2,  # 60 MB each
+)
 REASONING_KEY = "reasoning_content"
 """The key of a message's reasoning, before `with_reasoning` renames it for the template."""
 _TEMPLATE_NAMES = {"raise_exception", "strftime_now", "bos_token", "eos_token", "pad_token"} | {
@@ -30,6 +37,10 @@ _TEMPLATE_NAMES = {"raise_exception", "strftime_now", "bos_token", "eos_token", 
     *("range", "dict", "lipsum", "cycler", "joiner", "namespace", "loop"),
 }
 """What transformers and jinja2 put into every template."""
+
+
+class TemplateSyntaxFault(ValueError):
+    """A template cannot be read, whatever the messages; the message says the line and why."""
 
 
 def render(
@@ -43,7 +54,8 @@ def render(
 
     Raises:
         RequestError: the template cannot be read, refused the messages, or (with
-            `TemplateLimitError` as the cause) needed too much time or memory.
+            `HelperLimitError` as the cause) needed too much time or memory.
+        BusyError: the machine has no process for it.
     """
     from transformers import PreTrainedTokenizerBase
 
@@ -51,8 +63,10 @@ def render(
     try:
         if own is not PreTrainedTokenizerBase.apply_chat_template:  # transformers' code, no jinja
             return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-        return RENDERERS.render(tokenizer, list(messages), options)
-    except TemplateLimitError as error:
+        return _render(tokenizer, list(messages), options)
+    except BusyError:
+        raise
+    except HelperLimitError as error:
         raise RequestError(
             f"the model's chat template {error}; send fewer or shorter messages"
         ) from error
@@ -66,6 +80,30 @@ def render(
             f"the model's chat template refused the messages: {error!s:.300}; "
             "check their roles and order"
         ) from error
+
+
+def _render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[MessageDict], options: Mapping[str, Any]
+) -> str:
+    """What ``tokenizer.apply_chat_template(messages, tokenize=False, **options)`` returns."""
+    asked = {
+        "template": tokenizer.chat_template,
+        "special": tokenizer.special_tokens_map,
+        "messages": messages,
+        "options": options,
+    }
+    answer = json.loads(RENDERERS.ask(json.dumps(asked, default=_plain).encode()))
+    if "syntax" in answer:
+        raise TemplateSyntaxFault(answer["syntax"])
+    if "fault" in answer:
+        raise ValueError(answer["fault"])
+    return str(answer["text"])
+
+
+def _plain(value: Any) -> Any:
+    """What a template sees of an object that is no JSON; numbers of numpy are numbers."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) else f"<{type(value).__name__}>"
 
 
 def check_settings(tokenizer: PreTrainedTokenizerBase, settings: Mapping[str, object]) -> None:

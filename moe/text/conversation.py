@@ -19,8 +19,8 @@ from itertools import groupby
 from typing import Any
 
 from moe.errors import RequestError
-from moe.text.chat import MessageDict
-from moe.text.renderer import TemplateLimitError, TemplateSyntaxFault
+from moe.helpers import HelperLimitError
+from moe.text.chat import MessageDict, TemplateSyntaxFault
 
 Messages = list[MessageDict]
 _PROVES_NOTHING = 8
@@ -55,7 +55,7 @@ def render_whole(
         try:
             text = render(arranged, **options)
         except RequestError as error:
-            if isinstance(error.__cause__, TemplateLimitError | TemplateSyntaxFault):
+            if isinstance(error.__cause__, HelperLimitError | TemplateSyntaxFault):
                 raise
             refusal = refusal or error
             continue

@@ -22,6 +22,7 @@ from moe.network.prompt_rows import PromptRows
 from moe.sampling.params import ThinkingBudget
 from moe.text.chat import (
     REASONING_KEY,
+    RENDERERS,
     check_settings,
     render,
     take_images,
@@ -32,7 +33,6 @@ from moe.text.control_tokens import ControlTokens, Masks, Ranges
 from moe.text.conversation import render_whole
 from moe.text.detokenize import IncrementalDecoder, special_token_ids, without_panics
 from moe.text.generation_config import GENERATION_CONFIG, read_generation_config
-from moe.text.renderer import RENDERERS
 from moe.text.tool_calls.probe import ToolSupport, probe_tools
 from moe.text.tool_calls.read_back import Render
 from moe.text.tool_calls.reasoning import ReasoningSupport, probe_reasoning

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe.errors import RequestError
+from moe.helpers import HelperLimitError
 from moe.text.chat import REASONING_KEY, MessageDict
-from moe.text.renderer import TemplateLimitError
 from moe.text.tool_calls.format import CallFormat, Channels, NamedBody
 from moe.text.tool_calls.read_back import Answers, Render
 from moe.text.tool_calls.spots import Spot, assemble, departs, locate
@@ -72,7 +72,7 @@ def probe_tools(
         return ToolSupport(made, "found by probing the chat template")
     except _NoFormat as reason:
         return ToolSupport(None, str(reason))
-    except TemplateLimitError:
+    except HelperLimitError:
         return ToolSupport(None, "the chat template takes too long or too much memory")
 
 
@@ -282,7 +282,7 @@ class _ToolProbe:
         try:
             text = self._render(messages, **options)
         except RequestError as error:
-            if isinstance(error.__cause__, TemplateLimitError):
+            if isinstance(error.__cause__, HelperLimitError):
                 raise error.__cause__ from None
             if calling and self._refusal is None:
                 self._refusal = f"{error!s:.200}"

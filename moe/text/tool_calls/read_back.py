@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from moe.errors import RequestError
+from moe.helpers import HelperLimitError
 from moe.text.chat import MessageDict, with_calls
-from moe.text.renderer import TemplateLimitError
 from moe.text.tool_calls.channels import ChannelParser
 from moe.text.tool_calls.format import CallFormat
 from moe.text.tool_calls.parser import CallParser, ParsedCall
@@ -66,7 +66,7 @@ class Answers:
             text = self._render(messages, **options)
             prompt = self._render(messages[:-1], add_generation_prompt=True, **options)
         except RequestError as error:
-            if isinstance(error.__cause__, TemplateLimitError):
+            if isinstance(error.__cause__, HelperLimitError):
                 raise error.__cause__ from None
             return None
         text = text[departs(prompt, text) :]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe.errors import RequestError
+from moe.helpers import HelperLimitError
 from moe.text.chat import REASONING_KEY, MessageDict
-from moe.text.renderer import TemplateLimitError
 from moe.text.tool_calls.read_back import Render
 from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
 from moe.text.tool_calls.spots import departs
@@ -124,7 +124,7 @@ def probe_reasoning(render: Render) -> ReasoningSupport:
                 break
         switch = next((name for name in _SWITCHES if _reads(render, name, True, False)), None)
         efforts = _efforts(render)
-    except TemplateLimitError:
+    except HelperLimitError:
         return ReasoningSupport(None, "the chat template takes too long or too much memory")
     return ReasoningSupport(found, reason, switch, efforts)
 
@@ -215,7 +215,7 @@ class _ReasoningProbe:
         try:
             return self._render(messages, **options, **self._options)
         except RequestError as error:
-            if isinstance(error.__cause__, TemplateLimitError):
+            if isinstance(error.__cause__, HelperLimitError):
                 raise error.__cause__ from None
             return None
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
-import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import jsonschema_rs
 import pytest
@@ -19,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe import Structure
-from moe.errors import BusyError, RequestError, StructureError
+from moe.errors import RequestError, StructureError
 from moe.fair_pool import FairPool
 from moe.sampling.batch import LogitsError, Token
 from moe.sampling.constraint import Constraint, MaskLateError, MaskThreads, Structures
@@ -326,18 +324,6 @@ OF_TOOLS = [("a tool", Structure.json_object())]
 def test_what_is_no_structure_is_refused(make: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         make()
-
-
-def test_a_busy_machine_is_no_fault_of_a_structure(
-    structures: Structures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    structure = Structure.json_schema({"type": "string", "maxLength": 77})
-    with monkeypatch.context() as busy:
-        late = subprocess.TimeoutExpired("grammar", 30)
-        busy.setattr("moe.sampling.grammar.subprocess.run", Mock(side_effect=late))
-        with pytest.raises(BusyError, match=r"too busy to check the JSON schema .*; try again lat"):
-            structures.check(structure)
-    structures.check(structure)
 
 
 def test_models_without_a_tokenizer_that_can_be_read() -> None:

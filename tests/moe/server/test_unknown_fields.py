@@ -187,7 +187,7 @@ def test_names_are_said_in_a_header_and_once_in_the_log(
             assert strict.http.post(route, json=body | {"newer": 1}).status_code == 400
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        "/v1/chat/completions: taken without effect: new?field, newer "
+        "/v1/chat/completions: taken without effect: newer "
         "(server.unknown_fields: refuse refuses it)"
     )
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from moe.errors import RequestError
+from moe.helpers import HelperLimitError
 from moe.server.anthropic import MessagesRequest
 from moe.server.openai.request import ChatRequest
 from moe.server.responses import ResponsesRequest
 from moe.text.conversation import render_whole
-from moe.text.renderer import TemplateLimitError
 from tests.moe.text.tool_calls.test_calls import renderer
 from tests.world.files import LLAMA_CPP
 
@@ -238,7 +238,7 @@ def test_a_template_that_takes_too_long_is_not_asked_again() -> None:
 
     def render(*_: object, **__: object) -> str:
         asked.append(1)
-        raise RequestError("late") from TemplateLimitError()
+        raise RequestError("late") from HelperLimitError()
 
     with pytest.raises(RequestError, match="late"):
         render_whole(render, HISTORIES["later"], "")

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe.errors import RequestError
+from moe.helpers import HelperLimitError
 from moe.sampling.params import Structure
 from moe.text.chat import with_reasoning
-from moe.text.renderer import TemplateLimitError
 from moe.text.tool_calls.grammar import after_reasoning
 from moe.text.tool_calls.reasoning import (
     ReasoningFormat,
@@ -77,7 +77,7 @@ def test_a_template_that_takes_too_long_is_asked_once() -> None:
 
     def render(*_: object, **__: object) -> str:
         asked.append(1)
-        raise RequestError("late") from TemplateLimitError()
+        raise RequestError("late") from HelperLimitError()
 
     assert probe_reasoning(render).reason == "the chat template takes too long or too much memory"
     assert len(asked) == 1
