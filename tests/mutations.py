@@ -49,11 +49,13 @@ class Promise:
         name: the word that selects it.
         guards: modules, each whole or one function or class of it (``file::name``).
         tests: files, or tests in them.
+        by_hand: its mutants in ``mutations.yaml``.
     """
 
     name: str
     guards: tuple[str, ...]
     tests: tuple[str, ...]
+    by_hand: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ def promises() -> list[Promise]:
             re.findall(r"`([^`]+)`", cells[0])[0],
             tuple(re.findall(r"`([^`]+)`", cells[2])),
             tuple(re.findall(r"`([^`]+)`", cells[3])),
+            tuple(re.findall(r"`([^`]+)`", cells[4])),
         )
         for cells in rows
     ]
@@ -102,12 +105,14 @@ def trials() -> Iterator[Trial]:
                 seen[name] = seen.get(name, 0) + 1
                 number = f" ({seen[name]})" if seen[name] > 1 else ""
                 yield Trial(f"{promise.name}: {name}{number}", file, mutant.source, promise.tests)
+    rows = {name: f"{promise.name}: " for promise in promises() for name in promise.by_hand}
     for own in yaml.safe_load(LIST.read_text()):
         source = _read(own["file"])
         if source.count(own["guard"]) != 1:
             raise SystemExit(f"STALE {own['fault']}: the guard is not once in {own['file']}")
         changed = source.replace(own["guard"], own["without"])
-        yield Trial(own["fault"], own["file"], changed, tuple(own["test"]))
+        name = rows.get(own["fault"], "") + own["fault"]
+        yield Trial(name, own["file"], changed, tuple(own["test"]))
 
 
 def main(words: list[str]) -> int:

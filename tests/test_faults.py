@@ -61,6 +61,7 @@ def test_each_promise_has_guards_and_tests(promise: Promise) -> None:
     for guard in promise.guards:
         file, _, within = guard.partition("::")
         assert list(mutants_of((ROOT / file).read_text(), within)), guard
+    assert {*promise.by_hand} <= {mutation["fault"] for mutation in MUTATIONS}
 
 
 def test_a_mutant_is_without_one_guard() -> None:
