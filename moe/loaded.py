@@ -13,6 +13,7 @@ from kernels.cpu.kv import BLOCK
 from moe.calibration.predictors import PromptEstimator
 from moe.decode.enable import Fused
 from moe.describe.probe import Packing
+from moe.images.reader import ImageReader
 from moe.loading.memory_plan import MemoryPlan
 from moe.memory.kv_precision import KVPrecision
 from moe.network.backbone import Backbone
@@ -83,7 +84,7 @@ class LoadedModel:
         """See `moe.model.MoE.stats`; of this rank."""
         experts = self.experts
         bytes_by, layers = experts.expert_bytes_read_by, experts.statistics.snapshot()
-        speculator = self.speculation.speculator
+        speculator, images = self.speculation.speculator, self.codec.images
         return {
             "weight_bytes": self.weight_bytes,
             "expert_bytes": experts.expert_bytes,
@@ -96,6 +97,7 @@ class LoadedModel:
             "layers": layers,
             "offload": None if self.offloaded is None else self.offloaded.statistics(),
             "speculation": None if speculator is None else speculator.figures(),
+            "images": images.towers.figures() if isinstance(images, ImageReader) else None,
         }
 
     def reset_stats(self) -> None:
@@ -105,6 +107,8 @@ class LoadedModel:
             self.offloaded.reset_statistics()
         if self.speculation.speculator is not None:
             self.speculation.speculator.report.reset()
+        if isinstance(self.codec.images, ImageReader):
+            self.codec.images.towers.reset()
 
     def status(self) -> dict[str, Any]:
         """See `moe.model.MoE.status`; of this rank."""

@@ -412,7 +412,8 @@ class MoE:
         An expert that a step reads is counted once a layer, and ``..._by`` says for what: for
         ``prefill`` (tokens of prompts), for ``decode`` (running sequences) or for ``both``.
         ``offload``: what the cache of experts did; null if all of them are in memory.
-        ``speculation``: how many drafts were accepted; null without drafts.
+        ``speculation``: how many drafts were accepted; null without drafts. ``images``: pictures
+        that towers encoded, and those whose rows were kept; null if the model reads none.
         ``parallel``: what every rank has sent; null on one rank. The rest is of this rank.
         """
         session = self._session

@@ -13,7 +13,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,16 +57,24 @@ class ImageReader:
         processor: transformers' own of the checkpoint.
         model: the whole multimodal model, which shares its text part with the backbone.
         most_pixels: of all images of a prompt.
+        towers: the rows of pictures that its towers have encoded.
 
     Attributes:
+        towers: as given.
         whole: prompts with images must be read in one pass.
     """
 
     def __init__(
-        self, processor: Processor, model: PreTrainedModel, most_pixels: int, *, whole: bool = False
+        self,
+        processor: Processor,
+        model: PreTrainedModel,
+        most_pixels: int,
+        towers: TowerRows,
+        *,
+        whole: bool = False,
     ) -> None:
         self._processor, self._model = processor, model
-        self._most_pixels, self.whole = most_pixels, whole
+        self._most_pixels, self.towers, self.whole = most_pixels, towers, whole
         self._lock = threading.Lock()
         self._known: OrderedDict[object, ImagePrompt] = OrderedDict()
 
@@ -177,21 +185,21 @@ def enable_images(
     backbone: Backbone,
     towers: PreTrainedModel,
     processor: Processor,
-    conversation: Callable[[], str],
+    conversation: Callable[[int], str],
     most_pixels: int,
 ) -> ImageReader | str:
     """What reads images for a model from now on; or why nothing does.
 
     Args:
         towers: all of the model but its text part.
-        conversation: makes the text of a conversation with one image.
+        conversation: makes the text of a conversation with so many images.
     """
     join_towers(towers, backbone.model)
     watch(text_model(backbone.model))
-    TowerRows(towers.eval())
-    reader = ImageReader(processor, towers, most_pixels)
+    rows = TowerRows(towers.eval())
+    reader = ImageReader(processor, towers, most_pixels, rows)
     try:
-        inputs = reader.inputs(conversation(), [_probe_image()])
+        inputs = reader.inputs(conversation(1), [_probe_image(96, 64)])
         in_blocks = writes_blocks(backbone.model)
         gap, cut = (_gaps_in_blocks if in_blocks else _gaps)(backbone, reader, inputs)
     except Exception as error:  # as `enable_packing`: an architecture may do anything
@@ -200,7 +208,11 @@ def enable_images(
     if not gap <= most:
         what = "keys and values" if in_blocks else "logits"
         return f"rows of images give other {what} than transformers' own forward (by {gap:.1e})"
-    return ImageReader(processor, towers, most_pixels, whole=not cut <= most)
+    # `rows` finds out by several pictures; a model that reads one a prompt needs not know.
+    with suppress(Exception), plain_torch(), on_device(towers.device):
+        reader.rows(reader.inputs(conversation(2), [_probe_image(96, 64), _probe_image(64, 128)]))
+    rows.reset()
+    return ImageReader(processor, towers, most_pixels, rows, whole=not cut <= most)
 
 
 def _gaps(
@@ -277,18 +289,19 @@ def _logits(backbone: Backbone, prompt: ImagePrompt, ends: Sequence[int]) -> Ten
     return torch.cat(rows)
 
 
-def _probe_image() -> Any:
-    """An image that is not square, so that rows and columns differ, with something in it."""
+def _probe_image(width: int, height: int) -> Any:
+    """An image with something in it; not square, so that rows and columns differ."""
     from PIL import Image
 
-    image = Image.new("RGB", (96, 64))
-    image.putdata([(5 * x % 256, 3 * y, (x * y) % 256) for y in range(64) for x in range(96)])
+    image = Image.new("RGB", (width, height))
+    points = [(x, y) for y in range(height) for x in range(width)]
+    image.putdata([(5 * x % 256, 3 * y % 256, (x * y) % 256) for x, y in points])
     return image
 
 
-def conversation(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A conversation with one image, by the model's chat template."""
-    content = [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+def conversation(tokenizer: PreTrainedTokenizerBase, images: int) -> str:
+    """A conversation with so many images, by the model's chat template."""
+    content = [{"type": "image"}] * images + [{"type": "text", "text": "What is this?"}]
     return render(tokenizer, [{"role": "user", "content": content}], add_generation_prompt=True)
 
 

@@ -107,6 +107,7 @@ class _Readings(Collector):
         yield from speculation_metrics(readings["stats"].get("speculation"))
         yield from rank_metrics(readings["stats"].get("parallel"))
         yield from _prefixes(readings["engine"].get("prefixes") or {})
+        yield from _images(readings["stats"].get("images"))
         for name, text, key in (
             ("moe_prompts_waiting", "Prompts in the engine's queue", "waiting_prompts"),
             ("moe_prompt_tokens_waiting", "Their tokens that are not read yet", "waiting_tokens"),
@@ -195,6 +196,19 @@ def _prefixes(prefixes: Mapping[str, int]) -> Iterator[Metric]:
         yield CounterMetricFamily(name, text, value=prefixes.get(key, 0))
     held = prefixes.get("held_tokens", 0)
     yield GaugeMetricFamily("moe_prefix_tokens", "Tokens of known prefixes held", value=held)
+
+
+def _images(images: Mapping[str, int] | None) -> Iterator[Metric]:
+    """Images of prompts; nothing if the model reads none."""
+    if images is None:
+        return
+    for name, text, key in (
+        ("moe_images_encoded", "Images of prompts that a tower encoded", "encoded"),
+        ("moe_images_reused", "Images whose rows were known already", "reused"),
+    ):
+        yield CounterMetricFamily(name, text, value=images[key])
+    text = "Bytes of known rows of images"
+    yield GaugeMetricFamily("moe_image_bytes", text, value=images["kept_bytes"])
 
 
 def rank_metrics(figures: Mapping[str, Any] | None) -> Iterator[Metric]:

@@ -146,6 +146,27 @@ def test_logits_and_tokens_are_those_of_the_whole_model(
     assert again.token_ids == first.token_ids
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "gemma4"])
+def test_a_turn_with_a_further_picture_encodes_one(
+    name: str, made: Callable[[str], tuple[Path, PreTrainedModel]]
+) -> None:
+    path, reference = made(name)
+    model = MoE.from_pretrained(path, SMALL | {"engine": {"fused": "off"}})
+    first, second = asking(picture(1, 96, 64)), asking(picture(1, 96, 64), picture(2, 50, 90))
+    found = []
+    for messages in (first, second, first, second):
+        prompt = model.codec.encode(messages)
+        images = model.stats()["images"]
+        found.append((images["encoded"], images["reused"]))
+    assert found == [(1, 0), (2, 1), (2, 1), (2, 1)]  # the last two prompts are known whole
+    assert images["kept_bytes"] > 0
+    assert isinstance(prompt, ImagePrompt)
+    (said,) = model.generate([second], GREEDY)
+    assert said.token_ids == greedy(reference, inputs_of(model, second))
+    model.reset_stats()
+    assert model.stats()["images"]["encoded"] == 0
+
+
 @pytest.mark.skipif(HAS_TORCHVISION, reason="torchvision is installed")
 @pytest.mark.parametrize("name", ["mistral_large4", "llama4", "kimi_k25"])
 def test_a_processor_that_needs_torchvision_says_so(name: str, tmp_path: Path) -> None:
