@@ -1,7 +1,8 @@
 """Modules of other packages that are imported when they are first used, not before.
 
 transformers imports what few models need each time that a network is built: torch's compiler, its
-sharded tensors, scipy's optimisers. They take three times as long as all the rest. `defer` puts a
+sharded tensors, scipy's optimisers; and torch imports sympy for each operation on the meta device,
+whose sizes could be symbols. They take three times as long as all the rest. `defer` puts a
 `DeferredModule` in their places. The first use of anything that is not listed here imports the
 module in its own place, and nobody sees a difference but the time.
 
@@ -21,6 +22,28 @@ from threading import RLock
 from types import FunctionType, ModuleType
 from typing import Any
 
+
+def _equal(one: int | Sequence[int], other: int | Sequence[int]) -> bool:
+    if isinstance(one, int) or isinstance(other, int):
+        return one == other
+    return [*one] == [*other]
+
+
+PLAIN: Mapping[str, tuple[type, Callable[..., int]]] = {
+    "expect_true": (bool, bool),
+    "guard_or_false": (bool, bool),
+    "guard_or_true": (bool, bool),
+    "guard_size_oblivious": (bool, bool),
+    "statically_known_true": (bool, bool),
+    "sym_and": (bool, lambda *each: all(each)),
+    "sym_or": (bool, lambda *each: any(each)),
+    "sym_eq": (int, _equal),
+    "is_nested_int": (int, lambda _: False),
+    "has_guarding_hint": (int, lambda _: True),
+    "guarding_hint_or_throw": (int, int),
+}
+"""Functions about sizes that may be symbols, which each operation on the meta device asks: the type
+of numbers that are none, and what they return for these."""
 DEFERRED: Mapping[str, Sequence[str]] = {
     "torch._dynamo": (),
     "torch._dynamo._trace_wrapped_higher_order_op": ("TransformGetItemToIndex",),
@@ -42,6 +65,8 @@ DEFERRED: Mapping[str, Sequence[str]] = {
         "flex_attention",
         "AuxRequest",
     ),
+    "torch.fx.experimental.symbolic_shapes": (*PLAIN,),
+    "sympy": ("Basic",),
     "scipy.optimize": ("linear_sum_assignment",),
     "transformers.models": (),
 }
@@ -173,6 +198,10 @@ class _StandIn(type):
         return type(real[0])(name, real, names)  # a class that is derived from it
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.__name__ in PLAIN and not kwargs:
+            kind, answer = PLAIN[cls.__name__]
+            if _all_are(kind, args) or (answer is _equal and _all_hold(kind, args)):
+                return answer(*args)
         if cls.__name__ in VALUES and _waits(cls):
             return _Value(lambda: _real(cls)(*args, **kwargs))
         return _real(cls)(*args, **kwargs)
@@ -187,6 +216,17 @@ class _StandIn(type):
 
     def __subclasscheck__(cls, other: type) -> bool:
         return other is cls or (not _waits(cls) and issubclass(other, _real(cls)))
+
+
+def _all_are(kind: type, values: Sequence[Any]) -> bool:
+    return bool(values) and all(type(value) is kind for value in values)
+
+
+def _all_hold(kind: type, values: Sequence[Any]) -> bool:
+    return all(
+        isinstance(value, tuple | list) and all(type(item) is kind for item in value)
+        for value in values
+    )
 
 
 def _waits(stand_in: _StandIn) -> bool:

@@ -165,6 +165,7 @@ def test_generate_imports_no_compiler_and_no_training() -> None:
     ran = {"torch._dynamo.eval_frame", "torch._inductor", "torch.distributed.tensor._api"}
     ran |= {"scipy.optimize._optimize", "torch.distributed.fsdp.fully_sharded_data_parallel"}
     ran |= {"torch.distributed.checkpoint.state_dict_saver", "fastapi"}
+    ran |= {"sympy.core", "torch.utils._sympy.functions"}
     assert not modules & ran
 
 
@@ -177,6 +178,16 @@ import sys, torch
 from transformers.distributed.tensor_parallel import DTensor, Replicate, Shard
 from transformers.distributed.sharding_utils import Shard as Other
 import transformers.modeling_utils
+meta = torch.ones(2, 1, device="meta") * torch.arange(3, device="meta")
+assert meta.shape == torch.stack([meta, meta])[0].shape == (2, 3)
+try:
+    torch.ones(2, device="meta") * torch.ones(3, device="meta")
+except RuntimeError as error:
+    assert "broadcast" in str(error) or "must match" in str(error), error
+else:
+    raise AssertionError("sizes that do not go together were taken")
+for name in ("sympy", "torch.fx.experimental.symbolic_shapes"):
+    assert isinstance(sys.modules[name], DeferredModule), name
 assert isinstance(sys.modules["torch.distributed.tensor"], DeferredModule)
 assert isinstance(sys.modules["torch._dynamo"], DeferredModule)
 made = Shard(0)
@@ -187,6 +198,9 @@ assert isinstance(Other(1), Real)
 import torch._dynamo
 assert torch._dynamo.config.cache_size_limit > 0
 assert torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)) == 2
+grown = torch.compile(lambda x: x.new_ones(x.shape[0] * 2, 1) * x, backend="eager", dynamic=True)
+assert [grown(torch.ones(size)).shape for size in (3, 5)] == [(6, 3), (10, 5)]
+assert isinstance(sys.modules["sympy"].Symbol("s"), sys.modules["sympy"].Basic)
 import transformers
 assert transformers.models.llama.LlamaConfig().model_type == "llama"
 assert transformers.LlamaForCausalLM.__module__.endswith("modeling_llama")
@@ -198,3 +212,22 @@ print(scipy.optimize.linear_sum_assignment([[1, 2], [2, 1]])[1].tolist())
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[0, 1]"
+
+
+PLAIN_VALUES: dict[type, list[Any]] = {bool: [False, True], int: [-1, 0, 1, 7]}
+
+
+@pytest.mark.parametrize("name", deferred.PLAIN)
+def test_plain_sizes_are_answered_as_torch_does(name: str) -> None:
+    from torch.fx.experimental import symbolic_shapes
+
+    real = getattr(symbolic_shapes, name)
+    kind, answer = deferred.PLAIN[name]
+    values = PLAIN_VALUES[kind]
+    pairs = [(one, other) for one in values for other in values]
+    if name == "sym_eq":
+        pairs += [((1, 2), [1, 2]), ((1, 2), (1, 3)), ((1,), (1, 2)), ((), ())]
+    several = name in ("sym_eq", "sym_and", "sym_or")
+    for each in pairs if several else [(value,) for value in values]:
+        found, expected = answer(*each), real(*each)
+        assert (type(found), found) == (type(expected), expected)
