@@ -33,6 +33,7 @@ from moe.server.connections import Acceptor, Crowd, TimedProtocol, most_connecti
 from moe.server.engine_queue import EngineQueue
 from moe.server.generation import ANY_MODEL
 from moe.server.guard import LOOPBACK_NAMES
+from moe.server.interpreter import rest_from_collecting, turns_of_threads
 from moe.server.keys import ApiKeys, make_keys
 from moe.server.remote_prefill import PrefillClient, check_model
 from moe.settings import ServerSettings
@@ -287,10 +288,12 @@ async def _run(service: Service) -> int:
         loop.add_signal_handler(number, _on_signal, service)
     if service.keys is not None:
         loop.add_signal_handler(signal.SIGHUP, service.reload_keys)
-    return await service.run(partial(_say_ready, service))
+    with turns_of_threads():
+        return await service.run(partial(_say_ready, service))
 
 
 def _say_ready(service: Service) -> None:
+    rest_from_collecting()
     assert service.queue is not None
     assert service.queue.model is not None
     for notice in service.queue.model.notices:

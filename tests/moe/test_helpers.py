@@ -137,6 +137,19 @@ def test_b14_idle_helpers_that_were_killed_or_stopped_are_replaced(
     assert _render() == "hi", "by the idle one"
 
 
+def test_b14_all_idle_helpers_may_be_killed(machine: Machine) -> None:
+    own, _, _ = USES["templates"]
+    for helper in [own._take(own._memory) for _ in range(own._kept)]:
+        own._give_back(helper)
+    assert len(own._idle) == 2
+    for process in machine.started:
+        process.kill()
+        process.wait()
+    assert _render() == "hi"
+    assert len(machine.started) == 3
+    assert helpers.WALL_SECONDS == 30.0
+
+
 def test_the_probe_of_a_template_is_not_spoilt_by_the_machine(machine: Machine) -> None:
     """Else a server would have no tools until it is started again."""
     from moe.text.tokenizer import TextCodec
