@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from moe import helpers
+from moe import helper_process, helpers
 from moe.errors import BusyError
 from moe.helper_process import NICENESS
 from moe.helpers import HelperLimitError, Helpers
@@ -251,3 +251,20 @@ def test_a7_a_helper_may_open_nothing_start_nothing_and_knows_no_secret(
     if ctypes.CDLL(None).syscall(444, None, 0, 1) > 0:  # the version of Landlock
         refused = os.strerror(errno.EACCES)
         assert [done[what] for what in ("read", "list", "write")] == [refused] * 3
+
+
+def test_where_the_kernel_confines_nothing_nothing_else_is_asked_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Old:
+        calls = 0
+
+        def syscall(self, *_: object) -> int:
+            self.calls += 1
+            return -1
+
+    old: Any = Old()
+    helper_process._confine_files(old, ["/usr"])
+    assert old.calls == 1, "for the version"
+    monkeypatch.setattr(helper_process, "_FORBIDDEN", {})
+    helper_process._confine_calls(old)  # it has no prctl
