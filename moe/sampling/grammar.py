@@ -102,10 +102,16 @@ def simplified(schema: Any, depth: int = 0) -> Any:
     return {key: value for key, value in kept.items() if not _asks_nothing(key, value, kept)}
 
 
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """The types that a schema names; none where it names none, or what is no type."""
+    found = schema.get("type")
+    names = found if isinstance(found, list) else [found]
+    return set(names) if all(isinstance(name, str) for name in names) else set()
+
+
 def _asks_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
     """Whether every value is valid by this keyword of a schema whose parts are `simplified`."""
-    types = schema.get("type")
-    types = set(types) if isinstance(types, list) else {types} if isinstance(types, str) else None
+    types = _types(schema)
     if types and (
         (key in _OF_ARRAYS and "array" not in types)
         or (key in _OF_OBJECTS and "object" not in types)

@@ -351,7 +351,7 @@ def test_the_command_line_is_frozen() -> None:
         name: sorted(o for action in parser._actions for o in action.option_strings)
         for name, parser in commands.items()  # type: ignore[union-attr]
     }
-    model = ["--profile", "--revision", "--set"]
+    model = ["--no-proof-cache", "--profile", "--revision", "--set"]
     sampling = ["--max-new-tokens", "--seed", "--temperature", "--top-k", "--top-p"]
     usual = ["--help", "-h"]
     assert options == {
@@ -380,7 +380,7 @@ def test_the_command_line_is_frozen() -> None:
         "calibrate": sorted([*model, *usual, "--compression", "--out", "--text", "--tokens"]),
         "plan": sorted([*model, *usual, "--json", "--link", "--network", "--nodes", "--ranks"]),
         "bench": sorted([*model, *usual, "--json", "--new-tokens", "--prompt-tokens", "--stages"]),
-        "doctor": usual,
+        "doctor": sorted([*usual, "--forget"]),
     }
 
 

@@ -205,3 +205,9 @@ def test_an_error_in_the_middle_of_a_text_is_in_our_words(structures: Structures
         "the structure cannot be followed any further: nothing may follow what is written; "
         "make it simpler"
     )
+
+
+@pytest.mark.parametrize("kind", [[[]], [{}], [None], {}, 5, None])
+def test_what_is_no_type_is_left_to_the_grammar(kind: object) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": kind, "format": "x-note"}}}
+    assert simplified(schema)["properties"]["a"] == {"type": kind}
