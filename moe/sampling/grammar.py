@@ -105,7 +105,7 @@ def simplified(schema: Any, depth: int = 0) -> Any:
 def _types(schema: Mapping[str, Any]) -> set[str]:
     """The types that a schema names; none where it names none, or what is no type."""
     found = schema.get("type")
-    names = found if isinstance(found, list) else [found]
+    names: list[Any] = found if isinstance(found, list) else [found]
     return set(names) if all(isinstance(name, str) for name in names) else set()
 
 
