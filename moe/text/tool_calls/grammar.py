@@ -276,7 +276,15 @@ def _of_object(name: str, schema: Schema) -> Schema:
             f"tools: the arguments of {name!r} must be an object, and its parameters say type "
             f"{said!r:.100}; send a schema of type object"
         )
-    plain: Schema = simplified({**schema, "type": "object"})
+    return _plain(f"tools: the parameters of {name!r}", {**schema, "type": "object"})
+
+
+def _plain(about: str, schema: Schema) -> Schema:
+    """A schema, `simplified`. Raises RequestError where that is nested too deeply."""
+    try:
+        plain: Schema = simplified(schema)
+    except ValueError as error:
+        raise RequestError(f"{about}: {error}; send a schema with fewer levels") from error
     return plain
 
 
@@ -334,6 +342,6 @@ def _answer(structure: Structure) -> str:
 def _term(structure: Structure) -> str:
     """A requested structure as the right side of a rule."""
     if structure.kind == "json_schema":
-        return json_of(simplified(json.loads(structure.source)))
+        return json_of(_plain("the JSON schema", json.loads(structure.source)))
     assert structure.kind == "choice"
     return " | ".join(map(quoted, json.loads(structure.source)))

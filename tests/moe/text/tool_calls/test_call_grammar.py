@@ -225,6 +225,16 @@ def test_arguments_that_are_no_object_are_refused() -> None:
             grammar.calls({"f": {"type": said}}, several=False)
 
 
+@pytest.mark.parametrize("name", ["hermes", "qwen3-coder"])
+def test_arguments_of_too_many_levels_are_refused(name: str) -> None:
+    deep: dict[str, Any] = {}
+    for _ in range(199):
+        deep = {"type": "array", "items": deep}
+    grammar = CallGrammar(format_of(name), {})
+    with pytest.raises(RequestError, match=r"'f': it is nested too deeply; send a schema with"):
+        grammar.calls({"f": {"properties": {"a": deep}}}, several=False)
+
+
 REFERRING: dict[str, Any] = {
     "type": "object",
     "properties": {
