@@ -82,6 +82,11 @@ def written(schema: Any, seed: int) -> bytes | None:
     return bytes(text) if own.is_accepting() else None
 
 
+BESIDE_REFERENCES = ("ref overrides any sibling keywords", "$ref prevents a sibling")
+"""Groups of the drafts before 2019-09, where keywords beside a ``$ref`` say nothing. Here they count
+in every draft: a request's schema seldom names one."""
+
+
 @pytest.mark.parametrize(
     ("draft", "each"),
     [("draft2020-12", 6), *(pytest.param(draft, 1, marks=DEEP) for draft in VALIDATORS)],
@@ -89,6 +94,8 @@ def written(schema: Any, seed: int) -> bytes | None:
 def test_schemas_are_followed_as_the_suite_says_or_refused(draft: str, each: int) -> None:
     followed = taken = made = 0
     for stem, group in groups(draft, each):
+        if group["description"].startswith(BESIDE_REFERENCES):
+            continue
         schema, followed = group["schema"], followed + 1
         for test in group["tests"]:
             found = any(takes(schema, value) for value in orders(test["data"]))
