@@ -32,6 +32,7 @@ from moe.errors import BusyError, RequestError, StructureError
 from moe.fair_pool import FairPool
 from moe.helpers import HelperLimitError, Helpers
 from moe.sampling.lengths import LengthRules
+from moe.sampling.number_end import TAIL, NumberEnd
 from moe.sampling.params import SamplingParams, Structure
 
 # What needs llguidance imports it where a structure is asked for: text without one needs none.
@@ -137,6 +138,7 @@ class Constraint:
         vocab_size: V of the logits.
         barred: tokens that are never allowed, even by the structure.
         threads: compute the masks.
+        numbers: bars digits of numbers that do not end; None: the structure has no JSON.
     """
 
     def __init__(
@@ -145,11 +147,13 @@ class Constraint:
         vocab_size: int,
         barred: Iterable[int] = (),
         threads: MaskThreads | None = None,
+        numbers: NumberEnd | None = None,
     ) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._barred = [token_id for token_id in barred if token_id < vocab_size]
         self._threads = threads or MaskThreads()
+        self._numbers, self._tail = numbers, b""
         self._mask: Future[bytes] | None = None
         self._begun = 0.0
         self._until = math.inf
@@ -190,7 +194,7 @@ class Constraint:
         bits[: len(known)] = known[: len(bits)]
         for token_id in self._barred:
             bits[token_id // 8] &= ~np.uint8(1 << token_id % 8)
-        return bits
+        return bits if self._numbers is None else self._numbers.bar(bits, self._tail)
 
     def take(self, token_id: int) -> None:
         """Advance by an allowed token. Raises `StructureError` if that is too complex."""
@@ -198,6 +202,8 @@ class Constraint:
         self._mask = None
         matcher.consume_token(token_id)
         self._check(matcher)
+        if self._numbers is not None:
+            self._tail = (self._tail + self._numbers.bytes_of(token_id))[-TAIL:]
 
     def fork(self) -> Constraint:
         """An independent copy."""
@@ -205,7 +211,8 @@ class Constraint:
             matcher = self._idle_matcher().deep_copy()
         except MaskLateError:
             matcher = None
-        twin = Constraint(matcher, self._vocab_size, self._barred, self._threads)
+        twin = Constraint(matcher, self._vocab_size, self._barred, self._threads, self._numbers)
+        twin._tail = self._tail
         twin._mask, twin._begun = self._mask, self._begun
         twin._until, twin._is_slow = self._until, self._is_slow
         return twin
@@ -246,6 +253,7 @@ class Structures:
         self._codec = codec
         self._vocab_size = vocab_size
         self._tokens: LLTokenizer | str | None = None
+        self._numbers: NumberEnd | None = None
         self._lock = threading.Lock()
         self._pool = FairPool(_THREADS, "moe-mask", each=1)
         self._excessive: OrderedDict[Structure, None] = OrderedDict()
@@ -296,7 +304,9 @@ class Structures:
         goes_on = params.ignore_eos or not self._codec.eos_token_ids
         threads = MaskThreads(self._pool, partial(self._remember, structure))
         barred = tokens.eos_tokens if goes_on else ()
-        made = Constraint(matcher, self._vocab_size, barred, threads)
+        has_json = structure.kind == "json_schema" or "%json" in structure.source
+        numbers = self._numbers if has_json else None
+        made = Constraint(matcher, self._vocab_size, barred, threads, numbers)
         made.begin_mask()
         return made
 
@@ -322,6 +332,8 @@ class Structures:
         with self._lock:
             if self._tokens is None:
                 self._tokens = self._made()
+                if not isinstance(self._tokens, str):
+                    self._numbers = NumberEnd(self._tokens, self._vocab_size)
         if isinstance(self._tokens, str):
             raise RequestError(self._tokens)
         return self._tokens
