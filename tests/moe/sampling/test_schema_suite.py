@@ -83,8 +83,8 @@ def written(schema: Any, seed: int) -> bytes | None:
 
 
 BESIDE_REFERENCES = ("ref overrides any sibling keywords", "$ref prevents a sibling")
-"""Groups of the drafts before 2019-09, where keywords beside a ``$ref`` say nothing. Here they count
-in every draft: a request's schema seldom names one."""
+"""Groups of the drafts before 2019-09, where keywords beside a ``$ref`` say nothing. Here they
+count in every draft: a request's schema seldom names one."""
 
 
 @pytest.mark.parametrize(
