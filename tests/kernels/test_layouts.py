@@ -100,4 +100,5 @@ def test_every_structure_of_the_product_is_a_record() -> None:
         if isinstance(node, ast.ClassDef)
         and any(ast.unparse(base).rpartition("ctypes.")[2] in ctypes_names for base in node.bases)
     }
-    assert found == {"kernels/cpu/interface.py:Record"}
+    linux = "moe/helper_process.py:_Program"  # of the system's own: a filter of its calls
+    assert found == {"kernels/cpu/interface.py:Record", linux}
