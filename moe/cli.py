@@ -18,12 +18,13 @@ from typing import Any, NoReturn
 
 from moe import __version__
 from moe.commands import arguments, subcommands
+from moe.commands.usage import Parser
 from moe.deferred import defer
 from moe.errors import MoEError, ProfileError, RankLostError
 from moe.transformers_names import keep_names
 from offload.errors import OffloadError
 
-AddArguments = Callable[[argparse.ArgumentParser], None]
+AddArguments = Callable[[Parser], None]
 Run = Callable[[argparse.Namespace], int]
 
 EXAMPLES = {
@@ -39,6 +40,7 @@ EXAMPLES = {
     "trace": "moe trace MODEL --text notes.txt --out TRACE",
     "inspect": "moe inspect STORE --image bits.png",
     "bench": "moe bench STORE --stages",
+    "settings": "moe settings kv_bits",
     "doctor": "moe doctor",
 }
 """The last line of each command's help."""
@@ -121,7 +123,7 @@ class _Log(io.FileIO):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="moe", description="Run Mixture-of-Experts language models larger than memory."
     )
     parser.add_argument("--version", action="version", version=f"moe {__version__}")
@@ -158,6 +160,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("inspect", inspect, arguments.add_inspect, subcommands.inspect_store)
     bench = "how fast a model is here, and what drafts gain"
     add("bench", bench, arguments.add_bench, subcommands.bench)
+    settings = "list every setting, its meaning, value and origin"
+    add("settings", settings, arguments.add_settings, subcommands.settings)
     doctor = "check this machine: what works, what is missing"
     add("doctor", doctor, arguments.add_doctor, subcommands.doctor)
     return parser

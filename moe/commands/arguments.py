@@ -6,16 +6,27 @@ Options stand in named groups. Help texts say units, and in brackets the default
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Callable
+from typing import Any
 
 MODEL = "model directory, GGUF file or hub id (org/name, or org/name:QUANT for a GGUF file there)"
 PROOFS = "prove anew what the model may do, try disks anew, and keep nothing of it"
 SET = "override one setting of the profile, as in --set engine.max_batch_size=8; may be given again"
+SHORT: dict[str, tuple[str, str, str]] = {
+    "--context": ("model.context_length", "TOKENS", "most tokens of a sequence; 32k is 32768"),
+    "--memory": ("memory.device_gib", "GIB", "memory to fill: the GPU's, else main memory"),
+    "--threads": ("threads", "N", "CPU threads"),
+    "--bits": ("model.expert_bits", "BITS", "bits of expert weights: 2, 3, 4, 8 or 16"),
+    "--batch": ("engine.max_batch_size", "N", "most sequences that are decoded together"),
+    "--device": ("device", "DEVICE", "cpu, cuda or cuda:N"),
+}
+"""Options for the settings that are changed most often: key, placeholder and meaning of each."""
 REVISION = "branch, tag or commit of a model on the hub (default: its main branch)"
 
 
 def add_chat(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, required=True)
+    _add_model(parser)
     add = parser.add_argument_group("conversation").add_argument
     system = "system message that leads the conversation (default: none)"
     add("--system", metavar="TEXT|@FILE", help=system)
@@ -31,12 +42,13 @@ def add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def add_generate(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, required=False)
+    _add_model(parser)
     add: Callable[..., object] = parser.add_argument_group("prompt").add_argument
-    prompt = "the prompt; - reads stdin, @FILE reads a file; needed without --batch"
+    prompt = "the prompt; - reads stdin, @FILE reads a file; needed without --batch-file"
     add("--prompt", metavar="TEXT|-|@FILE", help=prompt)
     add = parser.add_argument_group("many prompts, from a file").add_argument
-    add("--batch", metavar="FILE", help="requests, one JSON object a line (OpenAI's batch format)")
+    requests = "requests, one JSON object a line (OpenAI's batch format)"
+    add("--batch-file", metavar="FILE", help=requests)
     add(
         "--out",
         metavar="FILE",
@@ -49,12 +61,10 @@ def add_generate(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help=stop)
     add = parser.add_argument_group("output").add_argument
     add("--json", action="store_true", help="print one JSON object instead of the text")
-    config = "print each setting and its origin, and stop"
-    add("--print-config", action="store_true", help=config)
 
 
 def add_serve(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, required=True)
+    _add_model(parser)
     add = _add_listening(parser)
     add(
         "--served-model-name",
@@ -79,7 +89,8 @@ def add_top(parser: argparse.ArgumentParser) -> None:
     add(
         "url",
         nargs="?",
-        default="http://127.0.0.1:8000",
+        default="127.0.0.1:8000",
+        metavar="HOST:PORT|URL",
         help="address of the server (default: %(default)s)",
     )
     add("--api-key", metavar="KEY", help="key of the server (default: MOE_API_KEY)")
@@ -88,9 +99,9 @@ def add_top(parser: argparse.ArgumentParser) -> None:
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", help=MODEL)
+    add("model", metavar="MODEL", help=MODEL)
     add("--revision", metavar="R", help=REVISION)
-    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=SET)
+    _add_settings(parser)
     add = parser.add_argument_group("what to do").add_argument
     add("--dry-run", action="store_true", help="say what would be done, and stop")
     add("--yes", action="store_true", help="convert without asking, where that is needed")
@@ -99,8 +110,8 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 def add_convert(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", help=MODEL)
-    add("out", nargs="?", help="directory of the store; must not exist")
+    add("model", metavar="MODEL", help=MODEL)
+    add("out", nargs="?", metavar="STORE", help="directory of the store; must not exist")
     add("--revision", metavar="R", help=REVISION)
     add("--verify", action="store_true", help="read all of the store MODEL, compare checksums")
     add = parser.add_argument_group("precision, the same for all experts").add_argument
@@ -145,7 +156,7 @@ def add_trace(parser: argparse.ArgumentParser) -> None:
 
 
 def add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", help="directory of a store")
+    parser.add_argument("store", metavar="STORE", help="directory of a store")
     parser.add_argument("--image", metavar="FILE.png", help="draw the bits of every expert")
 
 
@@ -165,7 +176,7 @@ def add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_bench(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, required=True)
+    _add_model(parser)
     add = parser.add_argument_group("what to measure").add_argument
     add(
         "--prompt-tokens",
@@ -187,7 +198,7 @@ def add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def add_plan(parser: argparse.ArgumentParser) -> None:
-    _add_model(parser, required=True)
+    _add_model(parser)
     add = parser.add_argument_group("several ranks").add_argument
     ranks = "compare 1 to N ranks, and N replicas (default: one rank)"
     add("--ranks", type=int, metavar="N", help=ranks)
@@ -204,13 +215,57 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_model(parser: argparse.ArgumentParser, *, required: bool) -> None:
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    word = "list settings whose name or meaning has this word (default: all)"
+    parser.add_argument("word", nargs="?", default="", metavar="WORD", help=word)
+    _add_profile(parser)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("model", nargs=None if required else "?", help=MODEL)
+    add("model", metavar="MODEL", help=MODEL)
     add("--revision", metavar="R", help=REVISION)
-    add("--profile", metavar="NAME|FILE", help="serving profile (default: default)")
     add("--no-proof-cache", action="store_true", help=PROOFS)
+    _add_profile(parser)
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("settings").add_argument
+    add("--profile", metavar="NAME|FILE", help="serving profile (default: default)")
+    _add_settings(parser, add)
+
+
+def _add_settings(
+    parser: argparse.ArgumentParser, add: Callable[..., object] | None = None
+) -> None:
+    """What goes before a profile: `SHORT`, and ``--set``."""
+    add = add or parser.add_argument_group("settings").add_argument
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=SET)
+    for option, (key, metavar, meaning) in SHORT.items():
+        add(
+            option,
+            action=_Setting,
+            dest="settings",
+            metavar=metavar,
+            help=f"{meaning} (sets {key})",
+        )
+
+
+class _Setting(argparse.Action):
+    """Appends ``KEY=VALUE`` of the key that the option is short for."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        value: Any,
+        option_string: str | None = None,
+    ) -> None:
+        assert option_string is not None
+        key, text = SHORT[option_string][0], str(value)
+        if re.fullmatch(r"\d+[kK]", text):
+            text = str(int(text[:-1]) * 1024)
+        namespace.settings = [*namespace.settings, f"{key}={text}"]
 
 
 def _add_listening(parser: argparse.ArgumentParser) -> Callable[..., object]:
@@ -233,7 +288,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> Callable[..., object]:
 
 def _add_text(parser: argparse.ArgumentParser, what: str, tokens: int | None) -> None:
     """The model, and the text that it reads."""
-    _add_model(parser, required=True)
+    _add_model(parser)
     add = parser.add_argument_group("text").add_argument
     add("--text", metavar="FILE", required=True, help=what)
     most = f"tokens to read at most (default: {'all' if tokens is None else '%(default)s'})"

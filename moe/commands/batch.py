@@ -1,4 +1,4 @@
-"""``moe generate --batch``: a file of requests in, a file of answers out, in OpenAI's batch format.
+"""``moe generate --batch-file``: requests in, answers out, both files in OpenAI's batch format.
 
 `BatchJob` reads lines as fast as the engine takes them, answers each with the code that answers
 HTTP requests, and writes each answer when it is complete. It skips lines that the output file
@@ -248,13 +248,13 @@ def open_files(source: Path, target: Path) -> Iterator[BatchFiles]:
             lines = closing.enter_context(source.open("rb"))
             if not lines.seekable():
                 raise RequestError(
-                    f"{source} is a pipe, and --batch reads its lines twice; name a file"
+                    f"{source} is a pipe, and --batch-file reads its lines twice; name a file"
                 )
             if target.exists() and not target.is_file():  # /dev/full can be read for ever
                 raise RequestError(f"{target} is not a regular file; --out must keep its answers")
             answers = closing.enter_context(target.open("a+b"))
             if os.path.samefile(source, target):
-                raise RequestError(f"--batch and --out are the same file {source}; name two")
+                raise RequestError(f"--batch-file and --out are the same file {source}; name two")
             _lock(answers, target)
             tally = Tally()
             done = _repair(answers, target, tally)
@@ -356,7 +356,7 @@ def custom_id_of(data: bytes) -> str | None:
 
 
 def batch(name: str | Path, profile: LoadedProfile, source: Path, target: Path) -> int:
-    """``moe generate --batch``: 0 if every line was answered, 1 if some failed."""
+    """``moe generate --batch-file``: 0 if every line was answered, 1 if some failed."""
     with open_files(source, target) as files:
         model = load(name, profile)
         total = sum(1 for line in files.source if line.strip())

@@ -57,7 +57,7 @@ def load_settings(options: argparse.Namespace) -> Any:
             overrides[f"generation.{name}"] = getattr(options, name)
     if getattr(options, "allowed_origins", None) is not None:
         overrides["server.allowed_origins"] = options.allowed_origins
-    if options.no_proof_cache:
+    if getattr(options, "no_proof_cache", False):
         overrides["model.proof_cache"] = False
     if getattr(options, "image", None):
         overrides["model.images"] = True
@@ -238,18 +238,18 @@ def doctor(options: argparse.Namespace) -> int:
     return doctor()
 
 
+def settings(options: argparse.Namespace) -> int:
+    from moe.settings.profile import print_settings
+
+    print(print_settings(load_settings(options), options.word))
+    return 0
+
+
 def generate(options: argparse.Namespace) -> int:
     profile = load_settings(options)
-    if options.print_config:
-        from moe.settings.profile import print_config
-
-        print(print_config(profile))
-        return 0
-    if options.model is None:
-        raise ProfileError("no model was given; write moe generate MODEL --prompt TEXT")
     if _worked(options.model, profile):
         return 0
-    if options.batch is not None or options.out is not None:
+    if options.batch_file is not None or options.out is not None:
         return _batch(options, profile)
     prompt = _prompt_of(options.prompt)
     asked = {"stop": options.stop} if options.stop else {}
@@ -301,17 +301,17 @@ def top(options: argparse.Namespace) -> int:
 
 
 def _batch(options: argparse.Namespace, profile: Any) -> int:
-    if options.batch is None or options.out is None:
-        raise RequestError("--batch and --out belong together: give both files")
+    if options.batch_file is None or options.out is None:
+        raise RequestError("--batch-file and --out belong together: give both files")
     if options.prompt is not None or options.json or options.json_schema or options.stop:
         raise RequestError(
-            "--batch takes prompts and their parameters from the file; leave out --prompt, "
+            "--batch-file takes prompts and their parameters from the file; leave out --prompt, "
             "--json, --json-schema and --stop"
         )
     with importing():
         from moe.commands.batch import batch
 
-    return batch(options.model, profile, Path(options.batch), Path(options.out))
+    return batch(options.model, profile, Path(options.batch_file), Path(options.out))
 
 
 def _worked(model: str, profile: Any) -> bool:

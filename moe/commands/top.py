@@ -52,6 +52,7 @@ def top(url: str, api_key: str | None, *, once: bool) -> int:
     Raises:
         MoEError: there is no such server, or it refuses the key.
     """
+    url = url if "://" in url else f"http://{url}"
     key = api_key or os.environ.get("MOE_API_KEY")
     screen, console = TopScreen(url), stdout_console()
     if once or not sys.stdout.isatty():

@@ -14,6 +14,7 @@ import difflib
 import os
 import re
 import reprlib
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -27,7 +28,7 @@ from pydantic.fields import FieldInfo
 from moe.errors import ProfileError
 from moe.settings import Profile
 
-__all__ = ["KEYS", "LoadedProfile", "load_profile", "print_config", "value_of"]
+__all__ = ["KEYS", "LoadedProfile", "load_profile", "print_settings", "value_of"]
 
 MAX_FILE_BYTES = 64 * 1024
 ENVIRONMENT_PREFIX = "MOE_"
@@ -100,14 +101,40 @@ def as_yaml(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
-def print_config(loaded: LoadedProfile) -> str:
-    """A line for each key: ``key = value  # origin``. Values are YAML, as ``--set`` reads them."""
-    lines = [f"{key} = {as_yaml(value_of(loaded.profile, key))}" for key in KEYS.leaves]
-    width = max(map(len, lines))
-    return "\n".join(
-        f"{line:<{width}}  # {loaded.origins[key]}"
-        for key, line in zip(KEYS.leaves, lines, strict=True)
-    )
+def print_settings(loaded: LoadedProfile, word: str = "") -> str:
+    """Each setting whose name or meaning has ``word``: its meaning in comments, then the line
+    ``key = value  # origin``. Values are YAML, as ``--set`` reads them.
+
+    Raises:
+        ProfileError: no setting has the word.
+    """
+    found = []
+    for key in KEYS.leaves:
+        field = field_of(key)
+        meaning = " ".join((field.description or "").split())
+        if word.lower() not in f"{key} {meaning}".lower():
+            continue
+        value, origin = as_yaml(value_of(loaded.profile, key)), loaded.origins[key]
+        usual = as_yaml(field.get_default(call_default_factory=True))
+        about = origin if value == usual else f"{origin}; default: {usual}"
+        lines = textwrap.wrap(meaning, 98, initial_indent="# ", subsequent_indent="# ")
+        found.append("\n".join([*lines, f"{key} = {value}  # {about}"]))
+    if not found:
+        raise ProfileError(
+            f"no setting has {word!r} in its name or meaning{suggestion(word, KEYS.leaves)}"
+        )
+    return "\n\n".join(found)
+
+
+def field_of(key: str) -> FieldInfo:
+    """The field of a dotted key."""
+    tree: type[BaseModel] = Profile
+    *sections, name = key.split(".")
+    for section in sections:
+        inner = section_of(tree.model_fields[section])
+        assert inner is not None
+        tree = inner
+    return tree.model_fields[name]
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:

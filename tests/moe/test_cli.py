@@ -19,10 +19,13 @@ import pytest
 
 from moe.cli import EXAMPLES, build_parser, main
 from moe.commands.subcommands import importing
+from moe.commands.usage import COMMANDS, OPTIONS
 from moe.settings import GenerationSettings
+from moe.settings.profile import KEYS
 
 DEMO = str(Path(__file__).parents[2] / "examples" / "demo-model")
 SHORT = ["--max-new-tokens", "8"]
+PARSERS: dict[str, argparse.ArgumentParser] = build_parser()._subparsers._group_actions[0].choices  # type: ignore
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -78,7 +81,7 @@ def test_stop_strings_end_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, *asked, "--stop", second, "--stop", first)
     assert (code, json.loads(out)["finish_reason"]) == (0, "stop")
     assert json.loads(out)["text"] == text[: min(text.index(first), text.index(second))]
-    batch = ("--batch", "in.jsonl", "--out", "out.jsonl", "--stop", "x")
+    batch = ("--batch-file", "in.jsonl", "--out", "out.jsonl", "--stop", "x")
     code, _, err = run(capsys, "generate", DEMO, *batch)
     assert code == 2
     assert "leave out --prompt, --json, --json-schema and --stop" in err
@@ -148,34 +151,111 @@ def test_a_seed_repeats_and_another_differs(capsys: pytest.CaptureFixture[str]) 
     assert text("1") != text("2")
 
 
-def test_print_config_shows_origins(
+def test_settings_show_meanings_values_and_origins(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOE_GENERATION__TOP_K", "7")
     code, out, _ = run(
         capsys,
-        *("generate", "--print-config", "--profile", "demo"),
-        *("--set", "engine.max_batch_size=2", "--temperature", "0.5"),
+        *("settings", "--profile", "demo", "--bits", "4"),
+        *("--set", "engine.max_batch_size=2", "--context", "32k"),
     )
-    lines = {line.split(" = ")[0]: line.split(" = ")[1].split("#") for line in out.splitlines()}
-    shown = {key: (value.strip(), origin.strip()) for key, (value, origin) in lines.items()}
+    lines = [line for line in out.splitlines() if line and not line.startswith("#")]
+    shown = dict(line.split(" = ") for line in lines)
+    shown = {key: " ".join(value.split()) for key, value in shown.items()}
     assert code == 0
-    assert shown["engine.max_batch_size"] == ("2", "command line")
-    assert shown["generation.temperature"] == ("0.5", "command line")
-    assert shown["generation.top_k"] == ("7", "environment MOE_GENERATION__TOP_K")
-    assert shown["generation.max_new_tokens"][1].endswith("demo.yaml")
-    assert shown["lossless"] == ("true", "default")
+    assert sorted(shown) == sorted(KEYS.leaves)
+    assert shown["engine.max_batch_size"] == "2 # command line; default: 64"
+    assert shown["model.context_length"] == "32768 # command line; default: null"
+    assert shown["model.expert_bits"] == "4 # command line; default: null"
+    origin = "environment MOE_GENERATION__TOP_K; default: null"
+    assert shown["generation.top_k"] == f"7 # {origin}"
+    assert "demo.yaml; default: auto" in shown["generation.max_new_tokens"]
+    assert shown["lossless"] == "true # default"
+    code, out, _ = run(capsys, "settings", "SEQUENCES that are decoded")
+    assert out.splitlines()[0] == "# Most sequences that are decoded together."
+    assert [line for line in out.splitlines() if not line.startswith("#")] == [
+        "engine.max_batch_size = 64  # default"
+    ]
+    code, _, err = run(capsys, "settings", "max_batchsize")
+    assert (code, err) == (
+        2,
+        "moe: no setting has 'max_batchsize' in its name or meaning; "
+        "did you mean 'engine.max_batch_size'?\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("serv", "there is no command 'serv'; did you mean 'serve'?"),
+        ("ps", "there is no command 'ps'; write moe top, or ask a server for /v1/status"),
+        ("serve x -c 4096", "there is no -c here: write --context TOKENS"),
+        ("serve x --ctx-size=4096", "there is no --ctx-size here: write --context TOKENS"),
+        ("generate x --promt y", "there is no option --promt; did you mean '--prompt'?"),
+        (
+            "generate x 'hello you'",
+            "a prompt has an option of its own: write moe generate x --prompt 'hello you'",
+        ),
+        ("serve x y", "one argument too many: 'y'; quote a text with spaces"),
+        (
+            "serve x --max-batch-size 3",
+            "there is no option --max-batch-size; write --set engine.max_batch_size=VALUE",
+        ),
+        (
+            "serve x --engine.fused off",
+            "there is no option --engine.fused; write --set engine.fused=VALUE",
+        ),
+        ("serve x --kvbits 8", "there is no option --kvbits; write --set memory.kv_bits=VALUE"),
+        ("serve x --zz", "there is no option --zz; moe settings lists what --set takes"),
+        ("generate --prompt x", "the following arguments are required: MODEL"),
+    ],
+)
+def test_usage_errors_say_what_to_write(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(shlex.split(line))
+    usage, said, where = capsys.readouterr().err.splitlines()
+    command = f"moe {line.split()[0]}" if " " in line else "moe"
+    assert stop.value.code == 2
+    assert usage.startswith(f"usage: {command} ")
+    assert (said, where) == (f"moe: {message}", f"{command} --help lists what there is")
+
+
+def test_what_follows_two_dashes_is_no_option() -> None:
+    assert build_parser().parse_args(["serve", "--", "-m"]).model == "-m"
+
+
+def test_the_page_for_users_of_llama_cpp_and_the_hints_agree() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "from-llama-cpp.md").read_text()
+    table = page.partition("flag by flag")[2].partition("\n## ")[0]
+    flags = re.findall(r"`(--?[a-zA-Z][a-z-]*)`", "".join(re.findall(r"^\|([^|]*)\|", table, re.M)))
+    options = {o for p in PARSERS.values() for a in p._actions for o in a.option_strings}
+    assert len(flags) > 50
+    assert [flag for flag in flags if flag not in OPTIONS and flag not in options] == []
+    for hint in (*OPTIONS.values(), *COMMANDS.values()):
+        for command, rest in re.findall(r"moe ([a-z]+)([^;:]*)", hint):
+            known = {o for a in PARSERS[command]._actions for o in a.option_strings}
+            assert set(re.findall(r"--[a-z-]+", rest)) <= known, hint
+        for key in re.findall(r"--set ([a-z_.]+)=", hint):
+            assert key in KEYS.leaves
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["generate", "/no/such/model", "--prompt", "x"], "moe: no model directory '/no/such/mod"),
-        (["generate", "--prompt", "x"], "moe: no model was given"),
         (["generate", DEMO], "moe: no prompt was given"),
-        (["generate", DEMO, "--batch", "x"], "moe: --batch and --out belong together"),
-        (["generate", DEMO, "--batch", "x", "--out", "y", "--prompt", "z"], "leave out --prompt"),
-        (["generate", DEMO, "--batch", "/no/x", "--out", "y"], "moe: cannot use /no/x: No such"),
+        (["generate", DEMO, "--batch-file", "x"], "moe: --batch-file and --out belong together"),
+        (
+            ["generate", DEMO, "--batch-file", "x", "--out", "y", "--prompt", "z"],
+            "leave out --prompt",
+        ),
+        (
+            ["generate", DEMO, "--batch-file", "/no/x", "--out", "y"],
+            "moe: cannot use /no/x: No such",
+        ),
         (["generate", DEMO, "--prompt", ""], "moe: the prompt is empty"),
         (["generate", DEMO, "--prompt", "@/no/file"], "moe: cannot read the prompt file /no/file"),
         (["generate", DEMO, "--prompt", "x", "--temperature", "-1"], "generation.temperature"),
@@ -219,7 +299,7 @@ def test_a_batch_counts_what_failed_and_goes_on_where_it_was(
     good = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(f"{json.dumps(good)}\n")
-    command = ["generate", DEMO, "--batch", str(source), "--out", str(target)]
+    command = ["generate", DEMO, "--batch-file", str(source), "--out", str(target)]
     assert run(capsys, *command) == (0, "", f"moe: 1 answered; see {target}\n")
     with source.open("a") as lines:
         lines.write("{wrong\n")
@@ -351,17 +431,18 @@ def test_the_command_line_is_frozen() -> None:
         name: sorted(o for action in parser._actions for o in action.option_strings)
         for name, parser in commands.items()  # type: ignore[union-attr]
     }
-    model = ["--no-proof-cache", "--profile", "--revision", "--set"]
+    short = ["--batch", "--bits", "--context", "--device", "--memory", "--threads"]
+    model = ["--no-proof-cache", "--profile", "--revision", "--set", *short]
     sampling = ["--max-new-tokens", "--seed", "--temperature", "--top-k", "--top-p"]
     usual = ["--help", "-h"]
     assert options == {
         "run": sorted(
             [*usual, "--api-key", "--dry-run", "--host", "--port", "--revision", "--set", "--yes"]
-            + ["--api-key-file", "--ssl-certfile", "--ssl-keyfile"]
+            + ["--api-key-file", "--ssl-certfile", "--ssl-keyfile", *short]
         ),
         "generate": sorted(
-            [*model, *sampling, *usual, "--batch", "--json", "--json-schema", "--out"]
-            + ["--print-config", "--prompt", "--stop"]
+            [*model, *sampling, *usual, "--batch-file", "--json", "--json-schema", "--out"]
+            + ["--prompt", "--stop"]
         ),
         "chat": sorted([*model, *sampling, *usual, "--image", "--system"]),
         "serve": sorted(
@@ -380,6 +461,7 @@ def test_the_command_line_is_frozen() -> None:
         "calibrate": sorted([*model, *usual, "--compression", "--out", "--text", "--tokens"]),
         "plan": sorted([*model, *usual, "--json", "--link", "--network", "--nodes", "--ranks"]),
         "bench": sorted([*model, *usual, "--json", "--new-tokens", "--prompt-tokens", "--stages"]),
+        "settings": sorted([*usual, "--profile", "--set", *short]),
         "doctor": sorted([*usual, "--forget"]),
     }
 

@@ -155,5 +155,7 @@ def test_what_a_server_refuses_is_told(
 def test_no_server_and_no_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "http://127.0.0.1:1", "--once"]) == 2
     assert "cannot reach a server at http://127.0.0.1:1: " in capsys.readouterr().err
-    assert main(["top", "localhost"]) == 2
+    assert main(["top", "127.0.0.1:1", "--once"]) == 2
+    assert "cannot reach a server at http://127.0.0.1:1: " in capsys.readouterr().err
+    assert main(["top", "ftp://localhost"]) == 2
     assert "it begins with http:// or https://" in capsys.readouterr().err
