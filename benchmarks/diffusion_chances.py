@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from moe import MoE, SamplingParams
+from moe.kv.cache import KVCache
 from moe.network.block_diffusion import BlockWriter
 from moe.network.denoise import OWN, Acceptance, CanvasCall, draw, entropies
-from moe.network.kv_cache import KVCache
 from moe.network.lanes import Lane, LaneRandom, run_lanes
 
 Row = dict[str, Any]

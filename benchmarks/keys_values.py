@@ -38,11 +38,11 @@ from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
+from moe.kv.blocks import BlockKVCache, BlockPool, Windows
+from moe.kv.cache import KVFormat
+from moe.kv.host_blocks import HostBlocks
+from moe.kv.visibility import KVPolicy
 from moe.machine import keep_freed_memory
-from moe.network.host_blocks import HostBlocks
-from moe.network.kv_blocks import BlockKVCache, BlockPool, Windows
-from moe.network.kv_cache import KVFormat
-from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from routing import Phase

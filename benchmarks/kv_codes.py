@@ -19,8 +19,8 @@ from torch import Tensor
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.kv_policies import Steps, policy_pool
-from moe.network.kv_blocks import BlockKVCache
-from moe.network.kv_policy import turn
+from moe.kv.blocks import BlockKVCache
+from moe.kv.visibility import turn
 
 Kept = tuple[Tensor, Tensor, float]
 """Keys and values ``(layers, N, L, D)`` as read back, and bytes a token of all layers."""

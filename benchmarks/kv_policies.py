@@ -24,11 +24,11 @@ from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
 from moe.commands.calibrate.induction import measure_induction
+from moe.kv.blocks import BlockKVCache, BlockPool
+from moe.kv.cache import Shape
+from moe.kv.host_blocks import HostBlocks
+from moe.kv.visibility import InductionScores, KVPolicy
 from moe.memory.kv_precision import KVPrecision
-from moe.network.host_blocks import HostBlocks
-from moe.network.kv_blocks import BlockKVCache, BlockPool
-from moe.network.kv_cache import Shape
-from moe.network.kv_policy import InductionScores, KVPolicy
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from benchmarks.offload_routing import Trace
 from benchmarks.speculation_runs import MAX_DEPTH, Texts
 from moe import MoE
+from moe.kv.cache import KVCache
 from moe.network.backbone import Forward
-from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
 from moe.speculate.draft import PLAIN, Choice, Controller, Draft, Mode, Round, Source, Stop

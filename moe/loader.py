@@ -32,6 +32,8 @@ from moe.engine.prefix_store import prefix_key, prepare_directory
 from moe.errors import CheckpointError, ProfileError
 from moe.extras import install_line, is_installed
 from moe.images.reader import ImageReader, conversation, enable_images, load_processor
+from moe.kv.blocks import BlockPool, Windows
+from moe.kv.host_blocks import HostBlocks
 from moe.loaded import LoadedModel
 from moe.loading.checkpoint import model_files
 from moe.loading.hub import resolve_model
@@ -47,8 +49,6 @@ from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import BlockWriter, writes_blocks
 from moe.network.denoise import Acceptance
-from moe.network.host_blocks import HostBlocks
-from moe.network.kv_blocks import BlockPool, Windows
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules
@@ -493,7 +493,7 @@ def _blocks_on_device(planned: PlannedModel, device: torch.device) -> BlockPool 
     """The pool of a GPU's keys and values, as the plan has it; None: there is none."""
     if device.type == "cpu" or not planned.kv.in_blocks or writes_blocks(planned.network):
         return None
-    from moe.network.device_blocks import DeviceBlocks  # needs Triton
+    from moe.kv.device_blocks import DeviceBlocks  # needs Triton
 
     count = -(-planned.memory.kv_tokens // BLOCK) + _SPARE_BLOCKS
     return BlockPool(DeviceBlocks(device, planned.network.dtype, count))

@@ -20,8 +20,8 @@ from kernels import QuantizedExperts
 from kernels.triton.experts import experts_forward, linear_forward
 from kernels.triton.language import INTERPRETED
 from kernels.triton.routing import route, used_experts
+from moe.kv.cache import KVCache
 from moe.network.attention import packed_pass
-from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall
 from moe.network.packed_pass import PackedCache
 from moe.network.per_sequence import StatefulModules, serve_packed

@@ -26,7 +26,7 @@ from moe.decode.records import DescriptionRecords
 from moe.decode.step import DecodeForward
 from moe.describe.description import Projection
 from moe.describe.parts import describe_projection
-from moe.network.kv_cache import KVCache, Shape
+from moe.kv.cache import KVCache, Shape
 from moe.network.mtp import ChainedDrafts, ChainStart
 from moe.network.packed_pass import Work
 from moe.sampling.batch import Proposal

@@ -42,8 +42,8 @@ from moe.describe.description import (
     Router,
 )
 from moe.describe.parts import describe_norm, describe_projection
-from moe.network.kv_blocks import BlockKVCache
-from moe.network.kv_cache import KVCache, LayerKey
+from moe.kv.blocks import BlockKVCache
+from moe.kv.cache import KVCache, LayerKey
 from moe.network.mtp import MtpInput
 from moe.network.packed_pass import Work
 from moe.network.stored_embedding import StoredEmbedding

@@ -45,8 +45,8 @@ from moe.describe.description import (
 )
 from moe.describe.parts import project
 from moe.describe.routers import MOST_SCORED, by_kernel
-from moe.network.device_blocks import DeviceBlocks, tables_of
-from moe.network.kv_blocks import BlockKVCache
+from moe.kv.blocks import BlockKVCache
+from moe.kv.device_blocks import DeviceBlocks, tables_of
 from moe.network.packed_pass import Work, put_ahead
 from routing import Routing
 from routing.routing import UNUSED

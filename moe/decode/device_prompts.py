@@ -21,8 +21,8 @@ from moe.decode.device_operations import DeviceOperations, first_keys
 from moe.decode.reference import Halt, Normed, walk
 from moe.decode.step import RoutedExperts, finish_step
 from moe.describe.description import Attention, Description, LatentAttention, RotaryTable
-from moe.network.device_blocks import WIDEST, DeviceBlocks, DevicePass
-from moe.network.kv_blocks import BlockKVCache
+from moe.kv.blocks import BlockKVCache
+from moe.kv.device_blocks import WIDEST, DeviceBlocks, DevicePass
 from moe.network.lanes import ExpertCall, ExpertsRunner, call_experts
 from moe.network.packed_pass import Work, put_ahead
 from moe.settings.device import to_device

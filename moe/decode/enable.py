@@ -37,10 +37,10 @@ from moe.describe.description import (
 from moe.describe.extremes import check_extremes
 from moe.describe.observe import observe_random
 from moe.describe.row_wise import linears_are_faster
+from moe.kv.blocks import BlockPool, Windows
+from moe.kv.cache import KVFormat
+from moe.kv.host_blocks import HostBlocks
 from moe.network.backbone import Backbone
-from moe.network.host_blocks import HostBlocks
-from moe.network.kv_blocks import BlockPool, Windows
-from moe.network.kv_cache import KVFormat
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.network.stored_embedding import backbone_dtype

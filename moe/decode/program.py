@@ -48,7 +48,7 @@ from moe.decode.units import (
     writes_of,
 )
 from moe.describe.description import NotDescribed
-from moe.network.kv_cache import LayerKey, StateKey
+from moe.kv.cache import LayerKey, StateKey
 
 _ALIGNED = 64
 _STATES = (Space.BEFORE, Space.AFTER)

@@ -37,10 +37,10 @@ from moe.describe.probe import (
     random_prompts,
     stand_in,
 )
+from moe.kv.blocks import BlockPool
+from moe.kv.cache import KVCache, KVFormat, LayerKey, SequenceCache
+from moe.kv.host_blocks import HostBlocks
 from moe.network.backbone import Backbone
-from moe.network.host_blocks import HostBlocks
-from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import KVCache, KVFormat, LayerKey, SequenceCache
 from moe.network.lanes import Lane, run_lanes
 from moe.network.packed_pass import Work
 from routing import Phase

@@ -55,9 +55,9 @@ from moe.describe.probe import (
     gaps,
     random_prompts,
 )
+from moe.kv.device_blocks import DeviceBlocks
 from moe.machine import memory_available
 from moe.network.backbone import Backbone
-from moe.network.device_blocks import DeviceBlocks
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.network.seam import experts_modules

@@ -31,8 +31,8 @@ from moe.decode.history import (
 )
 from moe.describe.description import NotDescribed, RotaryTable
 from moe.describe.parts import same
+from moe.kv.cache import LayerKey, StateKey
 from moe.network.attention import MaskRule
-from moe.network.kv_cache import LayerKey, StateKey
 
 
 @dataclass(frozen=True)

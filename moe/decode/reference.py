@@ -33,7 +33,7 @@ from moe.describe.description import (
 )
 from moe.describe.parts import ACTIVATIONS, apply_norm, project, rotate
 from moe.describe.routers import route
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
 from moe.network.packed_pass import Work
 from routing import Routing
 

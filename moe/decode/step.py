@@ -63,7 +63,7 @@ class DecodeStep(Protocol):
     Each method returns the logits of each piece of work; the sequences grow by the tokens read.
 
     Attributes:
-        keeps_hidden: sequences that keep final hidden states get them (`moe.network.hidden`).
+        keeps_hidden: sequences that keep final hidden states get them (`moe.kv.hidden`).
     """
 
     keeps_hidden: bool
@@ -339,7 +339,7 @@ def finish_step(
     """Let the sequences grow by the tokens read; split ``(B, V)`` logits by piece of work.
 
     Args:
-        hidden_BH: final hidden states, which sequences may keep (`moe.network.hidden`); None if
+        hidden_BH: final hidden states, which sequences may keep (`moe.kv.hidden`); None if
             the step does not have them.
     """
     for item in work:

@@ -39,6 +39,7 @@ from moe.describe.observe import AttentionCall
 from moe.describe.parts import close, describe_projection, same
 from moe.describe.probe import random_prompts, stand_in
 from moe.describe.row_wise import as_torch_does
+from moe.kv.cache import KVCache, LayerKey, StateKey, States
 from moe.network.attention import (
     MaskRule,
     is_within_tokens,
@@ -47,7 +48,6 @@ from moe.network.attention import (
     packed_pass,
 )
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import KVCache, LayerKey, StateKey, States
 from moe.network.lanes import run_lanes
 from moe.network.miniature import owns_stack
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnLayer

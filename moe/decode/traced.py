@@ -27,7 +27,7 @@ from moe.decode.compiled import (
 from moe.decode.program import Program, StateLayout
 from moe.decode.records import CompiledPass
 from moe.decode.step import CompiledExperts, split_logits
-from moe.network.kv_cache import KVCache, SequenceCache, StateKey, States
+from moe.kv.cache import KVCache, SequenceCache, StateKey, States
 from moe.network.packed_pass import Work
 
 

@@ -41,10 +41,10 @@ from moe.describe.parts import (
     rotate,
     same,
 )
+from moe.kv.blocks import Windows
+from moe.kv.cache import KVFormat
 from moe.network.attention import MaskRule
 from moe.network.backbone import Backbone
-from moe.network.kv_blocks import Windows
-from moe.network.kv_cache import KVFormat
 
 _FAR = 1 << 20
 """A position far beyond any window."""

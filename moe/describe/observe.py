@@ -19,9 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from moe.describe.description import NotDescribed, RotaryTable
 from moe.describe.parts import same
 from moe.describe.probe import random_prompts, stand_in
+from moe.kv.cache import KVCache
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.packed_pass import Work
 from moe.network.per_sequence import depends_on_length

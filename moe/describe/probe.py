@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from experts.linear import QuantizedLinear
 from moe.describe.description import NotDescribed
 from moe.describe.stateful import find_stateful
+from moe.kv.cache import KVCache, LayerKey, SequenceCache
 from moe.network.backbone import SHORT, Backbone
-from moe.network.kv_cache import KVCache, LayerKey, SequenceCache
 from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.network.packed_pass import Work
 from moe.network.per_sequence import depends_on_length

@@ -22,11 +22,11 @@ import torch
 from moe.engine.in_flight import Finished, Outcome
 from moe.engine.prefill_batch import ScheduledStep
 from moe.engine.runner import ModelRunner
+from moe.kv.cache import KVCache
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import BlockWriter
 from moe.network.block_lane import BlockLane
 from moe.network.denoise import Acceptance
-from moe.network.kv_cache import KVCache
 from moe.network.moe_layer import MoELayers
 from moe.sampling.batch import Token
 from moe.sequence import RunningSequence

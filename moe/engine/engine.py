@@ -32,8 +32,8 @@ from moe.engine.prefill_mode import LayerWork, PrefillPlanner
 from moe.engine.prefix_cache import PrefixCache
 from moe.engine.runner import ModelRunner
 from moe.engine.scheduler import Scheduler
+from moe.kv.cache import KVCache
 from moe.network.backbone import Backbone
-from moe.network.kv_cache import KVCache
 from moe.network.moe_layer import MoELayers
 from moe.sampling.batch import Token
 from moe.sequence import Delta, RunningSequence

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from moe.engine.prefill_batch import SequenceGroup
 from moe.engine.prefix_cache import PrefixCache
-from moe.network.kv_blocks import Windows
-from moe.network.kv_cache import KVCache
-from moe.network.kv_policy import KVPolicy
+from moe.kv.blocks import Windows
+from moe.kv.cache import KVCache
+from moe.kv.visibility import KVPolicy
 from moe.sequence import RunningSequence
 
 

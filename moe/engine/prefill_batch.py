@@ -23,8 +23,8 @@ from torch import Tensor
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.engine.prefix_cache import BLOCK, PrefixCache, block_hashes
 from moe.errors import ContextError, RequestError
-from moe.network.kv_blocks import SLACK
-from moe.network.kv_cache import KVCache, SequenceCache
+from moe.kv.blocks import SLACK
+from moe.kv.cache import KVCache, SequenceCache
 from moe.network.prompt_rows import PromptRows
 from moe.sampling.batch import Token, score
 from moe.sequence import RunningSequence

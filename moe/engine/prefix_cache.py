@@ -37,7 +37,7 @@ import numpy as np
 from kernels.cpu.kv import BLOCK as STORED_TOKENS
 from moe.engine.prefill_mode import LayerWork, distinct_experts, measured_frequencies
 from moe.engine.prefix_store import PrefixStore
-from moe.network.kv_cache import KVCache, SequenceCache, StoredBlock
+from moe.kv.cache import KVCache, SequenceCache, StoredBlock
 from moe.network.moe_layer import MoELayers
 
 BLOCK = 16

@@ -1,6 +1,6 @@
 """Keys and values of prompts on disk (`memory.prefix_dir`), for other runs and other servers.
 
-A file holds a block of 64 tokens of every layer (`moe.network.block_codec`) and is named by the
+A file holds a block of 64 tokens of every layer (`moe.kv.block_codec`) and is named by the
 hash of everything up to its end, so that prefixes share the files of what they have in common, and
 an existing file needs no writing. The folder of a file stands for everything that its bits depend
 on: model, code, settings, processor (`prefix_key`); salts are part of the hashes. Blocks are
@@ -37,10 +37,10 @@ import torch
 
 from kernels.cpu.kv import BLOCK
 from moe.errors import ProfileError
+from moe.kv.block_codec import BlockError, decode_block, encode_block
+from moe.kv.cache import KVCache, StoredBlock
 from moe.loading.checkpoint import model_files
 from moe.machine import code_digest, cpu_maker, instruction_sets
-from moe.network.block_codec import BlockError, decode_block, encode_block
-from moe.network.kv_cache import KVCache, StoredBlock
 from moe.settings import Profile
 from moe.settings.profile import KEYS, value_of
 

@@ -27,13 +27,13 @@ from moe.describe.probe import TOLERANCE, difference, stand_in
 from moe.errors import RequestError
 from moe.images.decode import Picture, decode
 from moe.images.tower_rows import TowerRows
+from moe.kv.cache import KVCache
 from moe.loading.meta_model import join_towers
 from moe.model_lock import on_device, plain_torch
 from moe.network.attention import PACKED
 from moe.network.backbone import Backbone
 from moe.network.block_cache import BlockCache, layer_windows
 from moe.network.block_diffusion import text_model, writes_blocks
-from moe.network.kv_cache import KVCache
 from moe.network.lanes import Lane, LaneRandom, run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work

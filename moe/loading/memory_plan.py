@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from moe.kv.blocks import window_tokens
+from moe.kv.visibility import KVPolicy
 from moe.loading.progress import size_text
-from moe.network.kv_blocks import window_tokens
-from moe.network.kv_policy import KVPolicy
 from offload.offloaded import HOST
 
 GIB = 2**30

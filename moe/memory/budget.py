@@ -10,6 +10,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from moe.kv.cache import SNAPSHOTS
+from moe.kv.visibility import KVPolicy
 from moe.loading.memory_plan import (
     GIB,
     RESERVE,
@@ -19,8 +21,6 @@ from moe.loading.memory_plan import (
     PlannedTier,
 )
 from moe.memory.footprint import Footprint
-from moe.network.kv_cache import SNAPSHOTS
-from moe.network.kv_policy import KVPolicy
 from moe.settings import Profile
 from offload.offloaded import HOST
 

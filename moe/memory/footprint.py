@@ -34,12 +34,12 @@ from kernels.cpu.experts import tokens_a_call
 from moe.describe.attention import seen_windows
 from moe.describe.stateful import find_stateful
 from moe.errors import UnsupportedModelError
+from moe.kv.cache import KVCache, KVFormat, SequenceCache, Shape
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.block_cache import seen_by_blocks
 from moe.network.block_diffusion import writes_blocks
 from moe.network.denoise import Denoiser, canvases_of_a_pass
-from moe.network.kv_cache import KVCache, KVFormat, SequenceCache, Shape
 from moe.network.lanes import run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work

@@ -10,9 +10,9 @@ import torch
 from kernels import backend_status
 from kernels.triton import triton_status
 from moe.errors import ProfileError
-from moe.network.host_blocks import kept_share
-from moe.network.kv_cache import KVFormat, Shape
-from moe.network.kv_policy import InductionScores, KVPolicy, heads_without
+from moe.kv.cache import KVFormat, Shape
+from moe.kv.host_blocks import kept_share
+from moe.kv.visibility import InductionScores, KVPolicy, heads_without
 from moe.settings import Profile
 
 

@@ -22,6 +22,8 @@ from kernels.triton import triton_status
 from moe.calibration.files import CALIBRATION_FOLDER, load_manifest
 from moe.errors import CalibrationError, DoesNotFitError, ProfileError
 from moe.images.towers import PlannedTowers, plan_towers
+from moe.kv.hidden import KEPT
+from moe.kv.visibility import InductionScores, KVPolicy
 from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable
@@ -42,8 +44,6 @@ from moe.memory.budget import (
 from moe.memory.footprint import Footprint, measure_footprint
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
 from moe.network.block_diffusion import set_generation, writes_blocks
-from moe.network.hidden import KEPT
-from moe.network.kv_policy import InductionScores, KVPolicy
 from moe.network.mtp import take_head, width_of
 from moe.network.own_cache import OwnCache
 from moe.network.seam import experts_modules

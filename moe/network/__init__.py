@@ -9,8 +9,6 @@
   lanes that rest between passes (`block_lane`); `denoise.Denoiser` does their steps of refinement
   together, and a `block_cache.BlockCache` stands in for their caches.
 - `moe_layer.MoELayers`: policies, dispatch, experts and combination for all calls at a layer.
-- `kv_cache.KVCache`: keys and values of one sequence, `kv_blocks.BlockKVCache` in blocks of a pool
-  (`host_blocks` in main memory, `device_blocks` on a GPU).
 - `packed_pass.PackedCache`: what transformers' modules see of several of them in one pass, packed
   into one row; `attention` reads it for them.
 """

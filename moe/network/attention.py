@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from kernels.cpu import choose_kernel
 from kernels.cpu.dense import BlockRows
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
 from moe.network.packed_pass import PackedCache, layer_of
 
 PACKED = "moe_packed"

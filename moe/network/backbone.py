@@ -23,12 +23,12 @@ from transformers import PreTrainedModel
 
 from kernels.cpu.kv import BLOCK
 from moe.errors import UnsupportedModelError
+from moe.kv.blocks import BlockPool, Windows
+from moe.kv.cache import KVCache, SequenceCache, TransformersCache
+from moe.kv.hidden import KEPT, HiddenRows
+from moe.kv.visibility import KVPolicy
 from moe.network.attention import PACKED, packed_pass
 from moe.network.block_diffusion import writes_blocks
-from moe.network.hidden import KEPT, HiddenRows
-from moe.network.kv_blocks import BlockPool, Windows
-from moe.network.kv_cache import KVCache, SequenceCache, TransformersCache
-from moe.network.kv_policy import KVPolicy
 from moe.network.lanes import Lane
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
 from moe.network.packed_pass import PackedCache, Work, keep_hidden_rows, put_ahead

@@ -17,8 +17,8 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from moe.errors import UnsupportedModelError
-from moe.network.kv_blocks import Windows
-from moe.network.kv_cache import KVCache
+from moe.kv.blocks import Windows
+from moe.kv.cache import KVCache
 
 Window = int | None
 """Most tokens that a token of a layer sees, itself included; None: all."""

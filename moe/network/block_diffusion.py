@@ -40,13 +40,13 @@ from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 
 from moe.errors import CheckpointError, UnsupportedModelError
+from moe.kv.blocks import Windows
+from moe.kv.cache import KVCache, KVFormat
 from moe.network.attention import MaskRule
 from moe.network.block_cache import BlockCache, layer_windows, seen_by_blocks
 from moe.network.block_lane import BlockLane, CanvasLane, PromptLane, begin_pass
 from moe.network.denoise import OWN, STEP, Acceptance, CanvasCall, Denoiser, Result
 from moe.network.kept_rows import KeptRows
-from moe.network.kv_blocks import Windows
-from moe.network.kv_cache import KVCache, KVFormat
 from moe.network.lanes import ExpertsRunner, Lane, LaneRandom, current_lane, run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work

@@ -27,8 +27,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_causal_mask
 
-from moe.network.kv_cache import LayerKey, StateKey, States
-from moe.network.kv_policy import KVPolicy
+from moe.kv.cache import LayerKey, StateKey, States
+from moe.kv.visibility import KVPolicy
 from moe.settings.device import to_device
 
 CACHE_ARGUMENT = (

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
-from moe.network.kv_cache import KVCache, LayerKey, SequenceCache, StateKey, States
+from moe.kv.cache import KVCache, LayerKey, SequenceCache, StateKey, States
 
 
 @dataclass

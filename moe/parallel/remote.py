@@ -32,9 +32,9 @@ from moe.engine.prefill_batch import (
 )
 from moe.engine.runner import ModelRunner
 from moe.errors import RankError, StructureError
-from moe.network.kv_blocks import SLACK, BlockHolder, KVBlock
-from moe.network.kv_cache import KVCache, SequenceCache, States
-from moe.network.kv_policy import KVPolicy
+from moe.kv.blocks import SLACK, BlockHolder, KVBlock
+from moe.kv.cache import KVCache, SequenceCache, States
+from moe.kv.visibility import KVPolicy
 from moe.parallel.transport import Message
 from moe.sampling.batch import Token
 from moe.sampling.constraint import Structures

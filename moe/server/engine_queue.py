@@ -19,9 +19,9 @@ from moe.engine.prefill_batch import SequenceGroup
 from moe.engine.prefix_cache import PrefixCache, Reservation
 from moe.errors import RankLostError, StructureError
 from moe.fair_pool import FairPool
+from moe.kv.cache import KVCache
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
-from moe.network.kv_cache import KVCache
 from moe.server.engine_thread import EngineThread, GenerationJob, StepOutcomes
 from moe.server.errors import GENERIC, APIError, api_error
 from moe.server.guard import log_failure, logger

@@ -8,7 +8,7 @@ nothing but time, as the engine then reads the prompt.
 Both know ``MOE_LAUNCH_SECRET``. A request carries a code of its body by that secret, each block of
 an answer one of itself, its place and the request, so neither is taken from a stranger, nor damaged
 ones. An answer is a stream: `_ALIVE` once in a while as long as the prompt is read, then `_ROWS`,
-and of each block its length (4 bytes, little-endian), its bytes (`moe.network.block_codec`, as on
+and of each block its length (4 bytes, little-endian), its bytes (`moe.kv.block_codec`, as on
 disk) and its code. A server that says nothing for `parallel.timeout_s`, or is slower than `SLOWEST`
 whatever it says, counts as gone.
 
@@ -46,9 +46,9 @@ from kernels.cpu.kv import BLOCK
 from moe.engine.prefill_batch import SequenceGroup
 from moe.engine.prefix_store import settings_of_bits
 from moe.errors import UnsupportedModelError
+from moe.kv.block_codec import decode_block, encode_block
+from moe.kv.cache import KVCache
 from moe.model import MoE
-from moe.network.block_codec import decode_block, encode_block
-from moe.network.kv_cache import KVCache
 from moe.network.moe_layer import run_experts
 from moe.sampling.params import SamplingParams
 from moe.server.bodies import RequestBody, parse, read_body

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from moe.describe.routers import find_selectors
 from moe.errors import ProfileError
+from moe.kv.cache import KVCache
 from moe.loading.hub import experts_per_token
 from moe.network.backbone import Backbone, Forward
-from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall
 from moe.network.moe_layer import MoELayers, Selector
 from moe.network.packed_pass import Work

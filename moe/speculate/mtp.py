@@ -1,7 +1,7 @@
 """Multi-token-prediction drafts: by the layer that the model's checkpoint brings.
 
 The first pass of a draft reads the tokens that have come since the last one, each with the model's
-hidden state of the token before it, which the sequence has kept (`moe.network.hidden`). Each
+hidden state of the token before it, which the sequence has kept (`moe.kv.hidden`). Each
 further pass reads the token just drafted with the layer's own hidden state. Only rows of the first
 pass stay in the layer's cache: they are what the model itself has read. Where the layer is compiled
 and its experts are in memory, all passes are one call (`moe.decode.chain`).
@@ -17,8 +17,8 @@ from random import Random, getrandbits
 import torch
 from torch import Tensor
 
-from moe.network.hidden import HiddenRows
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
+from moe.kv.hidden import HiddenRows
 from moe.network.lanes import run_lanes
 from moe.network.mtp import ChainStart, MtpHead
 from moe.network.packed_pass import Work

@@ -23,10 +23,10 @@ from moe.decode.enable import enable_fused
 from moe.describe.probe import enable_packing
 from moe.engine.engine import Engine
 from moe.errors import ProfileError
-from moe.network.device_blocks import DeviceBlocks
-from moe.network.kv_blocks import SLACK, BlockKVCache, BlockPool
-from moe.network.kv_cache import KVCache
-from moe.network.kv_policy import KVPolicy, seen_keys
+from moe.kv.blocks import SLACK, BlockKVCache, BlockPool
+from moe.kv.cache import KVCache
+from moe.kv.device_blocks import DeviceBlocks
+from moe.kv.visibility import KVPolicy, seen_keys
 from moe.network.lanes import run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work

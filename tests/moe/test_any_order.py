@@ -13,8 +13,8 @@ from torch import Tensor
 
 from examples.models.tiny import tiny_model
 from moe import MoE
+from moe.kv.cache import KVCache
 from moe.network.backbone import SHORT
-from moe.network.kv_cache import KVCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from routing import Phase

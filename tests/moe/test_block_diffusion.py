@@ -15,10 +15,10 @@ from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.errors import ProfileError, RequestError
+from moe.kv.cache import KVCache
 from moe.loading.memory_plan import GIB
 from moe.network.block_diffusion import BlockWriter, write
 from moe.network.denoise import Acceptance
-from moe.network.kv_cache import KVCache
 from moe.sampling.params import Structure
 from moe.settings import ModelSettings
 

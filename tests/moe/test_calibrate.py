@@ -24,7 +24,7 @@ from moe.commands.calibrate.calibrate import LEAST_TOKENS, calibrate_model, toke
 from moe.commands.calibrate.fit import HELD_OUT_EVERY
 from moe.commands.calibrate.record import record_trace
 from moe.errors import CalibrationError
-from moe.network.kv_policy import heads_without
+from moe.kv.visibility import heads_without
 from routing import Routing
 from routing.predict.calibrated import PREDICTORS
 

@@ -12,7 +12,7 @@ import torch
 
 from moe import MoE, SamplingParams
 from moe.errors import RequestError
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
 from moe.requests import CONTINUATION, Defaults
 from moe.settings import GenerationSettings
 from moe.text.generation_config import GENERATION_CONFIG, ModelSampling
@@ -142,7 +142,7 @@ def test_answers_are_the_same_when_buffers_grow_at_every_step(
         reserve(cache, end)
         grown.extend([cache.room] * (0 < before < cache.room))
 
-    monkeypatch.setattr("moe.network.kv_cache._AHEAD", 1)
+    monkeypatch.setattr("moe.kv.cache._AHEAD", 1)
     monkeypatch.setattr(KVCache, "reserve", watched)
     assert answers() == usual
     assert len(grown) > 20

@@ -19,11 +19,11 @@ import kernels
 from experts.dispatch import Failure
 from moe import MoE
 from moe.errors import RequestError
+from moe.kv.cache import KVCache
 from moe.network import block_diffusion, denoise
 from moe.network.block_diffusion import BlockWriter
 from moe.network.block_lane import BlockLane
 from moe.network.denoise import OWN, Acceptance, Denoiser, draw
-from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall
 from offload.errors import OffloadError
 from tests.moe.test_block_diffusion import PROMPTS, SIZES, STEPS, make_model

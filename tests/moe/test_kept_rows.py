@@ -14,12 +14,12 @@ from torch import Tensor
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.errors import ProfileError
+from moe.kv.cache import KVCache
 from moe.loading.memory_plan import GIB
 from moe.network import denoise
 from moe.network.block_diffusion import BlockWriter, write
 from moe.network.denoise import Acceptance, Denoiser
 from moe.network.kept_rows import KeptRows, Refresh, Said
-from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.sampling.batch import Token
 from moe.sequence import RunningSequence

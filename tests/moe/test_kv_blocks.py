@@ -19,13 +19,13 @@ from kernels.cpu.kv import BLOCK, NativeKV
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
 from moe.errors import RequestError
+from moe.kv.block_codec import BlockError, decode_block, encode_block
+from moe.kv.blocks import BlockKVCache, BlockPool, Windows
+from moe.kv.cache import KVFormat, LayerKey, Shape
+from moe.kv.device_blocks import DeviceBlocks
+from moe.kv.host_blocks import BlockPages, HostBlocks
+from moe.kv.visibility import HeadsOfLayers, KVPolicy
 from moe.loader import load_model
-from moe.network.block_codec import BlockError, decode_block, encode_block
-from moe.network.device_blocks import DeviceBlocks
-from moe.network.host_blocks import BlockPages, HostBlocks
-from moe.network.kv_blocks import BlockKVCache, BlockPool, Windows
-from moe.network.kv_cache import KVFormat, LayerKey, Shape
-from moe.network.kv_policy import HeadsOfLayers, KVPolicy
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.settings.profile import load_profile

@@ -33,14 +33,14 @@ from moe.decode.proof import prove_policy
 from moe.describe.attention import check_views
 from moe.engine.engine import Engine
 from moe.errors import ProfileError
+from moe.kv.blocks import BlockKVCache, BlockPool
+from moe.kv.cache import KVFormat, Shape
+from moe.kv.host_blocks import HostBlocks, kept_share
+from moe.kv.visibility import KVPolicy, SeenRow, heads_without, seen_keys, turn
 from moe.loader import _check_policy
 from moe.loading.memory_plan import ANY_LENGTH
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
 from moe.memory.planning import planning
-from moe.network.host_blocks import HostBlocks, kept_share
-from moe.network.kv_blocks import BlockKVCache, BlockPool
-from moe.network.kv_cache import KVFormat, Shape
-from moe.network.kv_policy import KVPolicy, SeenRow, heads_without, seen_keys, turn
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.sequence import Delta, RunningSequence

@@ -15,8 +15,8 @@ from transformers.masking_utils import (
 )
 
 from kernels.cpu import choose_kernel
+from moe.kv.cache import KVCache
 from moe.network.attention import MaskRule, first_keys, packed_attention, packed_mask, packed_pass
-from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import PackedCache
 
 causal: Any = causal_mask_function

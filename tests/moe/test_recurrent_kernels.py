@@ -20,9 +20,9 @@ from kernels.cpu import choose_kernel
 from kernels.triton import recurrence as on_triton
 from kernels.triton.language import INTERPRETED
 from moe import MoE, SamplingParams
+from moe.kv.cache import KVCache
 from moe.network import recurrent_kernels
 from moe.network.attention import packed_pass
-from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import PackedCache
 from moe.network.recurrent_functions import FUNCTIONS
 from moe.network.recurrent_kernels import use_kernels

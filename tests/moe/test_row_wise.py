@@ -19,7 +19,7 @@ from moe import MoE, SamplingParams
 from moe.describe.row_wise import RowWise
 from moe.engine.engine import Engine
 from moe.engine.prefix_cache import PrefixCache
-from moe.network.kv_cache import SequenceCache
+from moe.kv.cache import SequenceCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.network.seam import routing_modules

@@ -22,7 +22,7 @@ from moe.describe.probe import find_visits
 from moe.engine.blocks import BlockRunner
 from moe.engine.runner import ModelRunner
 from moe.errors import RankLostError, RequestError
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
 from moe.parallel.engine import ParallelEngine, _visits_of
 from moe.parallel.remote import EngineMirror, RemoteCache
 from moe.parallel.watchdog import Heartbeat

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe.kv.visibility import InductionScores
 from moe.network.attention import MaskRule, attention_weights, first_keys, observed_attention
 from moe.network.backbone import Backbone
-from moe.network.kv_policy import InductionScores
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.packed_pass import Work
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from kernels import experts_forward
 from kernels.reference import AnyExperts
 from moe.errors import RequestError
+from moe.kv.blocks import BlockPool
+from moe.kv.cache import KVCache
 from moe.model import MoE
 from moe.network.backbone import SHORT
-from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import KVCache
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
 from moe.speculate.contrast import uncontrasted

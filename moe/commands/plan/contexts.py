@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from rich.table import Table
 
 from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, Locality, estimate_decode
+from moe.kv.visibility import KVPolicy
 from moe.loading.memory_plan import ANY_LENGTH, GIB, MemoryPlan
 from moe.memory.planning import PlannedModel
-from moe.network.kv_policy import KVPolicy
 from moe.settings.sections import KV_POLICIES
 
 CONTEXTS = tuple(1024 << doubled for doubled in range(1, 8))

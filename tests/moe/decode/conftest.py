@@ -30,8 +30,8 @@ def on_tape(small_models: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Models on the CPU record their steps, and run their experts by Triton."""
     from kernels.triton import experts as triton_experts
     from moe.decode.recorded import recorded_step
-    from moe.network.device_blocks import DeviceBlocks
-    from moe.network.kv_blocks import BlockPool
+    from moe.kv.blocks import BlockPool
+    from moe.kv.device_blocks import DeviceBlocks
     from tests.moe.decode.tape import Tape
 
     def new_pool(planned: Any, _device: object) -> BlockPool:

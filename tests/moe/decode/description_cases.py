@@ -29,7 +29,7 @@ from moe.describe.description import (
     View,
 )
 from moe.describe.parts import describe_projection
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
 from routing import Routing
 from routing.routers import RouterRule
 

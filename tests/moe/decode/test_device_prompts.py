@@ -29,11 +29,11 @@ from moe.decode.reference import reference_step
 from moe.decode.step import RoutedExperts
 from moe.describe.description import Attention, View
 from moe.describe.routers import by_kernel
+from moe.kv.blocks import BlockPool
+from moe.kv.cache import KVCache, Shape
+from moe.kv.device_blocks import DeviceBlocks, DevicePass
+from moe.kv.hidden import HiddenRows
 from moe.memory.footprint import StorageCounter
-from moe.network.device_blocks import DeviceBlocks, DevicePass
-from moe.network.hidden import HiddenRows
-from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import KVCache, Shape
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
 from moe.settings.device import to_device

@@ -22,9 +22,9 @@ from moe.decode.trace import Attends
 from moe.decode.traced import TracedStep
 from moe.describe.description import View
 from moe.describe.own_layers import find_own_layers
-from moe.network.host_blocks import HostBlocks
-from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import KVCache, KVFormat
+from moe.kv.blocks import BlockPool
+from moe.kv.cache import KVCache, KVFormat
+from moe.kv.host_blocks import HostBlocks
 from moe.network.own_cache import OwnCache
 from moe.network.packed_pass import Work
 

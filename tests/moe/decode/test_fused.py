@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kernels import ExpertWeights, experts_forward
 from kernels.cpu import choose_kernel
 from moe import MoE, SamplingParams
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from tests.amounts import deep_except

@@ -38,9 +38,9 @@ from moe.describe.description import (
     Router,
     View,
 )
-from moe.network.device_blocks import DeviceBlocks
-from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import KVCache
+from moe.kv.blocks import BlockPool
+from moe.kv.cache import KVCache
+from moe.kv.device_blocks import DeviceBlocks
 from moe.network.packed_pass import Work
 from routing import Routing
 from routing.routers import RouterRule

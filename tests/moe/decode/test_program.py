@@ -18,7 +18,7 @@ from moe.decode.program import Program
 from moe.decode.recorder import Recorder, Value
 from moe.decode.records import DescriptionRecords
 from moe.decode.traced import TracedStep
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
 from moe.network.packed_pass import Work
 
 pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compiler")

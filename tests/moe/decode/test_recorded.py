@@ -29,15 +29,15 @@ from moe.describe.decoder import describe
 from moe.describe.description import NotDescribed
 from moe.describe.observe import observe_random
 from moe.describe.probe import enable_packing
+from moe.kv.blocks import BlockPool
+from moe.kv.cache import KVFormat
+from moe.kv.device_blocks import DeviceBlocks
 from moe.loading.meta_model import build_meta_model
 from moe.loading.takeover import arrange_linears, chosen_linears, quantize_linear
 from moe.memory import planning
 from moe.memory.footprint import StorageCounter, measure_footprint
 from moe.memory.planning import PlannedModel
 from moe.network.backbone import Backbone
-from moe.network.device_blocks import DeviceBlocks
-from moe.network.kv_blocks import BlockPool
-from moe.network.kv_cache import KVFormat
 from moe.network.lanes import run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work

@@ -30,8 +30,8 @@ from moe.decode.traced import TracedStep
 from moe.describe.description import Norm, RotaryTable, Rotation, Style, View
 from moe.describe.observe import AttentionCall
 from moe.describe.parts import rotate
+from moe.kv.cache import KVCache
 from moe.network.attention import MaskRule
-from moe.network.kv_cache import KVCache
 from moe.network.packed_pass import Work
 from tests.amounts import deep_except
 

@@ -19,10 +19,10 @@ from moe.decode.compiled import DescribedStep
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
 from moe.describe.description import Attention, Description, NotDescribed, Projection, View
-from moe.network.host_blocks import HostBlocks
-from moe.network.kv_blocks import BlockPool, Windows
-from moe.network.kv_cache import KVCache, KVFormat
-from moe.network.kv_policy import KVPolicy
+from moe.kv.blocks import BlockPool, Windows
+from moe.kv.cache import KVCache, KVFormat
+from moe.kv.host_blocks import HostBlocks
+from moe.kv.visibility import KVPolicy
 from moe.network.packed_pass import Work
 from routing import Routing
 from tests.kernels.kernel_cases import TARGET_PARAMS

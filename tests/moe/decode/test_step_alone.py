@@ -19,7 +19,7 @@ from moe.decode.compiled import DescribedStep
 from moe.decode.records import CompiledPass
 from moe.decode.step import CompiledExperts, InsideExperts
 from moe.describe.description import Description, Experts
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
 from moe.network.packed_pass import Work
 from routing import Routing
 from tests.kernels.kernel_cases import make_case

@@ -17,7 +17,7 @@ from kernels.cpu import choose_kernel
 from moe.decode.compiled import DescribedStep
 from moe.decode.step import DecodeForward
 from moe.describe.description import Description, Experts
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
 from moe.network.lanes import Lane, run_lanes
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work

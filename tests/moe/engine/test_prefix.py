@@ -16,9 +16,9 @@ from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK as KV_BLOCK
 from moe import MoE, SamplingParams
 from moe.engine.prefix_cache import BLOCK, PrefixCache
-from moe.network.host_blocks import HostBlocks
-from moe.network.kv_blocks import BlockPool, Windows
-from moe.network.kv_cache import KVCache, KVFormat
+from moe.kv.blocks import BlockPool, Windows
+from moe.kv.cache import KVCache, KVFormat
+from moe.kv.host_blocks import HostBlocks
 
 NATIVE, WHY = choose_kernel()
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True)

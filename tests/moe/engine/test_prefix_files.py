@@ -20,9 +20,9 @@ from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
 from moe.engine import prefix_store
 from moe.engine.prefix_store import PrefixStore
-from moe.network import block_codec
-from moe.network.block_codec import BlockError, decode_block, encode_block
-from moe.network.kv_cache import RowLayout, StoredBlock
+from moe.kv import block_codec
+from moe.kv.block_codec import BlockError, decode_block, encode_block
+from moe.kv.cache import RowLayout, StoredBlock
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 IDS = list(range(BLOCK))

@@ -13,7 +13,7 @@ from moe.engine.kv_account import KVAccount
 from moe.engine.prefill_batch import SequenceGroup
 from moe.engine.prefix_cache import PrefixCache, block_hashes
 from moe.errors import RequestError
-from moe.network.kv_blocks import Windows
+from moe.kv.blocks import Windows
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step, scheduler
 
 

@@ -20,6 +20,9 @@ from kernels.cpu.kv import BLOCK
 from moe import MoE
 from moe.describe.stateful import find_stateful
 from moe.errors import DoesNotFitError, ProfileError
+from moe.kv.blocks import BlockKVCache
+from moe.kv.cache import KVCache, KVFormat, SequenceCache
+from moe.kv.host_blocks import HostBlocks
 from moe.loading.load import WeightReader
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable
 from moe.loading.meta_model import build_meta_model
@@ -34,9 +37,6 @@ from moe.memory.footprint import (
 from moe.memory.kv_precision import choose_kv_precision
 from moe.memory.planning import _free_on, _plan_waves, check_fit
 from moe.network.backbone import Backbone
-from moe.network.host_blocks import HostBlocks
-from moe.network.kv_blocks import BlockKVCache
-from moe.network.kv_cache import KVCache, KVFormat, SequenceCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.settings import Profile

@@ -12,7 +12,7 @@ import torch
 from moe import MoE, SamplingParams
 from moe.describe.routers import find_selectors
 from moe.engine.runner import _contexts
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
 from moe.speculate.draft import NEVER, Mode, Stop

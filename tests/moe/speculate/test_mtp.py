@@ -16,8 +16,8 @@ from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.decode import chain
 from moe.engine.engine import Engine
-from moe.network.hidden import FEW, KEPT, HiddenRows
-from moe.network.kv_cache import KVCache
+from moe.kv.cache import KVCache
+from moe.kv.hidden import FEW, KEPT, HiddenRows
 from moe.sampling import host
 from moe.sequence import RunningSequence
 from moe.settings import ModelSettings

@@ -10,14 +10,14 @@ Layers that see a window of W last tokens have blocks of their own, which a sequ
 the window (`Windows`); its tables show zeros there, which no query sees. A sequence whose prompt
 will be kept by the prefix cache has them all until it has been read, and so has what the cache
 keeps, so that prompts which begin alike can part anywhere (`BlockKVCache.keep_all`). Under a
-policy (`moe.network.kv_policy`) a sequence gives up blocks of the other layers, too, once its
+policy (`moe.kv.visibility`) a sequence gives up blocks of the other layers, too, once its
 prompt has been read (`BlockKVCache.prompt_read`); nothing forks from it then. A policy by heads
 gives up the rows of some heads of these layers, whose pages are a part of the block: such a part is
 listed, shared and given up as a block is, and the tables do not change.
 
 Where the rows of blocks lie is the business of a `BlockMemory`, which knows blocks by number:
-`moe.network.host_blocks.HostBlocks` gives each pages of its own, whose addresses sequences list for
-compiled code; `moe.network.device_blocks.DeviceBlocks` has all of them in one piece on a GPU.
+`moe.kv.host_blocks.HostBlocks` gives each pages of its own, whose addresses sequences list for
+compiled code; `moe.kv.device_blocks.DeviceBlocks` has all of them in one piece on a GPU.
 Legend: N key/value heads, D key size, V value size, T new tokens.
 """
 
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK
-from moe.network.kv_cache import (
+from moe.kv.cache import (
     KVCache,
     KVFormat,
     LayerKey,
@@ -43,7 +43,7 @@ from moe.network.kv_cache import (
     Shape,
     StoredBlock,
 )
-from moe.network.kv_policy import HeadsOfLayers, KVPolicy
+from moe.kv.visibility import HeadsOfLayers, KVPolicy
 
 ALL = 0
 """The window of layers that see all tokens."""

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from kernels.triton import attention, rows
 from kernels.triton.attention import BLOCK, KeyRows
-from moe.network.kv_blocks import BlockKVCache
-from moe.network.kv_cache import KVCache, KVFormat, LayerKey, Shape
-from moe.network.kv_policy import HeadsOfLayers
+from moe.kv.blocks import BlockKVCache
+from moe.kv.cache import KVCache, KVFormat, LayerKey, Shape
+from moe.kv.visibility import HeadsOfLayers
 from moe.settings.device import to_device
 
 WIDEST = 256
@@ -30,7 +30,7 @@ WIDEST = 256
 
 
 class DeviceBlocks:
-    """The memory of a pool of blocks; see `moe.network.kv_blocks.BlockMemory`.
+    """The memory of a pool of blocks; see `moe.kv.blocks.BlockMemory`.
 
     A block has rows of all layers, so that one table serves them. Layers with a window keep what is
     behind it, as the pool has no windows here.
@@ -119,7 +119,7 @@ class DeviceBlocks:
 
 
 class DevicePass:
-    """The rows of all sequences of one packed pass; see `moe.network.kv_cache.RowsPass`.
+    """The rows of all sequences of one packed pass; see `moe.kv.cache.RowsPass`.
 
     Args:
         sequences: in the order of the packed row.

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.kv import BLOCK, NativeKV
-from moe.network.kv_blocks import BlockKVCache
-from moe.network.kv_cache import CODED, KVCache, KVFormat, LayerKey, Shape
-from moe.network.kv_policy import HeadsOfLayers
+from moe.kv.blocks import BlockKVCache
+from moe.kv.cache import CODED, KVCache, KVFormat, LayerKey, Shape
+from moe.kv.visibility import HeadsOfLayers
 
 
 class BlockPages(NamedTuple):

@@ -1,7 +1,7 @@
 """The keys and values of one sequence, with its recurrent states, in buffers of its own.
 
 `KVCache` is what packed passes (`moe.network.packed_pass`) and compiled decode steps write and
-read; `moe.network.kv_blocks` keeps the same in blocks of a pool. Architectures that cannot be
+read; `moe.kv.blocks` keeps the same in blocks of a pool. Architectures that cannot be
 packed keep a cache of their own class (`TransformersCache`).
 Legend: T new tokens, N key/value heads, D head size.
 """
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, RowFormat
-from moe.network.hidden import KEPT, HiddenRows
-from moe.network.kv_policy import KVPolicy, SeenRow, seen_keys
+from moe.kv.hidden import KEPT, HiddenRows
+from moe.kv.visibility import KVPolicy, SeenRow, seen_keys
 
 LayerKey = int | tuple[str, int]
 """An attention layer's number, or what else it keeps: of each token, ``("indexer", layer)``, or of
@@ -91,7 +91,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 class StoredBlock(NamedTuple):
     """What a sequence keeps of 64 tokens, as bytes: for disks and other processes
-    (`moe.network.block_codec`).
+    (`moe.kv.block_codec`).
 
     Attributes:
         rows: ``(bytes,)`` uint8 on the CPU, of each layer of the layout.
@@ -107,7 +107,7 @@ class StoredBlock(NamedTuple):
 
 class RowsPass(Protocol):
     """Keys and values of all sequences of one packed pass, on a GPU
-    (`moe.network.device_blocks.DevicePass`)."""
+    (`moe.kv.device_blocks.DevicePass`)."""
 
     def write(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Store the new rows ``(1, N, T, D)`` of all sequences."""

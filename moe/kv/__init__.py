@@ -1,0 +1,8 @@
+"""Keys and values of sequences: what one has of its tokens, and where it lies.
+
+- `cache.KVCache`: the state of one sequence, in buffers of its own; `blocks.BlockKVCache` in blocks
+  of a `blocks.BlockPool` (`host_blocks` in main memory, `device_blocks` on a GPU).
+- `visibility`: which of these rows a token behind the prompt attends to, and which may be given up.
+- `hidden.HiddenRows`: final hidden states of the last tokens, beside them.
+- `block_codec`: one block as bytes, for disks and other processes.
+"""
