@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from moe import __version__
+from moe.cache_dir.exported_names import keep_names
 from moe.commands import arguments, subcommands
 from moe.commands.usage import Parser
 from moe.deferred import defer
 from moe.errors import MoEError, ProfileError, RankLostError
-from moe.transformers_names import keep_names
 from offload.errors import OffloadError
 
 AddArguments = Callable[[Parser], None]

@@ -55,7 +55,7 @@ class LoadedModel:
         prefix_key: names everything that the bits of keys and values depend on; empty: prefixes are
             not kept on disk.
         notices: what fell back or was turned off, one sentence each.
-        proofs: when the ways that it goes were proven (`moe.proofs.Proofs.status`).
+        proofs: when the ways that it goes were proven (`moe.cache_dir.proofs.Proofs.status`).
     """
 
     backbone: Backbone

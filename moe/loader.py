@@ -19,6 +19,7 @@ from kernels import Backend, BackendError, choose_backend, experts_forward
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from kernels.reference import AnyExperts
+from moe.cache_dir.proofs import proofs_of, recall
 from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
 from moe.decode.chain import make_chain
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
@@ -53,7 +54,6 @@ from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules
 from moe.notices import notices_of, tensor_notices, why_no_prefix_store
-from moe.proofs import proofs_of, recall
 from moe.sampling.constraint import Structures
 from moe.settings import Profile
 from moe.settings.device import use_device

@@ -51,7 +51,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 for name in list(os.environ):
     if name.startswith(ENVIRONMENT_PREFIX) and name not in OTHER_VARIABLES:
         del os.environ[name]
-# Tests replace code while they run, which the key of kept proofs cannot know (`moe.proofs`).
+# Tests replace code while they run, which the key of proofs cannot know (`moe.cache_dir`).
 os.environ.setdefault("MOE_PROOF_CACHE", "")
 
 # A shared machine makes the time of a single example meaningless. In CI the examples are the same

@@ -2,7 +2,7 @@
 
 Each ``import transformers`` reads all 1,700 files of its models to find what they export, a third
 of a second of a start. `keep_names` puts a function before that one: it looks at the sizes and
-times of these files only, and takes the names from `moe.kept` if none has changed.
+times of these files only, and takes the names from `moe.cache_dir.files` if none has changed.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ def recalling(find: Find, library: Path) -> Find:
     def found(path: str | os.PathLike[str]) -> dict[Any, Any]:
         if os.fspath(path) != models:
             return find(path)
-        from moe import kept  # needs torch, which whoever needs transformers needs as well
+        from moe.cache_dir import (
+            files,  # needs torch, which whoever needs transformers needs as well
+        )
 
-        directory = kept.private_directory()
+        directory = files.private_directory()
         if directory is None:
             return find(path)
         with suppress(OSError):  # a file that has gone: transformers will say so
-            key = kept.digest_of([str(library), _state(library)])
-            file = directory / f"names-{kept.digest_of(str(library))}.json"
-            if (known := kept.read(file, key)) is not None:
+            key = files.digest_of([str(library), _state(library)])
+            file = directory / f"names-{files.digest_of(str(library))}.json"
+            if (known := files.read(file, key)) is not None:
                 return _from_lists(known.content["names"])
             names = find(path)
             lists = {"names": _to_lists(names)}
             if _from_lists(lists["names"]) == names:  # the form of another version may be richer
-                kept.write(file, key, lists)
+                files.write(file, key, lists)
             return names
         return find(path)
 

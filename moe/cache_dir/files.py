@@ -8,9 +8,7 @@ A file that is damaged, of another user, of another version or of another key is
 A directory that others may write to is not used. What cannot be written, as on a full disk, is not
 kept. There are at most `MOST_FILES` of at most `MOST_BYTES`.
 
-Proofs (`moe.proofs`), trials (`moe.trials`) and names (`moe.transformers_names`) are kept so.
-``MOE_PROOF_CACHE=DIRECTORY`` names another directory; empty, it keeps nothing. A key covers
-`surroundings`, or what else the content depends on.
+A key covers `surroundings`, or what else the content depends on.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ no other (`outline`). What the key does not cover is not kept: several ranks and
     with proofs_of(path, profile, ranks, device) as proofs:
         enabled = recall("packing", subject, bool, prove)   # anywhere below
 
-`moe.kept` writes the file, and reads it only if it is whole and this user's. The setting
+`moe.cache_dir.files` writes the file, and reads it only if it is whole and this user's. The setting
 ``model.proof_cache: false`` and the variable ``MOE_PROOF_CACHE=`` (empty) keep nothing. A test that
 replaces code at run time (a patched kernel, a patched probe) must switch it off: the key knows
 files only. Weights up to `WHOLE_BYTES` a file are known by their content, so the same tiny model in
@@ -33,8 +33,8 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from moe import kept
-from moe.kept import digest_of
+from moe.cache_dir import files
+from moe.cache_dir.files import digest_of
 from moe.settings import Profile
 from moe.settings.profile import KEYS, value_of
 
@@ -58,7 +58,7 @@ class Proofs:
 
     def __init__(self, key: str = "", file: Path | None = None) -> None:
         self._key, self._file = key, file
-        found = None if file is None else kept.read(file, key)
+        found = None if file is None else files.read(file, key)
         self._kept, self._since = ({}, "") if found is None else (found.content, found.date)
         self._used: dict[str, Any] = {}
         self._asked = Counter[str]()
@@ -104,7 +104,7 @@ class Proofs:
     def keep(self) -> None:
         """Write what is new. What cannot be written is proven anew next time."""
         if self._file is not None and self._proven_now:
-            kept.write(self._file, self._key, self._used)
+            files.write(self._file, self._key, self._used)
 
 
 def recall(
@@ -138,7 +138,7 @@ def proofs_of(path: Path, profile: Profile, ranks: int, device: torch.device) ->
     """
     proofs = Proofs()
     keeps = profile.model.proof_cache and ranks == 1 and device.type == "cpu"
-    if keeps and (directory := kept.private_directory()) is not None:
+    if keeps and (directory := files.private_directory()) is not None:
         key = proof_key(path, profile)
         proofs = Proofs(key, directory / f"{key}.json")
     token = _current.set(proofs)
@@ -151,12 +151,12 @@ def proofs_of(path: Path, profile: Profile, ranks: int, device: torch.device) ->
 
 def proof_key(path: Path, profile: Profile) -> str:
     """A digest of all that verdicts about a model depend on."""
-    files = [file for file in sorted(path.iterdir()) if "hot-set" not in file.name]
+    found = [file for file in sorted(path.iterdir()) if "hot-set" not in file.name]
     settings = [key for key in KEYS.leaves if not key.startswith(_OTHER_SETTINGS)]
     facts = {
-        **kept.surroundings(),
+        **files.surroundings(),
         "settings": [[key, repr(value_of(profile, key))] for key in settings],
-        "files": [[file.name, _identity(file)] for file in files],
+        "files": [[file.name, _identity(file)] for file in found],
         "architecture": [*_architecture(path)],
     }
     return digest_of(facts)

@@ -21,7 +21,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from moe import kept
+from moe.cache_dir import files
 from moe.machine import boot, mount_of
 
 FRESH_S = 24 * 3600.0
@@ -62,18 +62,18 @@ class Trials:
             kind: of the figure; pydantic takes it to JSON and back.
             place: a file on the device that is tried, if it is one.
         """
-        directory = kept.private_directory() if self._keep else None
+        directory = files.private_directory() if self._keep else None
         if directory is None:
             return Found(measure(), "")
         where = [] if place is None else mount_of(place)
-        key = kept.digest_of([name, about, where, boot(), kept.surroundings()])
+        key = files.digest_of([name, about, where, boot(), files.surroundings()])
         file, adapter = directory / f"trial-{key}.json", TypeAdapter(kind)
-        if (found := kept.read(file, key)) is not None and 0 <= time.time() - found.time < FRESH_S:
+        if (found := files.read(file, key)) is not None and 0 <= time.time() - found.time < FRESH_S:
             with suppress(ValidationError, KeyError):
                 value = adapter.validate_python(found.content["figure"])
                 return Found(value, f"{datetime.fromtimestamp(found.time):%Y-%m-%d %H:%M}")
         value = measure()
-        kept.write(file, key, {"figure": adapter.dump_python(value, mode="json")})
+        files.write(file, key, {"figure": adapter.dump_python(value, mode="json")})
         return Found(value, "")
 
     def figures(

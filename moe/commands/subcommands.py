@@ -228,7 +228,7 @@ def bench(options: argparse.Namespace) -> int:
 def doctor(options: argparse.Namespace) -> int:
     if options.forget:
         with importing():
-            from moe.kept import directory_name, forget
+            from moe.cache_dir.files import directory_name, forget
 
         print(f"forgot {forget()} proofs and trials in {directory_name()}")
         return 0

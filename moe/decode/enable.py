@@ -18,6 +18,7 @@ from kernels.cpu import NativeKernels, choose_kernel
 from kernels.cpu.experts import LayerCall
 from kernels.reference import AnyExperts
 from kernels.triton import triton_status
+from moe.cache_dir.proofs import outline, recall
 from moe.decode.compiled import DescribedStep
 from moe.decode.lower import operation_names
 from moe.decode.program import Program
@@ -44,7 +45,6 @@ from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
 from moe.network.stored_embedding import backbone_dtype
-from moe.proofs import outline, recall
 from offload.layer import OffloadedExperts
 
 

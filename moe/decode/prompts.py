@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kernels.cpu.decode import NormRecord
 from kernels.cpu.dense import NativeNorms
+from moe.cache_dir.proofs import outline, recall
 from moe.decode.proof import PROMPT_LENGTHS, caches_of, kv_of, parts_of, read_plainly, tolerance_of
 from moe.decode.records import DescriptionRecords, point_to_table
 from moe.describe.description import Attention, Description, Norm, NotDescribed
@@ -25,7 +26,6 @@ from moe.network.attention import PACKED, MaskRule, current_pass, packed_attenti
 from moe.network.backbone import Backbone
 from moe.network.packed_pass import PackedCache
 from moe.network.seam import parents_of
-from moe.proofs import outline, recall
 
 Forward = Callable[..., Any]
 

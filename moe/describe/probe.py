@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experts.linear import QuantizedLinear
+from moe.cache_dir.proofs import recall
 from moe.describe.description import NotDescribed
 from moe.describe.stateful import find_stateful
 from moe.kv.cache import KVCache, LayerKey, SequenceCache
@@ -28,7 +29,6 @@ from moe.network.packed_pass import Work
 from moe.network.per_sequence import depends_on_length
 from moe.network.recurrent_kernels import without_advice
 from moe.network.stored_embedding import backbone_dtype
-from moe.proofs import recall
 from routing import Phase, Routing
 
 PROMPT_LENGTHS = (7, 4)

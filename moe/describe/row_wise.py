@@ -31,6 +31,7 @@ from torch.nn.functional import gelu, linear, pad, silu, softplus
 from torch.overrides import TorchFunctionMode
 
 from kernels import row_linear, row_top_k
+from moe.cache_dir.proofs import recall
 from moe.describe.probe import random_prompts, stand_in
 from moe.describe.stateful import active_modules
 from moe.machine import cpu_maker, instruction_sets
@@ -38,7 +39,6 @@ from moe.network.backbone import Backbone
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.network.seam import experts_modules, routing_modules
-from moe.proofs import recall
 
 _GRAIN, _VECTOR = 16384, 64
 """Below this many elements torch runs any elementwise operation on one thread (most of them below

@@ -28,6 +28,7 @@ from experts.store import Store
 from experts.weights import is_finite, is_interleaved
 from kernels import ExpertWeights
 from kernels.reference import AnyExperts
+from moe.cache_dir.trials import Trials
 from moe.errors import CheckpointError, ProfileError, listing
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import DtypeFor, LoadReport, WeightPlan, plan_weights
@@ -38,7 +39,6 @@ from moe.loading.takeover import Takeover, chosen_linears, keep_layer, quantize_
 from moe.model_lock import on_device
 from moe.network.seam import expert_shape, experts_modules, take_experts
 from moe.settings import ModelSettings, OffloadSettings
-from moe.trials import Trials
 from offload.capacity import Capacity, fixed_bytes, least_slots, slot_bytes, why_not
 from offload.errors import OffloadError
 from offload.offloaded import Offloaded

@@ -31,6 +31,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import backend_status
 from kernels.cpu.experts import tokens_a_call
+from moe.cache_dir.proofs import outline, recall
 from moe.describe.attention import seen_windows
 from moe.describe.stateful import find_stateful
 from moe.errors import UnsupportedModelError
@@ -45,7 +46,6 @@ from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
 from moe.network.recurrent_kernels import without_advice
 from moe.network.seam import experts_modules
-from moe.proofs import outline, recall
 
 SHORT_PROMPT = 64
 """Tokens of the first probe; a second, longer one shows what grows with the length."""

@@ -12,8 +12,8 @@ import pytest
 import transformers
 from transformers.utils.import_utils import create_import_structure_from_path
 
-from moe import kept
-from moe.transformers_names import FUNCTION, MODULE, _Finder, recalling
+from moe.cache_dir import files
+from moe.cache_dir.exported_names import FUNCTION, MODULE, _Finder, recalling
 
 MODEL = (
     '__all__ = ["FakeModel"]\n\n\n@requires(backends=("vision", "torch"))\nclass Shown:\n    pass\n'
@@ -22,7 +22,7 @@ MODEL = (
 
 @pytest.fixture(autouse=True)
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(kept.ENVIRONMENT, str(tmp_path / "kept"))
+    monkeypatch.setenv(files.ENVIRONMENT, str(tmp_path / "kept"))
     return tmp_path / "kept"
 
 
@@ -68,7 +68,7 @@ def test_all_names_of_transformers_come_back(directory: Path) -> None:
     assert again == found
     assert again is not found
     assert list(again) == list(found)
-    assert file.stat().st_size < kept.MOST_BYTES / 2
+    assert file.stat().st_size < files.MOST_BYTES / 2
 
 
 def _edit(library: Path) -> None:
@@ -116,7 +116,7 @@ def test_other_folders_and_no_directory_are_left_to_transformers(
     part = str(search.models / "fake")
     assert search.find(part) == create_import_structure_from_path(part)
     assert search.count == 2
-    monkeypatch.setenv(kept.ENVIRONMENT, "")
+    monkeypatch.setenv(files.ENVIRONMENT, "")
     assert [search.searches(), search.searches()] == [1, 1]
 
 

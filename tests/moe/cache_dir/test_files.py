@@ -11,21 +11,21 @@ from threading import Barrier
 import pytest
 
 from examples.models.tiny import tiny_model
-from moe import kept
-from moe.proofs import proof_key
+from moe.cache_dir import files
+from moe.cache_dir.proofs import proof_key
 from moe.settings.profile import load_profile
 
 
 def test_a_full_disk_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "key.json"
-    kept.write(file, "key", {"first": 1})
+    files.write(file, "key", {"first": 1})
 
     def full(fd: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", full)
-    kept.write(file, "key", {"second": 2})
-    found = kept.read(file, "key")
+    files.write(file, "key", {"second": 2})
+    found = files.read(file, "key")
     assert found is not None
     assert found.content == {"first": 1}
     assert [*tmp_path.iterdir()] == [file]
@@ -35,9 +35,9 @@ def test_a_directory_that_cannot_be_made_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setenv(kept.ENVIRONMENT, str(tmp_path / "file" / "kept"))
-    assert kept.private_directory() is None
-    assert kept.forget() == 0
+    monkeypatch.setenv(files.ENVIRONMENT, str(tmp_path / "file" / "kept"))
+    assert files.private_directory() is None
+    assert files.forget() == 0
 
 
 def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
@@ -46,8 +46,8 @@ def test_writers_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     def write(writer: int) -> None:
         start.wait()
         for turn in range(10):
-            kept.write(file, "key", {"writer": [writer] * (100 * turn + 1)})
-            found = kept.read(file, "key")
+            files.write(file, "key", {"writer": [writer] * (100 * turn + 1)})
+            found = files.read(file, "key")
             assert found is not None
             assert len(set(found.content["writer"])) == 1
 
@@ -61,7 +61,7 @@ def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
     for file in (old, new):
         file.write_text("half")
     os.utime(old, (0, 0))
-    kept.write(tmp_path / "b.json", "key", {})
+    files.write(tmp_path / "b.json", "key", {})
     assert {file.name for file in tmp_path.iterdir()} == {"b.json", new.name}
 
 
@@ -69,10 +69,10 @@ def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
 def test_variables_that_choose_kernels_are_surroundings(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept, "choose_kernel", lambda: (None, ""))  # else it compiles
-    before = kept.digest_of(kept.surroundings())
+    monkeypatch.setattr(files, "choose_kernel", lambda: (None, ""))  # else it compiles
+    before = files.digest_of(files.surroundings())
     monkeypatch.setenv(name, "another")
-    assert kept.digest_of(kept.surroundings()) != before
+    assert files.digest_of(files.surroundings()) != before
 
 
 def test_the_setting_of_kernels_gives_another_key(tmp_path: Path) -> None:

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from examples.models.tiny import moe_architectures, tiny_model
-from moe import MoE, kept, machine, proofs
+from moe import MoE, machine
+from moe.cache_dir import files, proofs
+from moe.cache_dir.proofs import Proofs, outline, proof_key
 from moe.cli import build_parser, main
 from moe.commands.subcommands import load_settings
 from moe.describe import probe
 from moe.describe.description import NotDescribed
 from moe.errors import MoEError
-from moe.proofs import Proofs, outline, proof_key
 from moe.settings import Profile
 from moe.settings.profile import load_profile
 
@@ -32,7 +33,7 @@ TOKENS = [3, 1, 4, 1, 5, 9, 2, 6]
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of proofs of this test."""
-    monkeypatch.setenv(kept.ENVIRONMENT, str(tmp_path / "proofs"))
+    monkeypatch.setenv(files.ENVIRONMENT, str(tmp_path / "proofs"))
     return tmp_path / "proofs"
 
 
@@ -124,9 +125,9 @@ def test_each_change_gives_another_key(
     what: str, whole: bool, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, path, threads = tmp_path / "code", tmp_path / "model", torch.get_num_threads()
-    shutil.copytree(Path(__file__).parents[2] / "kernels", root / "kernels")
+    shutil.copytree(Path(__file__).parents[3] / "kernels", root / "kernels")
     shutil.copytree(checkpoint, path)
-    monkeypatch.setattr(kept, "code_digest", lambda: machine.code_digest(root))
+    monkeypatch.setattr(files, "code_digest", lambda: machine.code_digest(root))
     monkeypatch.setenv("MKL_CBWR", "AUTO")
     if not whole:  # and between the samples
         monkeypatch.setattr(proofs, "WHOLE_BYTES", 0)
@@ -134,7 +135,7 @@ def test_each_change_gives_another_key(
     before = proof_key(path, Profile())
     assert proof_key(path, Profile()) == before
     if what == "library":
-        monkeypatch.setattr(kept, "_version", lambda name: f"{name} of tomorrow")
+        monkeypatch.setattr(files, "_version", lambda name: f"{name} of tomorrow")
     try:
         profile = CHANGES[what](root, path)
         assert proof_key(path, profile or Profile()) != before
@@ -240,13 +241,13 @@ def test_files_of_another_user_count_for_nothing(
 
 
 def test_there_are_only_so_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "MOST_FILES", 3)
+    monkeypatch.setattr(files, "MOST_FILES", 3)
     for number in range(5):
         _entry(tmp_path / f"{number}.json")
         os.utime(tmp_path / f"{number}.json", (number, number))
     assert len(list(tmp_path.iterdir())) <= 3
     proven = Proofs("key", tmp_path / "large.json")
-    proven.recall("step", [1], str, lambda: "x" * kept.MOST_BYTES)
+    proven.recall("step", [1], str, lambda: "x" * files.MOST_BYTES)
     proven.keep()
     assert not (tmp_path / "large.json").exists()
 

@@ -12,12 +12,13 @@ import pytest
 
 from examples.models.tiny import tiny_model
 from experts.manifest import read_manifest
-from moe import MoE, kept, trials
+from moe import MoE
+from moe.cache_dir import files, trials
+from moe.cache_dir.trials import FRESH_S, Trials
 from moe.commands.convert.convert import convert
 from moe.loading.memory_plan import GIB
 from moe.machine import boot, mount_of
 from moe.settings import ModelSettings
-from moe.trials import FRESH_S, Trials
 from offload.capacity import fixed_bytes, slot_bytes
 from offload.readers import choice
 
@@ -43,14 +44,14 @@ class Machine:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(kept.ENVIRONMENT, str(tmp_path / "kept"))
+    monkeypatch.setenv(files.ENVIRONMENT, str(tmp_path / "kept"))
     return tmp_path / "kept"
 
 
 @pytest.fixture
 def machine(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made = Machine()
-    monkeypatch.setattr(kept.time, "time", made.time)
+    monkeypatch.setattr(files.time, "time", made.time)
     return made
 
 
@@ -69,9 +70,9 @@ def test_a_trial_is_kept_for_a_day(machine: Machine) -> None:
 CHANGES = {
     "device": ("trials.mount_of", lambda _: ["66", "8:2 / /mnt ext4 /dev/sdb"]),
     "start": ("trials.boot", lambda: "another"),
-    "code": ("kept.code_digest", lambda: "another"),
-    "processor": ("kept._processor", lambda _: ["another"]),
-    "library": ("kept._version", lambda name: f"{name} of tomorrow"),
+    "code": ("files.code_digest", lambda: "another"),
+    "processor": ("files._processor", lambda _: ["another"]),
+    "library": ("files._version", lambda name: f"{name} of tomorrow"),
 }
 
 
@@ -82,7 +83,7 @@ def test_each_change_measures_anew(
     assert machine.ask() == 1.0
     with monkeypatch.context() as patch:
         name, changed = CHANGES[what]
-        patch.setattr(f"moe.{name}", changed)
+        patch.setattr(f"moe.cache_dir.{name}", changed)
         assert machine.ask() == 2.0
     assert machine.ask() == 1.0
     assert machine.ask("another subject") == 3.0
@@ -93,7 +94,7 @@ def test_without_a_directory_each_trial_is_made(
 ) -> None:
     assert [machine.ask(keep=False), machine.ask(keep=False)] == [1.0, 2.0]
     assert not directory.exists()
-    monkeypatch.setenv(kept.ENVIRONMENT, "")
+    monkeypatch.setenv(files.ENVIRONMENT, "")
     assert [machine.ask(), machine.ask()] == [3.0, 4.0]
 
 
@@ -103,7 +104,7 @@ def test_a_figure_of_another_kind_is_measured_anew(
 ) -> None:
     assert machine.ask() == 1.0
     (file,) = directory.iterdir()
-    kept.write(file, file.stem.removeprefix("trial-"), content)
+    files.write(file, file.stem.removeprefix("trial-"), content)
     assert [machine.ask(), machine.ask()] == [2.0, 2.0]
 
 
