@@ -400,7 +400,7 @@ def _while_it_runs(
 def serve(arguments: list[str]) -> None:
     """The command ``moe``, whose disk and clock are as the file of faults says."""
     from moe.cli import main
-    from moe.engine import prefix_store
+    from moe.kv import prefix_store
     from offload import open_store
     from offload.errors import OffloadError
 

@@ -29,17 +29,18 @@ from moe.describe.description import NotDescribed
 from moe.describe.probe import Packing, enable_packing, find_visits, stand_in
 from moe.describe.routers import enable_policies
 from moe.describe.row_wise import linears_are_faster, make_linears_row_wise, make_row_wise
-from moe.engine.prefix_store import prefix_key, prepare_directory
 from moe.errors import CheckpointError, ProfileError
 from moe.extras import install_line, is_installed
 from moe.images.reader import ImageReader, conversation, enable_images, load_processor
 from moe.kv.blocks import BlockPool, Windows
 from moe.kv.host_blocks import HostBlocks
+from moe.kv.prefix_store import prepare_directory
 from moe.loaded import LoadedModel
 from moe.loading.checkpoint import model_files
 from moe.loading.hub import resolve_model
 from moe.loading.load import LoadReport
 from moe.loading.memory_plan import MemoryPlan
+from moe.loading.prefix_key import prefix_key
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.loading.quantized import decoding_notices
 from moe.loading.sources import total_bytes

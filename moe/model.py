@@ -25,11 +25,11 @@ from moe.engine.blocks import BlockRunner
 from moe.engine.borrowing import kv_borrowing
 from moe.engine.engine import Engine, StepLoop, StepRunner
 from moe.engine.prefill_batch import SequenceGroup
-from moe.engine.prefill_mode import LayerWork
-from moe.engine.prefix_cache import PrefixCache, RereadCost
-from moe.engine.prefix_store import PrefixStore
+from moe.engine.prefill_mode import LayerWork, RereadCost
 from moe.errors import RankLostError, RequestError
 from moe.expert_map import cache_counters, expert_activity, expert_choices, expert_layout
+from moe.kv.prefix_cache import PrefixCache
+from moe.kv.prefix_store import PrefixStore
 from moe.loaded import LoadedModel
 from moe.loader import load_model
 from moe.loading.memory_plan import GIB, MemoryPlan

@@ -29,10 +29,10 @@ from moe.engine.kv_account import KVAccount
 from moe.engine.pinning import pinned_cpus
 from moe.engine.prefill_batch import PrefillBatch, ScheduledStep, SequenceGroup
 from moe.engine.prefill_mode import LayerWork, PrefillPlanner
-from moe.engine.prefix_cache import PrefixCache
 from moe.engine.runner import ModelRunner
 from moe.engine.scheduler import Scheduler
 from moe.kv.cache import KVCache
+from moe.kv.prefix_cache import PrefixCache
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
 from moe.sampling.batch import Token

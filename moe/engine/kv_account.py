@@ -9,9 +9,9 @@ prompt (`KVPolicy`). A GPU gives memory out by whole blocks. There every count i
 from __future__ import annotations
 
 from moe.engine.prefill_batch import SequenceGroup
-from moe.engine.prefix_cache import PrefixCache
 from moe.kv.blocks import Windows
 from moe.kv.cache import KVCache
+from moe.kv.prefix_cache import PrefixCache
 from moe.kv.visibility import KVPolicy
 from moe.sequence import RunningSequence
 

@@ -21,10 +21,10 @@ from itertools import takewhile
 from torch import Tensor
 
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
-from moe.engine.prefix_cache import BLOCK, PrefixCache, block_hashes
 from moe.errors import ContextError, RequestError
 from moe.kv.blocks import SLACK
 from moe.kv.cache import KVCache, SequenceCache
+from moe.kv.prefix_cache import BLOCK, PrefixCache, block_hashes
 from moe.network.prompt_rows import PromptRows
 from moe.sampling.batch import Token, score
 from moe.sequence import RunningSequence

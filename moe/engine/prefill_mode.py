@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from experts.linear import QuantizedLinear
 from kernels.reference import ExpertWeights
 from moe.loading.hub import experts_per_token
+from moe.network.moe_layer import MoELayers
 from moe.settings import PrefillSettings
 from offload.layer import LayerExperts, held_experts
 from routing import RoutingStatistics
@@ -40,6 +41,8 @@ Frequencies = Sequence[NDArray[np.float64]]
 
 SMALLEST_SAVING = 0.05
 """Layered prefill keeps a prompt's activations between steps; below this it is not worth it."""
+_FLOPS_A_BYTE = 50
+"""What a CPU computes while a byte comes from a disk: 100 GFLOP/s against 2 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -270,3 +273,31 @@ def _longest_chunk(work: LayerWork, group_tokens: int, prompts: Prompts) -> floa
             chunk += size * (work.backbone + work.experts + work.pair * end)
             longest = max(longest, chunk)
     return longest
+
+
+@dataclass(frozen=True)
+class RereadCost:
+    """What reading tokens again costs: their arithmetic, and the experts that come from disk.
+
+    Attributes:
+        work: of a layer.
+        experts: with the routing so far, which says how many distinct experts tokens visit.
+        miss_ratio: of a layer, the share of experts asked for that are read from disk; None: all
+            are in memory.
+    """
+
+    work: LayerWork
+    experts: MoELayers
+    miss_ratio: Callable[[int], float] | None = None
+
+    def __call__(self, tokens: int) -> float:
+        """In FLOPs."""
+        layers = self.experts.layers
+        cost = tokens * len(layers) * (self.work.backbone + self.work.experts)
+        if self.miss_ratio is None:
+            return cost
+        frequencies = measured_frequencies(self.experts.statistics, self.work.top_k)
+        for index, (layer, own) in enumerate(zip(layers, frequencies, strict=True)):
+            read = distinct_experts([own], tokens) * self.miss_ratio(index)
+            cost += read * layer.expert_bytes * _FLOPS_A_BYTE
+        return cost

@@ -30,7 +30,7 @@ from moe.engine.prefill_batch import (
     SequenceGroup,
 )
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
-from moe.engine.prefix_cache import PrefixCache
+from moe.kv.prefix_cache import PrefixCache
 from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
 

@@ -4,5 +4,6 @@
   of a `blocks.BlockPool` (`host_blocks` in main memory, `device_blocks` on a GPU).
 - `visibility`: which of these rows a token behind the prompt attends to, and which may be given up.
 - `hidden.HiddenRows`: final hidden states of the last tokens, beside them.
-- `block_codec`: one block as bytes, for disks and other processes.
+- `prefix_cache.PrefixCache`: those of prompts, for requests that begin alike; `prefix_store` keeps
+  them on disk, `block_codec` writes a block as bytes.
 """

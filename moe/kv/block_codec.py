@@ -1,4 +1,4 @@
-"""One block of keys and values as bytes: a file of `moe.engine.prefix_store`, and a part of what a
+"""One block of keys and values as bytes: a file of `moe.kv.prefix_store`, and a part of what a
 prefill server sends (`moe.server.remote_prefill`).
 
 `encode_block` writes, in this order: `MAGIC`, the CRC-32 of all that follows and the length of the

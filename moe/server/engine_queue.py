@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from moe.engine.engine import Engine, StepLoop
 from moe.engine.prefill_batch import SequenceGroup
-from moe.engine.prefix_cache import PrefixCache, Reservation
 from moe.errors import RankLostError, StructureError
 from moe.fair_pool import FairPool
 from moe.kv.cache import KVCache
+from moe.kv.prefix_cache import PrefixCache, Reservation
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
 from moe.server.engine_thread import EngineThread, GenerationJob, StepOutcomes

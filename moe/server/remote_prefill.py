@@ -44,10 +44,10 @@ from starlette.responses import Response, StreamingResponse
 
 from kernels.cpu.kv import BLOCK
 from moe.engine.prefill_batch import SequenceGroup
-from moe.engine.prefix_store import settings_of_bits
 from moe.errors import UnsupportedModelError
 from moe.kv.block_codec import decode_block, encode_block
 from moe.kv.cache import KVCache
+from moe.loading.prefix_key import settings_of_bits
 from moe.model import MoE
 from moe.network.moe_layer import run_experts
 from moe.sampling.params import SamplingParams

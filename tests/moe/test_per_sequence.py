@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe import MoE, SamplingParams
-from moe.engine.prefix_cache import BLOCK
 from moe.kv.cache import SNAPSHOTS, KVCache
+from moe.kv.prefix_cache import BLOCK
 from moe.sequence import Delta
 from moe.settings.profile import load_profile
 from tests.amounts import deep_except

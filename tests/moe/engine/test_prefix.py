@@ -15,10 +15,10 @@ from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK as KV_BLOCK
 from moe import MoE, SamplingParams
-from moe.engine.prefix_cache import BLOCK, PrefixCache
 from moe.kv.blocks import BlockPool, Windows
 from moe.kv.cache import KVCache, KVFormat
 from moe.kv.host_blocks import HostBlocks
+from moe.kv.prefix_cache import BLOCK, PrefixCache
 
 NATIVE, WHY = choose_kernel()
 GREEDY = SamplingParams(max_new_tokens=5, temperature=0.0, ignore_eos=True)

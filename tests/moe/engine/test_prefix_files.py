@@ -18,11 +18,10 @@ import torch
 
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
-from moe.engine import prefix_store
-from moe.engine.prefix_store import PrefixStore
-from moe.kv import block_codec
+from moe.kv import block_codec, prefix_store
 from moe.kv.block_codec import BlockError, decode_block, encode_block
 from moe.kv.cache import RowLayout, StoredBlock
+from moe.kv.prefix_store import PrefixStore
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 IDS = list(range(BLOCK))

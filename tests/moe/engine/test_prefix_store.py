@@ -18,9 +18,11 @@ import torch
 
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
-from moe.engine import prefix_store
-from moe.engine.prefix_store import PrefixStore, prefix_key
 from moe.errors import ProfileError
+from moe.kv import prefix_store
+from moe.kv.prefix_store import PrefixStore
+from moe.loading import prefix_key as names
+from moe.loading.prefix_key import prefix_key
 from moe.settings.profile import load_profile
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
@@ -75,7 +77,7 @@ def test_the_key_is_what_bits_depend_on(
     os.utime(next((tmp_path / "one").glob("*.safetensors")), ns=(0, 0))
     assert key(tmp_path / "one") != same
     known = key()
-    monkeypatch.setattr(prefix_store, "instruction_sets", lambda: ["AVX2"])
+    monkeypatch.setattr(names, "instruction_sets", lambda: ["AVX2"])
     assert key() != known
 
 

@@ -8,12 +8,13 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moe.engine import prefill_batch, prefix_cache
+from moe.engine import prefill_batch
 from moe.engine.kv_account import KVAccount
 from moe.engine.prefill_batch import SequenceGroup
-from moe.engine.prefix_cache import PrefixCache, block_hashes
 from moe.errors import RequestError
+from moe.kv import prefix_cache
 from moe.kv.blocks import Windows
+from moe.kv.prefix_cache import PrefixCache, block_hashes
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step, scheduler
 
 

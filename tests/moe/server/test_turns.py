@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from moe import MoE
-from moe.engine.prefix_cache import BLOCK
+from moe.kv.prefix_cache import BLOCK
 
 DEMO = Path(__file__).parents[3] / "examples/demo-model"
 FIRST = "Once upon a time there was a small dog who lived near the sea. What did he see? " * 4

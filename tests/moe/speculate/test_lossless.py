@@ -11,8 +11,8 @@ import pytest
 
 from moe import SamplingParams, Structure
 from moe.engine.engine import Engine
-from moe.engine.prefix_cache import PrefixCache
 from moe.engine.runner import ModelRunner
+from moe.kv.prefix_cache import PrefixCache
 from moe.sampling.batch import Row
 from moe.sampling.sampler import Guesses
 from moe.speculate.draft import PLAIN, Draft, FixedDepth, Mode

@@ -35,44 +35,12 @@ from threading import Event
 import numpy as np
 
 from kernels.cpu.kv import BLOCK as STORED_TOKENS
-from moe.engine.prefill_mode import LayerWork, distinct_experts, measured_frequencies
-from moe.engine.prefix_store import PrefixStore
 from moe.kv.cache import KVCache, SequenceCache, StoredBlock
-from moe.network.moe_layer import MoELayers
+from moe.kv.prefix_store import PrefixStore
 
 BLOCK = 16
 """Tokens of a block; a prefix ends at the end of a block."""
 _STORED = STORED_TOKENS // BLOCK  # blocks of one that is on disk
-_FLOPS_A_BYTE = 50
-"""What a CPU computes while a byte comes from a disk: 100 GFLOP/s against 2 GB/s."""
-
-
-@dataclass(frozen=True)
-class RereadCost:
-    """What reading tokens again costs: their arithmetic, and the experts that come from disk.
-
-    Attributes:
-        work: of a layer.
-        experts: with the routing so far, which says how many distinct experts tokens visit.
-        miss_ratio: of a layer, the share of experts asked for that are read from disk; None: all
-            are in memory.
-    """
-
-    work: LayerWork
-    experts: MoELayers
-    miss_ratio: Callable[[int], float] | None = None
-
-    def __call__(self, tokens: int) -> float:
-        """In FLOPs."""
-        layers = self.experts.layers
-        cost = tokens * len(layers) * (self.work.backbone + self.work.experts)
-        if self.miss_ratio is None:
-            return cost
-        frequencies = measured_frequencies(self.experts.statistics, self.work.top_k)
-        for index, (layer, own) in enumerate(zip(layers, frequencies, strict=True)):
-            read = distinct_experts([own], tokens) * self.miss_ratio(index)
-            cost += read * layer.expert_bytes * _FLOPS_A_BYTE
-        return cost
 
 
 @dataclass(eq=False)

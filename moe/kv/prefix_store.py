@@ -1,10 +1,10 @@
 """Keys and values of prompts on disk (`memory.prefix_dir`), for other runs and other servers.
 
-A file holds a block of 64 tokens of every layer (`moe.kv.block_codec`) and is named by the
-hash of everything up to its end, so that prefixes share the files of what they have in common, and
-an existing file needs no writing. The folder of a file stands for everything that its bits depend
-on: model, code, settings, processor (`prefix_key`); salts are part of the hashes. Blocks are
-written behind the requests, when the prefix cache evicts them and at the end of a run, and read
+A file holds a block of 64 tokens of every layer (`moe.kv.block_codec`) and is named by the hash of
+everything up to its end, so that prefixes share the files of what they have in common, and an
+existing file needs no writing. The folder of a file stands for everything that its bits depend on:
+model, code, settings, processor (`moe.loading.prefix_key`); salts are part of the hashes. Blocks
+are written behind the requests, when the prefix cache evicts them and at the end of a run, and read
 behind the requests, when a prompt begins with them.
 
 A file gets its name when it is complete, and is checked when it is read: what is damaged, of
@@ -17,11 +17,8 @@ any time. A disk that is full ends the saving, not the serving. The directory is
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import logging
 import os
-import platform
 import stat
 import time
 from collections.abc import Iterator, Sequence
@@ -33,66 +30,17 @@ from pathlib import Path
 from threading import Lock
 from uuid import uuid4
 
-import torch
-
 from kernels.cpu.kv import BLOCK
 from moe.errors import ProfileError
 from moe.kv.block_codec import BlockError, decode_block, encode_block
 from moe.kv.cache import KVCache, StoredBlock
-from moe.loading.checkpoint import model_files
-from moe.machine import code_digest, cpu_maker, instruction_sets
-from moe.settings import Profile
-from moe.settings.profile import KEYS, value_of
 
 _SUFFIX, _UNFINISHED = ".kv", ".unfinished"
 _PENDING_BYTES = 256 * 2**20
 _MOST_BYTES = _PENDING_BYTES  # of a file
 _LOOKS = 16  # how often the directory is looked at while as much is written as it may hold
 _STALE_S = 600.0  # no file is being written for so long
-_SETTINGS = (
-    "kernels.", "model.", "routing.", "offload.late", "speculation.contrast", "memory.kv_policy",
-)  # fmt: skip
-_CHECKS = "model.check_finite", "model.context_length", "model.verify"  # change no bit
 _logger = logging.getLogger("moe")
-
-
-def prefix_key(model: Path, profile: Profile, device: torch.device, kv_bits: int) -> str:
-    """Name of everything that the bits of keys and values depend on: the processors, too, as
-    libraries choose their products by instruction sets and maker.
-
-    Args:
-        model: its directory.
-    """
-    facts = {
-        "code": [code_digest(), torch.__version__],
-        "machine": [platform.machine(), cpu_maker(), *instruction_sets(), _compute_name(device)],
-        "files": [[name, _version(model / name)] for name in model_files(model)],
-        "settings": settings_of_bits(profile),
-        "kv_bits": [kv_bits, BLOCK],
-    }
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()
-
-
-def _version(file: Path) -> object:
-    """Of a large file its size and time; of a JSON file what is in it, as those of a GGUF model are
-    written anew by each process."""
-    if file.suffix == ".json":
-        return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
-    found = file.stat()
-    return [found.st_size, found.st_mtime_ns]
-
-
-def _compute_name(device: torch.device) -> str:
-    """The GPU, or what torch uses of the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return torch.backends.cpu.get_cpu_capability()
-
-
-def settings_of_bits(profile: Profile) -> list[str]:
-    """The settings that the bits of keys and values depend on."""
-    keys = [key for key in KEYS.leaves if key.startswith(_SETTINGS) and key not in _CHECKS]
-    return [repr(value_of(profile, key)) for key in keys]
 
 
 def prepare_directory(path: Path) -> None:
@@ -115,7 +63,7 @@ class PrefixStore:
 
     Args:
         directory: as `prepare_directory` leaves it.
-        key: see `prefix_key`.
+        key: see `moe.loading.prefix_key.prefix_key`.
         most_bytes: of all files in the directory; the least recently used are deleted.
 
     Attributes:
