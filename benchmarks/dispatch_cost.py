@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.published import drawn
 from experts.dispatch import AllToAllDispatcher, SocketExchange
 from experts.dispatch.all_to_all import CombineMode
 from experts.dispatch.native import NativeDispatched
@@ -34,6 +33,13 @@ COLD_BYTES = 32 << 20
 TIMEOUT_S = 60.0
 TOLD, RETURNED = 1, 2
 """What has been exchanged before a call; see kernels/cpu/all_to_all.h."""
+
+
+def drawn(tokens: int, experts: int, top_k: int, spread: float, seed: int) -> np.ndarray[Any, Any]:
+    """``(tokens, K)`` expert ids by log-normal popularity; a spread of 0 is uniform."""
+    rng = np.random.default_rng(seed)
+    keys = spread * rng.normal(size=experts) + rng.gumbel(size=(tokens, experts))
+    return np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k]
 
 
 def dispatch_seconds(

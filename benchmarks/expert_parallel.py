@@ -12,7 +12,7 @@ the largest of the first tokens' log probabilities, beside one rank.
 
 Imbalance is the heaviest rank's tokens over the mean, of the shipped model's texts and of Zipf's
 law, placed linearly, by EPLB and by ours; see `benchmarks.placement`. The last line is one JSON
-object; `benchmarks.simulate --against FILE` compares it with what the simulator says.
+object; `lab.simulation --against FILE` compares it with what the simulator says.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Keys and values in 32, 16, 8 and 4 bits: what predictions lose, and what decode steps gain.
 
-    python -m benchmarks.keys_values [--quick] [--parts quality,speed,memory,answers,policies]
+    python -m benchmarks.keys_values [--quick] [--parts quality,speed,memory,answers]
 
 Quality: the shipped model reads windows of 2,048 held-out tokens with each precision (its weights
 whole), and is compared with float32: bits per byte, and how often the likeliest token is the same.
@@ -8,8 +8,8 @@ Speed: decode steps of a random model with the attention of Qwen3-30B-A3B (32 he
 numbers each) and little else, behind a long context; the precisions take turns. Memory: by how much
 the process grows with keys and values of one sequence and of four, beside what a plan counts, for
 shapes with and without sliding windows, and with a window behind the prompt. Answers: whether
-decode steps leave the bits that a prompt would. Policies: `benchmarks.kv_policies`. The last line
-is one JSON object.
+decode steps leave the bits that a prompt would. The last line is one JSON
+object.
 """
 
 from __future__ import annotations
@@ -24,16 +24,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.common import (
     environment,
     print_header,
     print_json,
     print_table,
-    several,
     take_turns,
 )
-from benchmarks.kv_policies import attention_bound, policy_quality, policy_speed
 from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
@@ -150,6 +149,18 @@ def read_parts(
         run_lanes(lanes, model.experts.run)
         rows.append(lanes[0].result()[0])
     return cache, torch.cat(rows)
+
+
+def attention_bound(layers: int) -> Qwen3MoeForCausalLM:
+    """A random model whose decode steps are attention above all."""
+    of_any_size: Any = Qwen3MoeConfig
+    config = of_any_size(
+        hidden_size=256, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4,
+        head_dim=128, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=64,
+        vocab_size=512, max_position_embeddings=1 << 17,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(config)
 
 
 def speed(context: int, seconds: float, layers: int) -> list[dict[str, Any]]:
@@ -276,11 +287,9 @@ def resident_bytes() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="less text, a short context")
-    parser.add_argument("--parts", default="quality,speed,memory,answers,policies")
+    parser.add_argument("--parts", default="quality,speed,memory,answers")
     parser.add_argument("--bytes", type=int, default=200_000, help="of each of three texts")
     parser.add_argument("--context", type=int, default=8192, help="tokens behind which steps run")
-    parser.add_argument("--contexts", **several(int), default=[8192, 32768], help="of policies")
-    parser.add_argument("--model", help="whose steps policies are timed in (a whole model's)")
     options = parser.parse_args()
     print_header(environment())
     result: dict[str, Any] = {"environment": environment()}
@@ -293,15 +302,7 @@ def main() -> None:
         result["memory"] = memory(1024 if options.quick else 8192)
     if "answers" in options.parts:
         result["answers"] = answers(256 if options.quick else 2048)
-    if "policies" in options.parts:
-        contexts = [2048] if options.quick else options.contexts
-        if options.model is None:
-            result["policies"] = policy_quality(
-                *((1, [512]) if options.quick else (8, [1024, 256, 512]))
-            )
-        seconds = 1 if options.quick else 20
-        result["policy speed"] = policy_speed(contexts, seconds, 2, options.model)
-    for part in ("quality", "speed", "memory", "answers", "policies", "policy speed"):
+    for part in ("quality", "speed", "memory", "answers"):
         if rows := result.get(part):
             print_table(part, list(rows[0]), [list(row.values()) for row in rows])
     print_json(result)

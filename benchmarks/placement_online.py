@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.predict import calibration_text
+from benchmarks.texts import calibration_text
 from experts.placement import Placement, first_placement, repack
 from experts.placement.background import RepackJob
 from experts.placement.packing import Repacked

@@ -1,8 +1,7 @@
 """Does drafting pay: how much is accepted, what does it read, how fast is it, and who chose best?
 
-    python -m benchmarks.speculation [--quick] [--parts grid account steps real replayed]
+    python -m benchmarks.speculation [--quick] [--parts account steps real]
 
-- grid: what the shipped model accepts of drafts by a part of it (`benchmarks.speculation_grid`);
 - account: what the controller decides against every fixed choice, on texts of the shipped model,
   with times that are drawn (`benchmarks.speculation_worth`): no load of this machine's in it;
 - steps: what of the time steps took that look, rest and draft (`benchmarks.speculation_steps`);
@@ -10,12 +9,7 @@
   greedy and at temperature 0.8, on held-out text of three domains: no drafts, the controller,
   n-grams wherever there are any, and fixed depths of the elastic mode, in turns on the same
   prompts. All must say the same, at temperature 0.8 by seeds. The controller begins with knowing
-  nothing: ``early`` is its speed-up in its first seconds;
-- replayed: the store of 30 billion parameters, a half and a quarter resident, with routing of
-  published locality, saying what the shipped model says, and taking as much of the drafts by the
-  model itself as that does at the same share of residents: times are real, what is accepted is the
-  shipped model's (`speculation_large`). With ``--batch 1 --depths 3``, one share and one
-  temperature it takes some minutes.
+  nothing: ``early`` is its speed-up in its first seconds.
 
 Each part takes minutes: ``--parts``, ``--residency`` and ``--temperatures`` divide it.
 ``bytes_per_token`` is read from disk where experts are there, from memory elsewhere, drafts
@@ -33,42 +27,20 @@ from itertools import product
 from typing import Any
 
 from benchmarks.common import environment, print_header, print_json, several
-from benchmarks.offload_models import ROOT, Target, targets
+from benchmarks.offload_models import Target, targets
 from benchmarks.speculation_contenders import Contender, median_errors, take_turns
-from benchmarks.speculation_grid import Grid, points
-from benchmarks.speculation_large import replayed
 from benchmarks.speculation_runs import MAX_DEPTH, Prompts, fixed, load, speculator
 from benchmarks.speculation_steps import show_steps, steps
 from benchmarks.speculation_tables import (
-    choices,
     describe,
-    directions,
     show,
-    show_choices,
-    show_grid,
 )
 from benchmarks.speculation_worth import account, show_account
 from moe import MoE
 from moe.speculate.draft import Mode
 
-PARTS = ("grid", "account", "steps", "real", "replayed")
+PARTS = ("account", "steps", "real")
 BATCHES = (1, 2, 4, 8, 16)
-
-
-def the_grid(target: Target) -> Grid:
-    """Of the shipped model."""
-    whole = MoE.from_pretrained(ROOT / "examples/demo-model")
-    return Grid(MoE.from_pretrained(target.store), whole)
-
-
-def cells_of(grid: Grid, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every cell at each temperature."""
-    count, tokens = (1, 24) if options.quick else (options.prompts, 64)
-    found = []
-    for temperature, point in product(options.temperatures, points(options.quick)):
-        found.append(grid.measure(point, count, tokens, temperature))
-        print(temperature, point, found[-1]["acceptance"], flush=True)
-    return found
 
 
 def real(
@@ -103,7 +75,7 @@ def real(
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--quick", action="store_true", help="few cells, two batches, no 30 B store")
+    add("--quick", action="store_true", help="few cells, two batches")
     add("--parts", nargs="+", choices=PARTS, default=None)
     add("--batch", **several(int), default=None)
     add("--residency", **several(float), default=None)
@@ -111,11 +83,10 @@ def parse() -> argparse.Namespace:
     add("--depths", **several(int), default=None, help="fixed ones")
     add("--early", type=float, default=None, help="seconds of learning, measured by themselves")
     add("--seconds", type=float, default=None, help="of the first contender after that")
-    add("--prompts", type=int, default=8, help="of each domain, for each cell of the grid")
     add("--tokens", type=int, default=None, help="of each decoding")
     options = parser.parse_args()
     quick = options.quick
-    options.parts = options.parts or (["grid", "real"] if quick else list(PARTS))
+    options.parts = options.parts or (["real"] if quick else list(PARTS))
     options.batch = options.batch or ([1, 4] if quick else list(BATCHES))
     options.residency = options.residency or ([1.0, 0.5] if quick else [1.0, 0.5, 0.25])
     options.temperatures = options.temperatures or ([0.0] if quick else [0.0, 0.8])
@@ -132,12 +103,6 @@ def main() -> None:
     print_header(facts)
     target = next(targets(["demo"]))
     result: dict[str, Any] = {"lossless": None, "points": [], "predicted_vs_measured_error": None}
-    if "grid" in options.parts:
-        cells = cells_of(the_grid(target), options)
-        show_grid(cells)
-        show_choices(cells)
-        result |= {"grid": cells, "directions": directions(cells), "choices": choices(cells)}
-        print(result["directions"], flush=True)
     if "account" in options.parts:
         decided = account(MoE.from_pretrained(target.store), options)
         show_account(decided)
@@ -149,10 +114,6 @@ def main() -> None:
         points_, same, errors = real(target, options)
         show("The shipped model, end to end", points_)
         result |= {"lossless": same, "points": points_, "predicted_vs_measured_error": errors}
-    if "replayed" in options.parts:
-        points_, same, errors = replayed(the_grid(target), options)
-        show("30 B store: real times, replayed routing, text of the shipped model", points_)
-        result |= {"replayed": points_, "replayed_same": same, "replayed_error": errors}
     print_json({**facts, **result})
 
 

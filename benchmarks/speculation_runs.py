@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.offload_models import Target
-from benchmarks.predict import TEXTS, heldout
+from benchmarks.texts import TEXTS, heldout
 from moe import MoE, SamplingParams
 from moe.engine.engine import Engine
 from moe.sampling.batch import Token

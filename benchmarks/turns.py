@@ -31,8 +31,8 @@ from typing import Any
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.decode_contenders import model_folder
 from benchmarks.offload_models import Target, stored
-from benchmarks.predict import heldout
 from benchmarks.servers import moe_serve
+from benchmarks.texts import heldout
 from examples.models.random_models import random_hybrid
 from examples.models.tiny import tiny_model
 from experts.manifest import is_store

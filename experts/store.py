@@ -4,7 +4,7 @@ It holds a manifest (`experts.manifest`), a safetensors file with the trunk, and
 layer (`experts.layer_file`). `Store` opens it and reads experts; `moe convert` writes it.
 
 Each tensor has a checksum, which `Store.check` compares: disks change bits in silence. A run that
-compared every read would take 4 % longer (`benchmarks.checksums`), so experts that are read again
+compared every read would take 4 % longer (`lab.offload.checksums`), so experts that are read again
 and again are not checked each time (`offload.open_store.DiskSource`).
 """
 

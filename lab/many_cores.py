@@ -1,6 +1,6 @@
 """What would a decode step and a prompt take on machines with many cores? A model on paper.
 
-    python -m benchmarks.many_cores [STORE] [--quick] [--line-ns 100]
+    python -m lab.many_cores [STORE] [--quick] [--line-ns 100]
 
 The machine at hand measures each stage of a step with one thread: its milliseconds, bytes of
 weights and runs. On C cores a stage is taken to last
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.predict import ROOT
+from benchmarks.texts import ROOT
 from kernels.cpu.limits import read_speed
 from moe import MoE
 from moe.commands.bench import stages_of_runs

@@ -1,6 +1,6 @@
 """What do rows in 8 bits on the way between ranks save, and what do they cost?
 
-    python -m benchmarks.payload [--quick] [--model DIR]
+    python -m lab.payload [--quick] [--model DIR]
 
 With ``parallel.payload: int8`` a row of hidden states travels to its experts as 8-bit codes with a
 scale; what the experts make of it comes back as it is. No ranks are started: the
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.policies_setup import ROOT, Texts
 from experts.dispatch.rows import dequantize, pack, quantize
+from lab.policies.setup import ROOT, Texts
 from moe import MoE
 from moe.commands.evaluate.scoring import Score, read
 

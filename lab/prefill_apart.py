@@ -1,6 +1,6 @@
 """Does a prefill server beside a decode server pay? Tokens of chats, beside long prompts.
 
-    python -m benchmarks.prefill_apart [--quick] [--rounds 4] [--clients 2] [--prompt 1500]
+    python -m lab.prefill_apart [--quick] [--rounds 4] [--clients 2] [--prompt 1500]
 
 Clients ask for long answers to short prompts, one after another, while prompts of many tokens come
 in between. The same requests go, in turns, to one engine with two threads, and to a decode server

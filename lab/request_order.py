@@ -1,13 +1,13 @@
 """Do sequences that are predicted to need the same experts read fewer of them together?
 
-    python -m benchmarks.batch_overlap [--quick]
+    python -m lab.request_order [--quick]
 
 Held-out sequences of three kinds wait in random order; batches are taken from the queue in order,
 or by `moe.engine.scheduler.choose_batch` from what the token table and the path predictor expect
 of the prompt, from the prompt's true routing, or from the true routing of what is read next (which
 nobody can know). Then every batch reads its sequences in step, and distinct experts a step and
 layer are counted, after the prompt, and how many batches the unluckiest in a hundred wait. The
-predictors come from `benchmarks.predict`'s calibration. The last line is one JSON object.
+predictors come from `lab.offload.predict`'s calibration. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.predict import ROOT, TEXTS, calibration_text, heldout
+from benchmarks.texts import ROOT, TEXTS, calibration_text, heldout
 from moe import MoE
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.calibrate import calibrate_model

@@ -2,7 +2,7 @@
 
 Both draw the same tokens from logits whose peaks fall as a model's do, in turns.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.sampling [--vocabulary 4096 151936]
+    OMP_NUM_THREADS=1 python -m lab.sampling [--vocabulary 4096 151936]
 """
 
 from __future__ import annotations

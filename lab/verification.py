@@ -3,7 +3,7 @@
 The rows are held-out text, as drafts that are right would be. Distinct experts make further rows
 dear; what else they cost is by stage. Without the engine: compiled calls, and Python around them.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.verification [--expert-bits 8] [--rows 1 2 3 4]
+    OMP_NUM_THREADS=1 python -m lab.verification [--expert-bits 8] [--rows 1 2 3 4]
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ On a CPU there is one tier, filled from disk. A GPU has two: its own slots, fill
 memory, which is filled from disk. Host memory keeps what would have to be read from disk again:
 all experts that the GPU lacks, and of those on the GPU the less valuable half, which it evicts
 first. Copies of the others would be of no use; copying back everything that is evicted would take
-as many transfers as reading it again (benchmarks/tiers.py).
+as many transfers as reading it again (lab/offload/tiers.py).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def rooms_of_test(file: str) -> frozenset[str]:
     for part in reversed(Path(file).parts[1:-1]):
         if part in floors.FLOORS or (part in floors.ROOMS and part != "moe"):
             return frozenset({part})
-        if part in ("benchmarks", "examples"):
+        if part in ("benchmarks", "examples", "lab"):
             return frozenset({part})
     known = floors.modules()
     names = set()
@@ -113,7 +113,7 @@ def changed_rooms(files: Iterable[str]) -> set[str]:
         if top in floors.ROOMS:
             inside = ".".join((top, *rest)).removesuffix(".py")
             rooms.add(room_of(inside))
-        elif top in ("benchmarks", "examples"):
+        elif top in ("benchmarks", "examples", "lab"):
             rooms.add(top)
     return rooms
 
@@ -152,7 +152,7 @@ def plan(files: Iterable[str], deep: dict[str, float], seconds: float) -> Plan:
         return min((steps.get(room, _FAR) for room in rooms_of_test(file)), default=_FAR)
 
     far = {file: distance(file) for file in deep}
-    # Tests of benchmarks and examples are about a room only when that changed.
+    # Tests of benchmarks, examples and the laboratory are about a room only when that changed.
     concerned = sorted((far[file], deep[file], file) for file in deep if far[file] < _FAR)
     result = Plan([], [])
     for _, cost, file in concerned:

@@ -76,14 +76,24 @@ def test_the_architecture_page_shows_the_floors() -> None:
     assert floors.in_page(page) == page, "run python -m tests.floors --write"
 
 
-def test_only_tests_of_benchmarks_import_benchmarks() -> None:
+MAY_IMPORT = {
+    "benchmarks": ("benchmarks", "lab", "tests/benchmarks", "tests/lab"),
+    "lab": ("lab", "tests/lab"),
+}
+
+
+@pytest.mark.parametrize("folder", MAY_IMPORT)
+def test_only_its_own_import_it(folder: str) -> None:
+    """The product imports no benchmark, and no benchmark the laboratory."""
+    everything = source_files(*ROOMS, "benchmarks", "examples", "lab", "tests")
+    allowed = {file for own in MAY_IMPORT[folder] for file in source_files(own)}
+    pattern = re.compile(rf"^\s*(from|import) {folder}\b", re.MULTILINE)
     found = [
-        str(file.relative_to(ROOT))
-        for file in source_files("tests")
-        if file.parent != ROOT / "tests" / "benchmarks"
-        and re.search(r"^\s*(from|import) benchmarks\b", file.read_text(), re.MULTILINE)
+        str(f.relative_to(ROOT))
+        for f in everything
+        if f not in allowed and pattern.search(f.read_text())
     ]
-    assert not found
+    assert found == []
 
 
 def test_one_name_one_meaning() -> None:
@@ -147,7 +157,7 @@ FORBIDDEN_TEXT = {
     r"0\.0\.0\.0|tcp://\*": "listens on every interface",
     r"\b(TODO|FIXME|XXX)\b": "unfinished",
 }
-OUR_CODE = source_files(*ROOMS, "benchmarks", "examples")
+OUR_CODE = source_files(*ROOMS, "benchmarks", "examples", "lab")
 
 
 @cache

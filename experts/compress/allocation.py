@@ -136,7 +136,7 @@ def predicted_damage(layers: Sequence[LayerCalibration]) -> Damage:
     """``(E, W)`` predicted damage of the experts of all layers, one layer after the other.
 
     What the whole model was measured to lose with one layer at some bits is divided among the
-    layer's experts by their squared errors. `benchmarks.compression` compares other models of
+    layer's experts by their squared errors. `lab.compression` compares other models of
     damage, which do not know that layers differ.
     """
     found = []

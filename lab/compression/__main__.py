@@ -1,6 +1,6 @@
 """What is lost at so many bits an expert weight, by how the bits are allotted?
 
-    python -m benchmarks.compression [--quick] [--seeds N] [--plot FILE.png]
+    python -m lab.compression [--quick] [--seeds N] [--plot FILE.png]
 
 The shipped model's experts are compensated on calibration text at 1, 2, 3, 4 and 8 bits, and given
 bits uniformly (equal shares of the two nearest widths) and by the exact allocation (on 2, 3, 4 and
@@ -24,10 +24,10 @@ from statistics import mean, stdev
 from typing import Any
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.compression_routers import with_repaired_routers
-from benchmarks.compression_setup import ROOT, Calibrated, Text, prefixes
-from benchmarks.compression_ways import METHODS, allotted
 from kernels.planes import PREFIX_BITS
+from lab.compression.routers import with_repaired_routers
+from lab.compression.setup import ROOT, Calibrated, Text, prefixes
+from lab.compression.ways import METHODS, allotted
 from moe import MoE
 
 BUDGETS = (1.5, 2.0, 2.25, 2.5, 3.0, 3.5, 4.0, 6.0, 8.0)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.compression_setup import Calibrated, Text
-from benchmarks.compression_ways import METHODS, allotted
 from kernels import ExpertWeights, experts_forward
+from lab.compression.setup import Calibrated, Text
+from lab.compression.ways import METHODS, allotted
 from moe import MoE
 from moe.commands.calibrate.record import TeacherForcedExperts, record_trace
 from moe.commands.convert.repair import repaired

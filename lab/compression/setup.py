@@ -1,4 +1,4 @@
-"""What `benchmarks.compression` compares: test text, and a seed's calibrated experts."""
+"""What `lab.compression` compares: test text, and a seed's calibrated experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moe.commands.calibrate.compression import LayerSensitivity, copied_experts
 from moe.commands.calibrate.record import record_trace
 from moe.commands.evaluate.scoring import Score, WindowReading, read, windows_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXTS = ("prose", "python", "cpp")
 WIDTHS = (0, 1, *PREFIX_BITS)
 """0 and 1 bits are measured to know what they would give; a store does not have them."""

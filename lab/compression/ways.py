@@ -1,4 +1,4 @@
-"""Ways to allot bits that `benchmarks.compression` compares. Legend: E experts, W widths."""
+"""Ways to allot bits that `lab.compression` compares. Legend: E experts, W widths."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.compression_setup import GROUP_SIZE, WIDTHS, Bits
 from experts.compress.allocation import Damage, allocate, predicted_damage
 from experts.compress.statistics import LayerCalibration
 from kernels.planes import PREFIX_BITS
+from lab.compression.setup import GROUP_SIZE, WIDTHS, Bits
 
 _SCALE_BITS = 16
 

@@ -1,6 +1,6 @@
 """What do models that write whole blocks cost, with all, half and a quarter of the experts?
 
-    python -m benchmarks.diffusion [--quick] [--model DIR] [--sequences 4]
+    python -m lab.diffusion [--quick] [--model DIR] [--sequences 4]
         [--parts speed memory policies sharing chances]
 
 speed: prompts of held-out text are continued by the model's own generation code in transformers,
@@ -25,7 +25,7 @@ sharing: what sharing experts over a canvas costs in predicting held-out text (`
 many distinct experts of a layer a canvas needs then.
 
 chances: what rules that are not built could give, read off the own schedule
-(`benchmarks.diffusion_chances`).
+(`lab.diffusion.fewer_passes`).
 
 The last line is one JSON object.
 """
@@ -46,8 +46,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DiffusionGemmaForBlockDiffusion
 
-from benchmarks import diffusion_chances as chance
 from benchmarks.common import environment, print_header, print_json, print_table, take_turns
+from lab.diffusion import fewer_passes as chance
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
 from moe.commands.evaluate.canvases import evaluate_canvases

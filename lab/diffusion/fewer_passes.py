@@ -1,4 +1,4 @@
-"""What other rules of fewer passes could give a model that writes blocks (`benchmarks.diffusion`).
+"""What other rules of fewer passes could give a model that writes blocks (`lab.diffusion`).
 
 `watch` keeps what each pass of the model's own schedule reads and says. What follows from that
 changes no token:

@@ -1,8 +1,8 @@
 """Papers' ways to keep keys and values in less, tried on real ones of the shipped model.
 
-    python -m benchmarks.kv_codes [--quick]
+    python -m lab.keys_values.codes [--quick]
 
-As in `benchmarks.kv_policies`, a prompt of 1,536 tokens is read, its keys and values are replaced
+As in `lab.keys_values.policies`, a prompt of 1,536 tokens is read, its keys and values are replaced
 by what a way would have kept of them, and decode steps over the next 512 tokens are scored. Bytes
 are counted, not stored. What the product has is marked so. The last line is one JSON object.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.kv_policies import Steps, policy_pool
+from lab.keys_values.policies import Steps, policy_pool
 from moe.kv.blocks import BlockKVCache
 from moe.kv.visibility import turn
 

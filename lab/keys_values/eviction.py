@@ -1,6 +1,6 @@
 """Papers' ways to give up keys and values, tried by masks on the shipped model.
 
-    python -m benchmarks.kv_eviction [--quick]
+    python -m lab.keys_values.eviction [--quick]
 
 Windows of 2,048 held-out tokens are read in one pass of transformers' own forward. The first 1,536
 attend to all before them, as a prompt does; what the last 512 attend to is masked as a way would

@@ -1,24 +1,33 @@
-"""Lossy policies on keys and values: what they cost in bits per byte, and what steps gain; two
-tables of `benchmarks.keys_values`.
+"""What do lossy policies on keys and values cost in bits per byte, and how much faster are steps?
+
+    python -m lab.keys_values.policies [--quick] [--parts quality,speed] [--model MODEL]
 
 Quality: the shipped model reads all but the last quarter of 2,048 held-out tokens as a prompt, and
 the last quarter by decode steps, whose predictions count; then the same with the first quarter
 once more in place of the last, which only those can predict that still find it. Speed: decode
 steps of a random model with the attention of Qwen3-30B-A3B, or of a whole one, behind a long
-context; the policies take turns.
+context; the policies take turns. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.common import take_turns
+from benchmarks.common import (
+    environment,
+    print_header,
+    print_json,
+    print_table,
+    several,
+    take_turns,
+)
+from benchmarks.keys_values import attention_bound
 from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
@@ -169,18 +178,6 @@ def shapes_of(model: MoE) -> dict[int, Shape]:
     return {layer: shape for layer, shape in cache.shapes.items() if isinstance(layer, int)}
 
 
-def attention_bound(layers: int) -> Qwen3MoeForCausalLM:
-    """A random model whose decode steps are attention above all."""
-    of_any_size: Any = Qwen3MoeConfig
-    config = of_any_size(
-        hidden_size=256, num_hidden_layers=layers, num_attention_heads=32, num_key_value_heads=4,
-        head_dim=128, num_experts=4, num_experts_per_tok=1, moe_intermediate_size=64,
-        vocab_size=512, max_position_embeddings=1 << 17,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(config)
-
-
 def policy_speed(
     contexts: list[int], seconds: float, layers: int, path: str | None = None
 ) -> list[dict[str, Any]]:
@@ -240,3 +237,29 @@ def policy_speed(
         del caches
     model.close()
     return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="less text, a short context")
+    parser.add_argument("--parts", default="quality,speed")
+    parser.add_argument("--contexts", **several(int), default=[8192, 32768])
+    parser.add_argument("--model", help="a whole model whose steps are timed")
+    options = parser.parse_args()
+    print_header(environment())
+    result: dict[str, Any] = {"environment": environment()}
+    if "quality" in options.parts:
+        sizes = (1, [512]) if options.quick else (8, [1024, 256, 512])
+        result["policies"] = policy_quality(*sizes)
+    if "speed" in options.parts:
+        contexts = [2048] if options.quick else options.contexts
+        seconds = 1 if options.quick else 20
+        result["policy speed"] = policy_speed(contexts, seconds, 2, options.model)
+    for part in ("policies", "policy speed"):
+        if rows := result.get(part):
+            print_table(part, list(rows[0]), [list(row.values()) for row in rows])
+    print_json(result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """What reading the next layer ahead saves a prompt, on a disk that is simulated.
 
-    python -m benchmarks.offload_ahead [--gbps 0.3 0.5 1 2] [--share 0.25] [--us 322 264]
+    python -m lab.offload.ahead [--gbps 0.3 0.5 1 2] [--share 0.25] [--us 322 264]
 
 The real cache and policy; 48 layers of 128 experts of 2.5 MB, all of which a prompt asks for; after
 decoding some tokens with published locality and one prompt, others are read: of 256 and 512 tokens
@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.offload_routing import published_trace
-from benchmarks.offload_simulated import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K
+from lab.offload.simulated import EXPERT_BYTES, EXPERTS, LAYERS, TOP_K
 from offload.cache import ExpertCache
 from offload.layer import read_ahead
 from offload.policies import POLICIES

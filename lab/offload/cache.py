@@ -1,6 +1,6 @@
 """How much of what is asked for is there? Policies on real routings.
 
-    python -m benchmarks.cache [--quick] [--others COUNT]
+    python -m lab.offload.cache [--quick] [--others COUNT]
 
 The shipped model reads held-out text of each domain, and of all in turn (with ``--others``, so many
 other texts of each domain); its routings are replayed at capacities of 6.25, 12.5, 25 and 50 % of
@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.cache_traces import Recorded, other_recordings, recordings
 from benchmarks.common import environment, print_header, print_json, print_table
+from lab.offload.traces import Recorded, other_recordings, recordings
 from moe import MoE
 from offload.policies import LRU, POLICIES, FrequencyRecency
 from offload.replay import hit_ratio
 from tests.oracles.replay_bounds import RandomChoice, belady
 
-MODEL = Path(__file__).parents[1] / "examples/demo-model"
+MODEL = Path(__file__).parents[2] / "examples/demo-model"
 CAPACITIES = (0.0625, 0.125, 0.25, 0.5)
 BATCHES = (1, 4, 16)
 DEFAULT = "forecast"

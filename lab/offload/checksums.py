@@ -1,7 +1,7 @@
 """What comparing checksums costs a cold first read of experts from disk, and a run that reads them.
 
-    python -m benchmarks.checksums [--rounds 12] [--folder DIR]
-    python -m benchmarks.checksums --decode
+    python -m lab.offload.checksums [--rounds 12] [--folder DIR]
+    python -m lab.offload.checksums --decode
 
 Writes a store of 4 layers with 64 experts of Qwen3-30B-A3B's shape at 4 bits (640 MB), and reads
 all of them, 8 at a time, as a layer of the model does: all 8 reads begin, then each is waited for.

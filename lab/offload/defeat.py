@@ -1,6 +1,6 @@
 """Can prefetching slow a run down? A predictor that is sure and wrong, on and off in turn.
 
-    python -m benchmarks.offload_defeat [--model 30b] [--share 0.25] [--rounds 4] [--steps 24]
+    python -m lab.offload.defeat [--model 30b] [--share 0.25] [--rounds 4] [--steps 24]
 
 One process, one cache, routing with published locality (`benchmarks.offload_routing`). Two
 predictors claim a recall of 0.788: the `wrong` one names experts that nobody asks for, always; the
@@ -8,7 +8,7 @@ predictors claim a recall of 0.788: the `wrong` one names experts that nobody as
 what was true a moment ago loses. Prefetching is on and off in turn (on, off, off, on, ...) after a
 stretch in which the governor has met the predictor; for each: seconds, seconds of processor time
 and bytes read a token. Nobody may lose more than 2 %, which a real disk resolves on a quiet machine
-at best; `benchmarks.offload_simulated` tells it anywhere, without threads. The last line is JSON.
+at best; `lab.offload.simulated` tells it anywhere, without threads. The last line is JSON.
 """
 
 from __future__ import annotations

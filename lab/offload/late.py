@@ -1,6 +1,6 @@
 """What does it cost, and save, to serve late experts by a prefix of their bits?
 
-    python -m benchmarks.late [--tokens N] [--residency 0.25 0.5]
+    python -m lab.offload.late [--tokens N] [--residency 0.25 0.5]
 
 The shipped model as a store of 8 bits, with memory for a share of its experts, reads held-out text
 of three kinds one token after the other, as decoding does, with a cache that is empty at first.
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.common import environment, print_header, print_json, print_table, several
-from benchmarks.predict import TEXTS, heldout
 from benchmarks.scorer import ROOT
+from benchmarks.texts import TEXTS, heldout
 from experts.manifest import read_manifest
 from moe import MoE
 from moe.commands.convert.convert import convert

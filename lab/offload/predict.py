@@ -1,6 +1,6 @@
 """Which experts come next? Recall and precision of every predictor on held-out text.
 
-    python -m benchmarks.predict [--quick] [--calibration DIR]
+    python -m lab.offload.predict [--quick] [--calibration DIR]
 
 The shipped model is calibrated on text that this machine has anyway: the Python standard library,
 the C++ headers of torch, and the descriptions of installed packages, without any file that shares
@@ -17,11 +17,8 @@ object.
 from __future__ import annotations
 
 import argparse
-import random
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from examples.demo_data import NEAR_DUPLICATE, long_lines
+from benchmarks.texts import ROOT, TEXTS, calibration_text, heldout
 from moe import MoE
 from moe.calibration.files import load_calibration
 from moe.calibration.trace import Trace
@@ -40,63 +37,10 @@ from routing.predict.calibrated import PREDICTORS, CalibratedPredictors
 from routing.predict.ensemble import Ensemble
 from routing.predict.forecast import Forecast
 
-ROOT = Path(__file__).parents[1]
-TEXTS = ("prose", "python", "cpp")
 BATCHES = (1, 4, 16)
 WINDOW = 512
 START = 1 << 10
 BINS = torch.tensor([0.02, 0.1, 0.2, 0.4, 0.6, 0.8, 0.9, 1.0001])
-
-
-def calibration_text(characters: int) -> str:
-    """Equal parts of three kinds, without what resembles the held-out text."""
-    parts = []
-    for kind in ("python", "cpp", "prose"):
-        pieces, size = [], 0
-        for text in other_texts(kind):
-            pieces.append(text)
-            size += len(pieces[-1])
-            if size >= characters // 3:
-                break
-        parts += pieces
-    return "\n".join(parts)
-
-
-def other_texts(kind: str) -> Iterator[str]:
-    """Beginnings of what this machine has of a kind, without what resembles the held-out text."""
-    held = set().union(*(long_lines(heldout(name)) for name in TEXTS))
-    for text in {"python": _python, "cpp": _cpp, "prose": _prose}[kind]():
-        lines = long_lines(text)
-        if lines and len(lines & held) <= NEAR_DUPLICATE * len(lines):
-            yield text[:20_000]
-
-
-def heldout(name: str) -> str:
-    return (ROOT / f"tests/data/heldout_{name}.txt").read_text()
-
-
-def _python() -> Iterator[str]:
-    return _files(Path(sysconfig.get_path("stdlib")), "*.py")
-
-
-def _cpp() -> Iterator[str]:
-    return _files(Path(torch.__file__).parent / "include/torch", "*.h")
-
-
-def _files(folder: Path, pattern: str) -> Iterator[str]:
-    skipped = ("test", "site-packages", "lib2to3", "idlelib")
-    paths = sorted(
-        path
-        for path in folder.rglob(pattern)
-        if not any(word in str(path.relative_to(folder)) for word in skipped)
-    )
-    random.Random(0).shuffle(paths)
-    return (path.read_text("utf-8", errors="ignore") for path in paths)
-
-
-def _prose() -> Iterator[str]:
-    texts = {d.metadata["Name"]: d.metadata.get_payload() for d in distributions()}  # type: ignore[attr-defined]
-    return (texts[name] for name in sorted(texts, key=str) if isinstance(texts[name], str))
 
 
 class Score:

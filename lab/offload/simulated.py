@@ -1,6 +1,6 @@
 """What offloading's own work costs, and what reading ahead gains, on a disk that is simulated.
 
-    python -m benchmarks.offload_simulated [CONTENDER ...] [--counted 0.7] [--rounds 2]
+    python -m lab.offload.simulated [CONTENDER ...] [--counted 0.7] [--rounds 2]
                                            [--read-ms 1.36] [--layer-ms 1.98] [--share 0.25]
                                            [--swept-mb 20]
 

@@ -1,6 +1,6 @@
 """What should host memory keep of what a GPU has? Two tiers on real routings, without any data.
 
-    python -m benchmarks.tiers [--tokens 2048]
+    python -m lab.offload.tiers [--tokens 2048]
 
 The shipped model reads held-out text of each domain; its routings are replayed through the caches
 of a device and of host memory (`offload/offloaded.py`), at batch 1. Counted is what comes from
@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.cache_traces import Recorded, recordings
 from benchmarks.common import environment, print_header, print_json, print_table
+from lab.offload.traces import Recorded, recordings
 from moe import MoE
 from offload.cache import ExpertCache
 from offload.offloaded import HostPolicy
@@ -28,7 +28,7 @@ from offload.policies import POLICIES, Values
 from offload.replay import hit_ratio
 from offload.slots import SlotSizes
 
-MODEL = Path(__file__).parents[1] / "examples/demo-model"
+MODEL = Path(__file__).parents[2] / "examples/demo-model"
 SIZES = ((0.125, 0.25), (0.25, 0.25), (0.25, 0.5), (0.25, 0.75), (0.5, 0.5))
 """Of the device and of host memory, as shares of all experts."""
 POLICY = "forecast"

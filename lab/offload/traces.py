@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.predict import TEXTS, WINDOW, heldout, other_texts
+from benchmarks.texts import TEXTS, heldout, other_texts
+from lab.offload.predict import WINDOW
 from moe import MoE
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.record import record_trace

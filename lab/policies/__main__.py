@@ -1,13 +1,13 @@
 """What does a routing policy save, and what does it cost in quality?
 
-    python -m benchmarks.policies [--quick] [--plot FILE.png]
+    python -m lab.policies [--quick] [--plot FILE.png]
 
 The shipped model reads held-out text, and each policy is compared with the same model without any:
 bits per byte, divergence (KL, bits a token), distinct experts a layer for 8 consecutive tokens, and
 the share of visits that are not made. Shared experts (DES) are set beside the
 plain cut of `top_k`, and beside votes to the second power and with a share of its own for each
 layer; those shares come from other text (`allotted`). Online pruning (ODP, 3.2) is run with the
-medians of other text as its ratios and none protected (`benchmarks.protection` is about that).
+medians of other text as its ratios and none protected (`lab.policies.protection` is about that).
 Skipping rare experts (PESF, 3.5) is read with prompts of several lengths too.
 "batch": the same policy for eight texts that are decoded side by side, one token of each, which is
 what a batch of unrelated requests does. Nothing here is timed. The last line is one JSON object.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.policies_setup import ROOT, Texts, allotted, batch, by_length, medians
+from lab.policies.setup import ROOT, Texts, allotted, batch, by_length, medians
 from moe import MoE
 from moe.commands.evaluate.policy_costs import WINDOW, PolicyCost
 

@@ -1,6 +1,6 @@
 """Does online pruning cost less if some tokens are protected? (ODP, claim 10)
 
-    python -m benchmarks.protection [--quick] [--model DIR]
+    python -m lab.policies.protection [--quick] [--model DIR]
 
 Held-out text is read with `odp` and ratios from other text, with 2 and 10 % of the tokens protected
 by what the paper goes by (size times attention received), by size alone, and by chance; and without
@@ -8,7 +8,7 @@ protection at several fractions of the same ratios. Every protected point is com
 protection costs where as many visits are dropped, interpolated between the fractions: "in its
 place". "held" is the share of all importance that the protected tokens hold: where it is hardly
 more than their number, there is little to protect. The paper is about two experts a token; the
-laboratory's models have two (`examples.lab.train softmax`). The last line is one JSON object.
+laboratory's models have two (`lab.routers.train softmax`). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.policies_setup import ROOT, Texts, medians
+from lab.policies.setup import ROOT, Texts, medians
 from moe import MoE
 from moe.commands.evaluate.policy_costs import PolicyCost
 from moe.network import moe_layer as policing

@@ -1,4 +1,4 @@
-"""What `benchmarks.policies` compares: texts, shares of experts by layer, and a batch."""
+"""What `lab.policies` compares: texts, shares of experts by layer, and a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from routing import PolicyChain, parse_policies
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 TEXTS = ("prose", "python", "cpp")
 LONGEST = 2048
 """Tokens of the longest prompt of `by_length`; what is left of a text is not read."""

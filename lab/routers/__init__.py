@@ -1,10 +1,10 @@
 """A laboratory for routers: the same small model, text and seeds, with one router after another.
 
 `LabForCausalLM` is a Qwen3-MoE-like decoder whose router is a choice of its configuration
-(`variants.VARIANTS` names them); ``python -m examples.lab.train`` trains one. Importing this
+(`variants.VARIANTS` names them); ``python -m lab.routers.train`` trains one. Importing this
 package registers the model with transformers' Auto classes, so import it before loading one::
 
-    import examples.lab
+    import lab.routers
     from moe import MoE
 
     model = MoE.from_pretrained("DIR")
@@ -15,8 +15,8 @@ through transformers' registry are enough.
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from examples.lab.configuration import LabConfig
-from examples.lab.modeling import LabForCausalLM
+from lab.routers.configuration import LabConfig
+from lab.routers.modeling import LabForCausalLM
 
 __all__ = ["LabConfig", "LabForCausalLM"]
 

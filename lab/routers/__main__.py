@@ -1,14 +1,14 @@
 """What is each router worth? The laboratory's variants, trained alike, run through the engine.
 
-    python -m benchmarks.routers [--quick] [--work DIR] [--routers NAME ...] [--plot FILE]
+    python -m lab.routers [--quick] [--work DIR] [--routers NAME ...] [--plot FILE]
 
-Trains every variant of ``examples/lab`` that is not in the work folder yet (minutes each on a core)
+Trains every variant of ``lab/routers`` that is not in the work folder yet (minutes each on a core)
 and reads the same held-out text with it: bits per byte; balance by step and over all text beside
 what sampling alone would give; entropy of the scores; how many choices change over the last quarter
 of training (fluctuation) and stay when a tenth of the tokens is replaced (noise); experts shared
 with the token before (reuse) and needed by 8 tokens in a row (union); hits of an LRU cache of a
 quarter of all experts, and of the best possible one; which share of the visits is foretold by
-popularity and by each predictor of ``moe calibrate`` (`benchmarks.router_recall`), learnt from as
+popularity and by each predictor of ``moe calibrate`` (`lab.routers.recall`), learnt from as
 much of the training text. Then the papers' claims, and how many seeds show each. Nothing is timed.
 `--quick` trains two variants for a few steps on little text. The last line is one JSON object.
 """
@@ -27,11 +27,11 @@ import torch
 import transformers
 
 from benchmarks.common import environment, print_header, print_json, print_table
-from benchmarks.router_claims import CLAIMS, FORETOLD, Claim, Results
-from benchmarks.router_metrics import measure
 from examples import demo_data as data
-from examples.lab.train import LENGTH, load_corpus, train
-from examples.lab.variants import VARIANTS
+from lab.routers.claims import CLAIMS, FORETOLD, Claim, Results
+from lab.routers.metrics import measure
+from lab.routers.train import LENGTH, load_corpus, train
+from lab.routers.variants import VARIANTS
 
 LEARNT_SEED = 1000
 """Of the windows of training text that predictors learn from: no model's own order."""
@@ -84,7 +84,7 @@ def main() -> None:
         results, tokens = collect(options)
     show(results)
     if options.plot is not None:
-        from benchmarks.router_plot import plot
+        from lab.routers.plot import plot
 
         plot(results, options.plot)
     print_json({**facts, "steps": options.steps, "tokens": tokens, "results": results})

@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     eager_attention_forward,
 )
 
-from examples.lab.configuration import LabConfig
+from lab.routers.configuration import LabConfig
 
 _SIMILARITY_SIZE = 32
 

@@ -1,6 +1,6 @@
 """Early-residual adapters predict what a later layer's router will read (M2R2, arXiv 2502.02040).
 
-    python -m examples.lab.early_residual MODEL [--rate N] [--rank N]
+    python -m lab.routers.early_residual MODEL [--rate N] [--rank N]
 
 A reading of the abstract: a second stream runs ahead of the residual stream. At each layer a small
 adapter, which sees that stream and what the layer's attention adds, is trained to make it what the
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, normalize, silu
 from transformers import AutoModelForCausalLM
 
-from examples.lab import LabForCausalLM
-from examples.lab.train import LENGTH, load_corpus
+from lab.routers import LabForCausalLM
+from lab.routers.train import LENGTH, load_corpus
 
 LEARNT, ASKED = 24, 8
 """Windows a batch of training text and held-out text."""
@@ -126,7 +126,7 @@ def recall(model: LabForCausalLM, stream: FastStream, batch: Tensor, rate: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "model", type=Path, help="a model of examples.lab.train with softmax routers"
+        "model", type=Path, help="a model of lab.routers.train with softmax routers"
     )
     parser.add_argument("--work", type=Path, default=Path.home() / ".cache/moe-lab")
     parser.add_argument("--rate", type=int, default=2)

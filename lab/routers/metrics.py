@@ -1,4 +1,4 @@
-"""What `benchmarks.routers` measures of one trained model, all through the engine.
+"""What `lab.routers` measures of one trained model, all through the engine.
 
 Legend: N tokens, K slots a token, E experts, L layers.
 """
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from benchmarks.router_recall import recalls
-from examples.lab.objectives import watched_routers
-from examples.lab.router import LabRouter
+from lab.routers.objectives import watched_routers
+from lab.routers.recall import recalls
+from lab.routers.router import LabRouter
 from moe import MoE
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.record import record_trace

@@ -21,9 +21,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
     Qwen3MoeRotaryEmbedding,
 )
 
-from examples.lab.attention import LabAttention, Neighbours
-from examples.lab.configuration import LabConfig
-from examples.lab.router import LabRouter
+from lab.routers.attention import LabAttention, Neighbours
+from lab.routers.configuration import LabConfig
+from lab.routers.router import LabRouter
 from moe.network.own_cache import CACHE_ARGUMENT
 
 Decision = tuple[Tensor, Tensor]

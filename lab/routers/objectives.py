@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy
 
-from examples.lab.router import LabRouter
+from lab.routers.router import LabRouter
 from routing import Routing
 
 _SHARPNESS = 100.0

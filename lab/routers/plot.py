@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.routers` as one picture."""
+"""The figures of `lab.routers` as one picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a model's routing each predictor foretells, for `benchmarks.routers`.
+"""How much of a model's routing each predictor foretells, for `lab.routers`.
 
 The predictors of ``moe calibrate`` learn from one text and are asked about another, one layer
 ahead as the engine does. Each token gets as many guesses as it visits experts, so

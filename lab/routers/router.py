@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from examples.lab.configuration import LabConfig
-from examples.lab.routers import (
+from lab.routers.configuration import LabConfig
+from lab.routers.routers import (
     balanced_routing,
     mixed_scores,
     relu_routing,

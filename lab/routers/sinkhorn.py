@@ -1,6 +1,6 @@
 """What does a balanced plan cost a training step? (Selective Sinkhorn)
 
-    python -m benchmarks.sinkhorn [--quick] [--steps N] [--work DIR]
+    python -m lab.routers.sinkhorn [--quick] [--steps N] [--work DIR]
 
 The laboratory's model is trained, and in every other step each layer chooses by a plan: CPU time of
 the process for either kind of step, medians. A layer draws for itself whether a step is
@@ -22,12 +22,12 @@ import torch
 
 from benchmarks.common import environment, print_header, print_json, print_table
 from examples import demo_data as data
-from examples.lab import router
-from examples.lab.objectives import watched_routers
-from examples.lab.routers import TransportPlan, sinkhorn
-from examples.lab.train import BATCH, LENGTH, build_model, load_corpus, training_step
-from examples.lab.variants import VARIANTS
 from examples.train_demo import build_optimizer
+from lab.routers import router
+from lab.routers.objectives import watched_routers
+from lab.routers.routers import TransportPlan, sinkhorn
+from lab.routers.train import BATCH, LENGTH, build_model, load_corpus, training_step
+from lab.routers.variants import VARIANTS
 
 SHARES = (0.001, 0.01, 0.2, 1.0)
 RATE = 1e-3

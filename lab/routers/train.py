@@ -1,9 +1,9 @@
 """Train one router of the laboratory: the same text in the same order for all.
 
-    python -m examples.lab.train ROUTER --out DIR [--seed N] [--steps N] [--layers N]
+    python -m lab.routers.train ROUTER --out DIR [--seed N] [--steps N] [--layers N]
 
 About half a million parameters a layer and a few hundred steps: minutes on one core. The directory
-is a checkpoint (`examples.lab` says how to load it), and ``DIR/earlier`` the same model at three
+is a checkpoint (`lab.routers` says how to load it), and ``DIR/earlier`` the same model at three
 quarters of its training. The text is that of ``examples/train_demo.py``.
 """
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from examples import demo_data as data
-from examples.lab import LabConfig, LabForCausalLM
-from examples.lab.objectives import (
+from examples.train_demo import build_optimizer
+from lab.routers import LabConfig, LabForCausalLM
+from lab.routers.objectives import (
     Routed,
     budget_loss,
     chunk_loss,
@@ -28,9 +29,8 @@ from examples.lab.objectives import (
     switch_loss,
     watched_routers,
 )
-from examples.lab.routers import Step, bias_step, dual_rate
-from examples.lab.variants import BASE, VARIANTS, Variant
-from examples.train_demo import build_optimizer
+from lab.routers.routers import Step, bias_step, dual_rate
+from lab.routers.variants import BASE, VARIANTS, Variant
 
 REPO = Path(__file__).resolve().parents[2]
 LENGTH, BATCH, VOCABULARY = 128, 8, 1024

@@ -1,10 +1,10 @@
 """How would hundreds of ranks share the experts of a model? A simulation, and how far it is right.
 
-    python -m benchmarks.simulate [--quick] [--ranks 8 32 128 320] [--far 50] [--latency 37]
-    python -m benchmarks.simulate --against RESULT      # the JSON of benchmarks.expert_parallel
+    python -m lab.simulation [--quick] [--ranks 8 32 128 320] [--far 50] [--latency 37]
+    python -m lab.simulation --against RESULT      # the JSON of benchmarks.expert_parallel
 
-First it is held against published figures (`benchmarks.published`) and, with --against, against
-runs of several ranks here (`benchmarks.simulated_runs`). Then it replays routing, 96 tokens a rank,
+First it is held against published figures (`lab.simulation.published`) and, with --against, against
+runs of several ranks here (`lab.simulation.runs`). Then it replays routing, 96 tokens a rank,
 over links of the given GB/s and microseconds: the shipped model's on held-out texts (32 experts, on
 up to 32 ranks), and drawn one (256 experts, top-8, log-normal popularity). Experts are in the order
 of their ids, or with 25 % copies placed by EPLB on other tokens and chosen for each step; in one
@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, print_header, print_json, print_table, several
-from benchmarks.published import (
+from experts.placement import eplb, linear
+from lab.simulation.costs import Network
+from lab.simulation.published import (
     LAYERS,
     OUT_BYTES,
     SIMULATED_LAYERS,
@@ -33,11 +35,9 @@ from benchmarks.published import (
     deep_ep,
     die,
 )
-from benchmarks.simulated_routing import TOKENS, Routed, drawn_routing, text_routing
-from benchmarks.simulated_runs import against
-from benchmarks.simulator import lanes_of, simulate
-from benchmarks.simulator_costs import Network
-from experts.placement import eplb, linear
+from lab.simulation.routing import TOKENS, Routed, drawn_routing, text_routing
+from lab.simulation.runs import against
+from lab.simulation.simulator import lanes_of, simulate
 from moe.commands.plan.prefill_apart import (
     PROMPT,
     EngineCosts,

@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 from scipy.optimize import brentq
 
-from benchmarks.simulator import Lane, lanes_of, simulate
-from benchmarks.simulator_costs import Costs, Network
+from benchmarks.dispatch_cost import drawn
 from experts.placement import eplb, linear
+from lab.simulation.costs import Costs, Network
+from lab.simulation.simulator import Lane, lanes_of, simulate
 from moe.commands.plan.ranks import StepTraffic, step_traffic
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 7168, 256, 8, 128
@@ -39,13 +40,6 @@ GAINS = {64: 0.058, 96: 0.094, 128: 0.069}
 """By two micro-batches, by sequences of an NPU, which is two dies."""
 SIMULATED_LAYERS = 6
 """As all layers are alike, so many stand for them."""
-
-
-def drawn(tokens: int, experts: int, top_k: int, spread: float, seed: int) -> np.ndarray[Any, Any]:
-    """``(tokens, K)`` expert ids by log-normal popularity; a spread of 0 is uniform."""
-    rng = np.random.default_rng(seed)
-    keys = spread * rng.normal(size=experts) + rng.gumbel(size=(tokens, experts))
-    return np.argpartition(-keys, top_k - 1, axis=1)[:, :top_k]
 
 
 def deep_ep() -> dict[str, Any]:

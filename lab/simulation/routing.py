@@ -1,4 +1,4 @@
-"""Routing that `benchmarks.simulate` replays: the shipped model's on texts, and drawn one."""
+"""Routing that `lab.simulation` replays: the shipped model's on texts, and drawn one."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from benchmarks.dispatch_cost import drawn
 from benchmarks.offload_routing import Record
 from benchmarks.placement import ROOT, TEXTS
-from benchmarks.published import EXPERTS, TOP_K, drawn
-from benchmarks.simulator import Ints
-from benchmarks.simulator_costs import Floats
+from lab.simulation.costs import Floats
+from lab.simulation.published import EXPERTS, TOP_K
+from lab.simulation.simulator import Ints
 from moe import MoE
 from routing import PolicyChain
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.published import drawn
-from benchmarks.simulator import Ints, Simulated, lanes_of, simulate
-from benchmarks.simulator_costs import Costs, Network
+from benchmarks.dispatch_cost import drawn
 from experts.placement import eplb, slots_for
+from lab.simulation.costs import Costs, Network
+from lab.simulation.simulator import Ints, Simulated, lanes_of, simulate
 
 LOCAL = Network(64, float("inf"), float("inf"), 0.0)
 """Between ranks of one machine rows are moved by whoever computes, and counted there."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.simulator_costs import Costs, Floats, Network
 from experts.placement import Placement
+from lab.simulation.costs import Costs, Floats, Network
 from moe.commands.plan.ranks import StepTraffic, step_traffic
 
 Ints = NDArray[np.int64]

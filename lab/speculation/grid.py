@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.predict import TEXTS, heldout
 from benchmarks.quality import changed, nested
 from benchmarks.speculation_contenders import Contender
-from benchmarks.speculation_residents import Popularity, Resident, first
 from benchmarks.speculation_runs import MAX_DEPTH, Prompts, decode
+from benchmarks.texts import TEXTS, heldout
 from kernels import ExpertWeights, experts_forward
+from lab.speculation.residents import Popularity, Resident, first
 from moe import MoE
 from moe.describe.routers import find_selectors
 from moe.speculate import Speculator

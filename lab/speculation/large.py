@@ -1,6 +1,6 @@
 """The store of 30 billion parameters: real times, replayed routing, another model's text.
 
-See `benchmarks.speculation_replay` for what is real in it. Text is what the shipped model says 128
+See `lab.speculation.replay` for what is real in it. Text is what the shipped model says 128
 tokens behind held-out prompts. Acceptance of drafts by the model itself is measured on the shipped
 model with as large a share of residents, those that the prompt weighs most: what a cache that
 follows the text holds.
@@ -15,8 +15,10 @@ from typing import Any
 from benchmarks.offload_models import Target, targets
 from benchmarks.offload_routing import Trace, published_trace
 from benchmarks.speculation_contenders import Contender, median_errors, take_turns
-from benchmarks.speculation_grid import Grid, Point
-from benchmarks.speculation_replay import (
+from benchmarks.speculation_runs import MAX_DEPTH, PROMPT, Prompts, Texts, decode
+from benchmarks.speculation_tables import describe
+from lab.speculation.grid import Grid, Point
+from lab.speculation.replay import (
     SPAN,
     Replayed,
     ReplayedDrafts,
@@ -24,8 +26,6 @@ from benchmarks.speculation_replay import (
     ReplayedSpeculator,
     Says,
 )
-from benchmarks.speculation_runs import MAX_DEPTH, PROMPT, Prompts, Texts, decode
-from benchmarks.speculation_tables import describe
 from moe import MoE
 from moe.describe.routers import find_selectors
 from moe.speculate.controller import AutoController

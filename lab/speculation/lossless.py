@@ -1,6 +1,6 @@
 """Does drafting change a token? Every way x bits x depth x share of experts in memory x batch.
 
-    python -m benchmarks.speculation_lossless [--minutes 8] [--prompts 216] [--again]
+    python -m lab.speculation.lossless [--minutes 8] [--prompts 216] [--again]
 
 Greedy decoding of the shipped model at 8 bits behind 216 prompts in each cell, in batches of 8 and
 one by one, against decoding without drafts and with all experts in memory. It takes longer than

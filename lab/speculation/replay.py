@@ -5,7 +5,7 @@ trace with published locality sends it (`benchmarks.offload_routing`), in drafts
 alike, and the model says what the shipped model has said behind the same prompt: its logits are
 replaced by that. So n-grams and recycling find what they would find in that text, and a token that
 the model drafts itself is right as often as the shipped model's is at that position of a draft with
-the same share of residents (`benchmarks.speculation_grid`). Reads, arithmetic and the engine are
+the same share of residents (`lab.speculation.grid`). Reads, arithmetic and the engine are
 real; what is said, and hence what is accepted, is the shipped model's. Confidence says nothing
 here: drafts by the model are as long as was planned.
 """

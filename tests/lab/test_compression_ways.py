@@ -7,11 +7,14 @@ from statistics import mean
 import pytest
 import torch
 
-from benchmarks.compression import averaged
-from benchmarks.compression_setup import WIDTHS
-from benchmarks.compression_ways import METHODS, allotted
 from experts.compress.statistics import LayerCalibration, LayerInputs
 from kernels.planes import PREFIX_BITS
+from lab.compression.__main__ import averaged
+from lab.compression.setup import WIDTHS
+from lab.compression.ways import METHODS, allotted
+
+pytestmark = pytest.mark.deep
+
 
 EXPERTS = 16
 

@@ -7,9 +7,12 @@ import json
 import pytest
 import torch
 
-from benchmarks import diffusion_chances as chance
+from lab.diffusion import fewer_passes as chance
 from moe import MoE
 from tests.moe.test_block_diffusion import PROMPTS, SIZES, make_model
+
+pytestmark = pytest.mark.deep
+
 
 PASSES = 6
 

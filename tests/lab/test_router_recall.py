@@ -10,11 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.router_recall import recall_at_used, recalls
-from examples.lab import LabConfig, LabForCausalLM
+from lab.routers import LabConfig, LabForCausalLM
+from lab.routers.recall import recall_at_used, recalls
 from moe import MoE
 from moe.commands.calibrate.record import record_trace
 from routing.predict.calibrated import PREDICTORS
+
+pytestmark = pytest.mark.deep
 
 
 @given(st.integers(0, 1 << 30))

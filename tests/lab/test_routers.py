@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from examples.lab.routers import (
+from lab.routers.routers import (
     balanced_routing,
     bias_step,
     dual_rate,
@@ -23,6 +23,9 @@ from examples.lab.routers import (
     size_routing,
 )
 from routing.routers import RouterRule
+
+pytestmark = pytest.mark.deep
+
 
 EXPERTS = 10
 SEEDS = st.integers(0, 1 << 30)

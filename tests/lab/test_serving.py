@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.lab import LabConfig, LabForCausalLM
-from examples.lab.attention import Neighbours
-from examples.lab.router import LabRouter
-from examples.lab.routers import neighbour_scores
 from experts.manifest import read_manifest
+from lab.routers import LabConfig, LabForCausalLM
+from lab.routers.attention import Neighbours
+from lab.routers.router import LabRouter
+from lab.routers.routers import neighbour_scores
 from moe import MoE, SamplingParams
 from moe.commands.calibrate.record import record_trace
 from moe.commands.convert.convert import convert
@@ -27,6 +27,9 @@ from moe.network.own_cache import CACHE_ARGUMENT
 from moe.settings import ModelSettings
 from offload.capacity import fixed_bytes, slot_bytes
 from routing import Routing
+
+pytestmark = pytest.mark.deep
+
 
 TINY: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,

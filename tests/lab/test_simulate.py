@@ -7,15 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.dispatch_cost import dispatch_seconds
-from benchmarks.published import deep_ep, drawn
-from benchmarks.simulate import apart, scale
-from benchmarks.simulated_routing import Routed
-from benchmarks.simulated_runs import against
-from benchmarks.simulator import lanes_of, simulate
-from benchmarks.simulator_costs import Costs, Network
+from benchmarks.dispatch_cost import dispatch_seconds, drawn
 from experts.dispatch.all_to_all import CombineMode
 from experts.placement import linear
+from lab.simulation.__main__ import apart, scale
+from lab.simulation.costs import Costs, Network
+from lab.simulation.published import deep_ep
+from lab.simulation.routing import Routed
+from lab.simulation.runs import against
+from lab.simulation.simulator import lanes_of, simulate
+
+pytestmark = pytest.mark.deep
+
 
 NETWORK = Network(ranks_a_node=2, near=1000.0, far=100.0, latency_s=1.0)
 COSTS = Costs(

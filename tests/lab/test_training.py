@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from examples import demo_data as data
-from examples.lab import LabConfig
-from examples.lab.early_residual import fit, recall, watch
-from examples.lab.objectives import (
+from lab.routers import LabConfig
+from lab.routers.early_residual import fit, recall, watch
+from lab.routers.objectives import (
     CHUNK,
     Routed,
     budget_loss,
@@ -19,11 +19,14 @@ from examples.lab.objectives import (
     locality_loss,
     switch_loss,
 )
-from examples.lab.router import LabRouter
-from examples.lab.train import EARLIER, build_model, load_corpus, train
-from examples.lab.variants import BASE, VARIANTS
+from lab.routers.router import LabRouter
+from lab.routers.train import EARLIER, build_model, load_corpus, train
+from lab.routers.variants import BASE, VARIANTS
 from moe import MoE
 from routing import Routing
+
+pytestmark = pytest.mark.deep
+
 
 KINDS = ("softmax", "bias", "bias-dual", "sinkhorn-often", "relu-local", "sizes", "pre-gated")
 

@@ -4,7 +4,7 @@ routing policies cost there.
 A text is cut into a beginning that is read, and a canvas behind it, of whose tokens a share is
 replaced by uniform noise; one pass, without a pass before it, predicts all of the canvas' clean
 tokens. Shares take turns. What `diffusion.accept` and the like cost is not seen in one pass:
-`python -m benchmarks.diffusion` writes text with them.
+`python -m lab.diffusion` writes text with them.
 """
 
 from __future__ import annotations

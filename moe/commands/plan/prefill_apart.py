@@ -5,7 +5,7 @@ prompts between their decode steps, and on some that only read and others that o
 engine that decodes gives each of its sequences a token a step; a chunk of a prompt makes the step
 longer for all of them. `compare` tries every split and `recommend` says whether one is worth it.
 Both take costs from the caller: `moe plan --ranks` from bytes, arithmetic and measured speeds,
-`benchmarks.simulate` from published figures.
+`lab.simulation` from published figures.
 """
 
 from __future__ import annotations

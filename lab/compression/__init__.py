@@ -1,0 +1,1 @@
+"""Bits shared out among experts (PMQ), and routers fitted anew (EAC-MoE)."""

@@ -1,0 +1,1 @@
+"""Models that write whole blocks: expert sharing, policies of fewer passes, speed."""

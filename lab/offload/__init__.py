@@ -1,0 +1,1 @@
+"""Expert caches on recorded routings and simulated disks: policies, predictors, tiers."""

@@ -1,0 +1,1 @@
+"""Lossy routing policies: the experts they leave out, and the quality they cost."""

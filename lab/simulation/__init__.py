@@ -1,0 +1,1 @@
+"""Hundreds of ranks that share the experts of a model, simulated."""
