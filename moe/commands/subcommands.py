@@ -80,13 +80,16 @@ def run_model(options: argparse.Namespace) -> int:
             listener=listener,
             yes=options.yes,
             api_key=options.api_key,
-            secured=_secured(options),
+            server=_server_options(options),
         )
 
 
-def _secured(options: argparse.Namespace) -> dict[str, str | None]:
+def _server_options(options: argparse.Namespace) -> dict[str, Any]:
+    from moe.server.log import write_log
+
     names = ("api_key_file", "ssl_certfile", "ssl_keyfile")
-    return {name: getattr(options, name) for name in names}
+    log = write_log(options.log_level, options.log_file, options.log_format)
+    return {name: getattr(options, name) for name in names} | {"log": log}
 
 
 def convert(options: argparse.Namespace) -> int:
@@ -290,7 +293,7 @@ def serve(options: argparse.Namespace) -> int:
             listener,
             options.api_key,
             options.served_model_name,
-            **_secured(options),
+            **_server_options(options),
         )
 
 

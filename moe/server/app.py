@@ -121,7 +121,8 @@ async def _answer(request: Request, error: Exception) -> Response:
             code="no_such_route",
             headers=error.headers,
         )
-    return api_error(error).response(request.url.path)
+    error = request.scope["error"] = api_error(error)
+    return error.response(request.url.path)
 
 
 @router.get("/health")

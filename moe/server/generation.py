@@ -83,7 +83,7 @@ async def answer(
     submitted = queue.submit(
         build, caller_of(request), heavy=heavy, timeout_s=timeout_s, trace=trace, before=fetch
     )
-    job = await while_connected(request.receive, submitted)
+    job = request.scope["job"] = await while_connected(request.receive, submitted)
     spend = spending(request)
     spend(job.num_prompt_tokens)
     assert queue.model is not None

@@ -1,10 +1,10 @@
 """The middleware in front of every route.
 
-It checks the API key and the host name, gives each request an id, counts answers, and turns an
-exception that escapes a route into status 500. Routes need the key unless listed as public. The
-files of the page at ``/`` are public, as every installation has the same; what they show is not.
-``/v1/prefill``, on prefill servers, wants a secret of the servers instead. HEAD is answered at
-public routes, as monitors ask by it.
+It checks the API key and the host name, gives each request an id, counts and logs answers, and
+turns an exception that escapes a route into status 500. Routes need the key unless listed as
+public. The files of the page at ``/`` are public, as every installation has the same; what they
+show is not. ``/v1/prefill``, on prefill servers, wants a secret of the servers instead. HEAD is
+answered at public routes, as monitors ask by it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from moe.server import page
 from moe.server.errors import GENERIC, APIError
 from moe.server.keys import ApiKey, ApiKeys
+from moe.server.log import RequestLog
 from moe.server.metrics import Metrics
 from moe.server.request_memory import RequestMemory
 
@@ -65,7 +66,8 @@ class Guard:
         if scope["method"] == "HEAD" and scope["path"] in PUBLIC_PATHS:
             scope = {**scope, "method": "GET"}  # uvicorn knows, and sends no body
         request_id = scope["request_id"] = uuid.uuid4().hex
-        status = 0
+        scope["job"] = scope["error"] = None  # routes note what the log shows
+        noted, status = RequestLog(), 0
         key: ApiKey | None = None
 
         async def send_marked(message: Message) -> None:
@@ -80,6 +82,7 @@ class Guard:
             try:
                 key = scope["api_key"] = self._admit(scope)
             except APIError as refusal:
+                scope["error"] = refusal
                 app = refusal.response(scope["path"])
             await app(scope, self._memory.counted(request_id, receive), send_marked)
         except Exception as error:
@@ -93,6 +96,7 @@ class Guard:
                 key.end()
             route = getattr(scope.get("route"), "path", "none")
             self._metrics.requests.labels(route, str(status or 499)).inc()
+            noted.end(scope, status or 499, key.name if key else None)
 
     def _admit(self, scope: Scope) -> ApiKey | None:
         """The key of a request, which has begun with it; None where none is needed.

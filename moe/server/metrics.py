@@ -76,22 +76,31 @@ class Metrics:
 
 
 class TokenClock:
-    """Measures TTFT and the times between tokens of one request, which begins now."""
+    """Measures TTFT and the times between tokens of one request, which begins now.
+
+    Attributes:
+        first_s: seconds to the first token; None before it.
+        decode_s: seconds from the first token to the last one.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start = time.perf_counter()
+        self.first_s: float | None = None
+        self.decode_s = 0.0
         self._last: dict[tuple[int, int], float] = {}
 
     def tick(self, prompt: int, sample: int) -> None:
         """Count a new token of one of the request's sequences."""
         now = time.perf_counter()
         self._metrics.new_tokens.inc()
-        if not self._last:
-            self._metrics.first_token.observe(now - self._start)
+        if self.first_s is None:
+            self.first_s = now - self._start
+            self._metrics.first_token.observe(self.first_s)
         elif (prompt, sample) in self._last:
             self._metrics.between_tokens.observe(now - self._last[prompt, sample])
         self._last[prompt, sample] = now
+        self.decode_s = now - self._start - self.first_s
 
 
 class _Readings(Collector):

@@ -13,7 +13,7 @@ import socket
 import ssl
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -205,7 +205,7 @@ def _uvicorn_config(app: ASGIApp, settings: ServerSettings, crowd: Crowd) -> uvi
         ws="none",
         lifespan="off",
         interface="asgi3",
-        log_level="warning",
+        log_config=None,
         access_log=False,
         server_header=False,
         forwarded_allow_ips=list(settings.trusted_proxies),  # else those of loopback
@@ -242,6 +242,7 @@ def serve(
     api_key_file: str | None = None,
     ssl_certfile: str | None = None,
     ssl_keyfile: str | None = None,
+    log: AbstractContextManager[None] | None = None,
 ) -> int:
     """``moe serve``; returns the exit code.
 
@@ -251,6 +252,7 @@ def serve(
             ``*``: all, the others are shown.
         api_key_file: see `moe.server.keys`.
         ssl_certfile, ssl_keyfile: PEM files for HTTPS; None: HTTP.
+        log: see `moe.server.log.write_log`; None: warnings go to stderr.
     """
     if not all(served_names):
         raise MoEError("a served model name is empty; give one, or leave out --served-model-name")
@@ -273,7 +275,8 @@ def serve(
             f"moe: anyone who reaches {service.address} can use the model; set --api-key",
             file=sys.stderr,
         )
-    code = asyncio.run(_run(service))
+    with log or nullcontext():
+        code = asyncio.run(_run(service))
     if service.is_stuck:  # else the interpreter waits for the thread, or crashes with it
         os._exit(code)
     return code

@@ -434,11 +434,11 @@ def test_the_command_line_is_frozen() -> None:
     short = ["--batch", "--bits", "--context", "--device", "--memory", "--threads"]
     model = ["--no-proof-cache", "--profile", "--revision", "--set", *short]
     sampling = ["--max-new-tokens", "--seed", "--temperature", "--top-k", "--top-p"]
-    usual = ["--help", "-h"]
+    usual, log = ["--help", "-h"], ["--log-file", "--log-format", "--log-level"]
     assert options == {
         "run": sorted(
             [*usual, "--api-key", "--dry-run", "--host", "--port", "--revision", "--set", "--yes"]
-            + ["--api-key-file", "--ssl-certfile", "--ssl-keyfile", *short]
+            + ["--api-key-file", "--ssl-certfile", "--ssl-keyfile", *short, *log]
         ),
         "generate": sorted(
             [*model, *sampling, *usual, "--batch-file", "--json", "--json-schema", "--out"]
@@ -448,7 +448,7 @@ def test_the_command_line_is_frozen() -> None:
         "serve": sorted(
             [*model, *sampling, *usual, "--api-key", "--host", "--port"]
             + ["--allowed-origins", "--api-key-file", "--served-model-name"]
-            + ["--ssl-certfile", "--ssl-keyfile"]
+            + ["--ssl-certfile", "--ssl-keyfile", *log]
         ),
         "top": sorted([*usual, "--api-key", "--once"]),
         "convert": sorted(

@@ -81,7 +81,7 @@ def run(
     listener: socket.socket | None,
     yes: bool,
     api_key: str | None,
-    secured: Mapping[str, str | None],
+    server: Mapping[str, Any],
 ) -> int:
     """Print the choice and its reasons; then convert and serve.
 
@@ -89,7 +89,7 @@ def run(
         overrides: what the user set of the profile, by key.
         listener: where to serve; None: only say what would be done.
         yes: convert without asking.
-        secured: further arguments of `moe.server.serve.serve`.
+        server: further arguments of `moe.server.serve.serve`.
 
     Raises:
         DoesNotFitError: there is no way to run it here.
@@ -113,7 +113,7 @@ def run(
             on_notice=lambda notice: print(f"moe: {notice}", file=sys.stderr),
         )
     profile = load_profile(made.choice.profile, made.settings)
-    return serve(made.served, profile, listener, api_key, [public_name(name)], **secured)
+    return serve(made.served, profile, listener, api_key, [public_name(name)], **server)
 
 
 def plan_run(name: str, overrides: Mapping[str, Any]) -> RunPlan:

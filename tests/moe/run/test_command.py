@@ -28,7 +28,8 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
     """What would be served; the cache directory is the test's own, and nothing counts as small."""
     calls: Served = []
 
-    def serve(*arguments: Any, **secured: Any) -> int:
+    def serve(*arguments: Any, log: object, **secured: Any) -> int:
+        assert log
         assert not any(secured.values())
         calls.append(arguments)
         return 0
