@@ -41,6 +41,7 @@ EXAMPLES = {
     "inspect": "moe inspect STORE --image bits.png",
     "bench": "moe bench STORE --stages",
     "settings": "moe settings kv_bits",
+    "methods": "moe methods pesf",
     "doctor": "moe doctor",
 }
 """The last line of each command's help."""
@@ -162,6 +163,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("bench", bench, arguments.add_bench, subcommands.bench)
     settings = "list every setting, its meaning, value and origin"
     add("settings", settings, arguments.add_settings, subcommands.settings)
+    methods = "published methods that are off by default: what they do, and their price"
+    add("methods", methods, arguments.add_methods, subcommands.methods)
     doctor = "check this machine: what works, what is missing"
     add("doctor", doctor, arguments.add_doctor, subcommands.doctor)
     return parser

@@ -31,6 +31,7 @@ from moe.describe.routers import enable_policies
 from moe.describe.row_wise import linears_are_faster, make_linears_row_wise, make_row_wise
 from moe.errors import CheckpointError, ProfileError
 from moe.extras import install_line, is_installed
+from moe.hooks import Registry
 from moe.images.reader import ImageReader, conversation, enable_images, load_processor
 from moe.kv.blocks import BlockPool, Windows
 from moe.kv.host_blocks import HostBlocks
@@ -66,6 +67,10 @@ from offload.layer import LayerExperts, held_experts
 from offload.offloaded import Offloaded
 from offload.prefetch import Prefetcher
 from routing import PolicyChain, RoutingError, parse_policies
+from routing.policies import ParsePolicy
+
+ROUTING_POLICIES = Registry[ParsePolicy]("routing.policies")
+"""Policies that methods add to ``top_k`` and ``top_p``."""
 
 
 def load_model(
@@ -507,7 +512,9 @@ def routing_policies(profile: Profile) -> PolicyChain:
         ProfileError: one is not valid, or is lossy and the profile is lossless.
     """
     try:
-        return parse_policies(profile.routing.policies, lossless=profile.lossless)
+        return parse_policies(
+            profile.routing.policies, lossless=profile.lossless, more=ROUTING_POLICIES
+        )
     except RoutingError as error:
         raise ProfileError(f"routing.policies: {error}") from error
 

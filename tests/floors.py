@@ -31,6 +31,7 @@ _BESIDE = {"routing": {"kernels", "configs"}, "kernels": {"configs"}}
 _ONLY_MOE = {"configs"}
 
 FLOORS = {
+    "methods": "published ways that are off by default, one folder each; nothing imports them",
     "cli": "the `moe` command",
     "commands": "its subcommands: bench, calibrate, convert, eval, plan, trace, ...",
     "server": "HTTP: three API dialects as translations of one request",
@@ -57,6 +58,8 @@ FLOORS = {
     "sampling": "the next token",
     "cache_dir": "proofs, trials and names of earlier processes of this user",
     "settings": "profiles",
+    "hooks": "where the core calls methods, without the name of any",
+    "section": "the base of every section of a profile",
     "model_lock": "one step at a time",
     "helpers": "processes for what strangers have made, or what may cost too much",
     "helper_process": "the program of such a process: limits and confines itself",

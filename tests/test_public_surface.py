@@ -15,6 +15,7 @@ from unittest.mock import Mock
 
 import moe
 from moe.cli import build_parser
+from moe.hooks import methods
 from moe.server.app import create_app
 from moe.settings import ServerSettings
 from moe.settings.profile import KEYS
@@ -70,7 +71,14 @@ def surface() -> dict[str, Any]:
         "MoE": sorted(name for name in dir(moe.MoE) if not name.startswith("_")),
         "SamplingParams": sorted(moe.SamplingParams.__dataclass_fields__),
         "commands": commands(),
-        "keys": sorted(KEYS.leaves),
+        "keys": sorted(key for key in KEYS.leaves if not key.startswith("methods.")),
+        "methods": {
+            method.name: sorted(
+                [f"{key}: {name}" for key, names in method.choices.items() for name in names]
+                + list(method.settings.model_fields if method.settings is not None else ())
+            )
+            for method in methods()
+        },
         "routes": routes(),
         "metrics": metrics(),
     }
@@ -78,12 +86,12 @@ def surface() -> dict[str, Any]:
 
 def test_documents_name_only_settings_and_options_that_exist() -> None:
     root = Path(moe.__file__).parents[1]
-    of_status = {"model.reasoning", "model.sampling", "model.tools"}  # of /v1/status
+    of_status = {"model.reasoning", "model.sampling", "model.tools", "offload.reader.reason"}
     keys = {*KEYS.leaves, *of_status}
     known, found, wrong = commands(), 0, []
     for file in (root / "README.md", *root.glob("docs/*.md")):
         text = file.read_text()
-        for key in re.findall(r"`([a-z]+\.[a-z_]+)[`=]", text):
+        for key in re.findall(r"`([a-z]+\.[a-z_.]+)[`=]", text):
             found += key in keys
             if key.partition(".")[0] in KEYS.sections and key not in keys:
                 wrong.append(f"{file.name}: {key}")

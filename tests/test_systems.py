@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from routing.policies import POLICIES
+from moe.hooks import methods
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/systems.md").read_text()
@@ -54,6 +54,6 @@ def test_every_command_is_there() -> None:
     assert [name for name in modules if find_spec(name) is None] == []
 
 
-def test_policies_from_papers_are_named() -> None:
-    named = {name for name in POLICIES if f"`{name}" in PAGE}
-    assert named >= {"des_seq", "des_vote", "odp", "pesf"}
+def test_methods_are_named() -> None:
+    unnamed = [one.name for one in methods() if f"`moe/methods/{one.name}/" not in PAGE]
+    assert unnamed == []

@@ -7,7 +7,7 @@ bits per byte, divergence (KL, bits a token), distinct experts a layer for 8 con
 the share of visits that are not made. Shared experts (DES) are set beside the
 plain cut of `top_k`, and beside votes to the second power and with a share of its own for each
 layer; those shares come from other text (`allotted`). Online pruning (ODP, 3.2) is run with the
-medians of other text as its ratios and none protected (`lab.policies.protection` is about that).
+medians of other text as its ratios.
 Skipping rare experts (PESF, 3.5) is read with prompts of several lengths too.
 "batch": the same policy for eight texts that are decoded side by side, one token of each, which is
 what a batch of unrelated requests does. Nothing here is timed. The last line is one JSON object.

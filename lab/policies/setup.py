@@ -21,6 +21,7 @@ from moe.commands.evaluate.policy_costs import (
 from moe.commands.evaluate.scoring import windows_of
 from moe.commands.trace.findings import weight_ratios
 from moe.describe.routers import enable_policies
+from moe.loader import ROUTING_POLICIES
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from routing import PolicyChain, parse_policies
@@ -47,7 +48,7 @@ class Texts:
 
     def price(self, specs: Sequence[str], *, other: bool = False) -> list[PolicyCost]:
         """Each policy alone, read as what it is for."""
-        chain = parse_policies(specs, lossless=False)
+        chain = parse_policies(specs, lossless=False, more=ROUTING_POLICIES)
         enable_policies(chain, self.model.backbone, self.model.experts)
         prices = PolicyCostMeter(
             self.model, [Variant(PolicyChain((own,))) for own in chain.policies]
@@ -97,7 +98,7 @@ def medians(texts: Texts) -> str:
 
 def by_length(texts: Texts, spec: str, tokens: int) -> PolicyCost:
     """What a policy for prompts costs with prompts of at most so many tokens."""
-    chain = parse_policies([spec], lossless=False)
+    chain = parse_policies([spec], lossless=False, more=ROUTING_POLICIES)
     prices = PolicyCostMeter(texts.model, [Variant(chain)])
     for text in texts.whole:
         ids = texts.model.codec.encode(text)
@@ -110,7 +111,7 @@ def batch(texts: Texts, spec: str, tokens: int) -> dict[str, float]:
     """A policy for eight texts decoded side by side, each token given: bits a token and distinct
     experts, with and without."""
     model = texts.model
-    chain = parse_policies([spec], lossless=False)
+    chain = parse_policies([spec], lossless=False, more=ROUTING_POLICIES)
     enable_policies(chain, model.backbone, model.experts)
     apart = max(len(texts.test) // WINDOW, 1)
     windows = [texts.test[i * apart % len(texts.test)][:tokens] for i in range(WINDOW)]

@@ -221,6 +221,12 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     _add_profile(parser)
 
 
+def add_methods(parser: argparse.ArgumentParser) -> None:
+    name = "print all about this method (default: list all)"
+    parser.add_argument("name", nargs="?", metavar="NAME", help=name)
+    _add_profile(parser)
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", metavar="MODEL", help=MODEL)

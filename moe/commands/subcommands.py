@@ -248,6 +248,12 @@ def settings(options: argparse.Namespace) -> int:
     return 0
 
 
+def methods(options: argparse.Namespace) -> int:
+    from moe.commands.methods import run
+
+    return run(load_settings(options).profile, options.name)
+
+
 def generate(options: argparse.Namespace) -> int:
     profile = load_settings(options)
     if _worked(options.model, profile):

@@ -9,11 +9,14 @@ with them). The docstring under a field is its description, also in `Profile.mod
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from operator import attrgetter
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
+from moe.hooks import methods, methods_on
+from moe.section import Settings
 from moe.settings.sections import (
     DiffusionSettings,
     EngineSettings,
@@ -26,7 +29,6 @@ from moe.settings.sections import (
     PrefillSettings,
     RoutingSettings,
     ServerSettings,
-    Settings,
     SpeculationSettings,
 )
 
@@ -36,6 +38,7 @@ __all__ = [
     "GenerationSettings",
     "KernelSettings",
     "MemorySettings",
+    "MethodsSettings",
     "ModelSettings",
     "OffloadSettings",
     "ParallelSettings",
@@ -53,6 +56,26 @@ _NOT_LOSSLESS = (
     ("parallel", "payload", "int8", "plain", "rounds what experts of other ranks read"),
 )
 """Section, key, the value that changes the model's output, the value that does not, and why."""
+
+
+if TYPE_CHECKING:
+
+    class MethodsSettings(Settings):
+        """A section for each method of this installation that has keys, under its name."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    MethodsSettings = create_model(
+        "MethodsSettings",
+        __base__=Settings,
+        __doc__="A section for each method of this installation that has keys, under its name.",
+        **{
+            method.name: (method.settings, Field(method.settings(), description=method.about))
+            for method in methods()
+            if method.settings is not None
+        },
+    )
 
 
 def _check_device(device: str) -> str:
@@ -109,6 +132,9 @@ class Profile(Settings):
     server: ServerSettings = ServerSettings()
     """Limits of ``moe serve``."""
 
+    methods: MethodsSettings = MethodsSettings()
+    """Keys of published methods that are off by default (`moe methods` lists them)."""
+
     @model_validator(mode="after")
     def _check_contrast(self) -> Profile:
         if not self.speculation.contrast:
@@ -149,6 +175,29 @@ class Profile(Settings):
         return self
 
     @model_validator(mode="after")
+    def _check_methods(self) -> Profile:
+        for method in methods_on(self):
+            key = method.on_by(self)
+            value, off = attrgetter(key)(self), _default(key)
+            words = {"key": key, "value": value, "off": "null" if off is None else off}
+            # A list is checked where it is parsed: it says which of its entries is meant.
+            if self.lossless and method.changes_answers and not isinstance(value, tuple):
+                raise PydanticCustomError(
+                    "lossless",
+                    "{key}: {value} {why}, which lossless: true refuses; set lossless: false or "
+                    "{key}: {off}",
+                    {**words, "why": method.changes_answers},
+                )
+            for other, needed in method.needs.items():
+                if attrgetter(other)(self) != needed:
+                    raise PydanticCustomError(
+                        "methods",
+                        "{key}: {value} needs {other}: {needed}; set that, or {key}: {off}",
+                        {**words, "other": other, "needed": _as_yaml(needed)},
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _check_lossless(self) -> Profile:
         for section, key, lossy, instead, why in _NOT_LOSSLESS:
             if self.lossless and getattr(getattr(self, section), key) == lossy:
@@ -175,3 +224,16 @@ class Profile(Settings):
                     {"key": key, "value": value, "own": "null" if own is None else own},
                 )
         return self
+
+
+def _default(key: str) -> Any:
+    """The default of a dotted key, as YAML."""
+    fields, default = Profile.model_fields, None
+    for name in key.split("."):
+        default = fields[name].default
+        fields = getattr(type(default), "model_fields", {})
+    return default
+
+
+def _as_yaml(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, bool) else value

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from moe.errors import ProfileError
+from moe.hooks import moved_keys
 from moe.settings import Profile
 
 __all__ = ["KEYS", "LoadedProfile", "load_profile", "print_settings", "value_of"]
@@ -231,6 +232,8 @@ def _flatten(tree: Mapping[Any, Any], source: str, prefix: str = "") -> dict[str
             new = _flatten(value or {}, source, f"{key}.")
         elif key in KEYS.leaves:
             new = {key: value}
+        elif key in moved_keys():
+            raise ProfileError(f"{source}: key {key!r} is {moved_keys()[key]!r} today")
         else:
             valid = KEYS.leaves if "." in key else [*KEYS.leaves, *KEYS.sections]
             raise ProfileError(f"{source}: unknown key {key!r}{suggestion(key, valid)}")
@@ -242,16 +245,24 @@ def _flatten(tree: Mapping[Any, Any], source: str, prefix: str = "") -> dict[str
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """``MOE_ROUTING__POLICIES=[top_k:2]`` -> ``{"routing.policies": (["top_k:2"], origin)}``."""
-    names = {ENVIRONMENT_PREFIX + key.replace(".", "__").upper(): key for key in KEYS.leaves}
+    names = {_variable(key): key for key in KEYS.leaves}
+    moved = {_variable(key): _variable(today) for key, today in moved_keys().items()}
     settings: dict[str, tuple[Any, str]] = {}
     for variable in sorted(environ):
         if variable in names:
             origin = f"environment {variable}"
             settings[names[variable]] = (_parse(environ[variable], origin), origin)
+        elif variable in moved:
+            raise ProfileError(f"environment: variable {variable!r} is {moved[variable]!r} today")
         elif variable.startswith(ENVIRONMENT_PREFIX) and variable not in OTHER_VARIABLES:
             near = suggestion(variable, [*names, *OTHER_VARIABLES])
             raise ProfileError(f"environment: unknown variable {variable!r}{near}")
     return settings
+
+
+def _variable(key: str) -> str:
+    """``routing.policies`` -> ``MOE_ROUTING__POLICIES``."""
+    return ENVIRONMENT_PREFIX + key.replace(".", "__").upper()
 
 
 def parse_assignments(assignments: Iterable[str]) -> dict[str, Any]:

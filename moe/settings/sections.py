@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
+
+from moe.section import Settings
 
 Off = BeforeValidator(lambda value: "off" if value is False else value)
 """YAML reads a bare ``off`` as false."""
@@ -29,26 +23,6 @@ _MOST_GIB = 1 << 20
 KV_POLICIES, BY_HEADS = ("window", "select"), "heads"
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-class Settings(BaseModel):
-    """The base of every section: immutable, strict about types, without unknown keys."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
-
-    @field_validator("*")
-    @classmethod
-    def _check_width(cls, value: Any) -> Any:
-        """Counts are compared with what torch and the system count in 64 bits."""
-        if type(value) is int and value >= 1 << 63:
-            raise PydanticCustomError("width", "must be less than 9223372036854775808")
-        return value
 
 
 class ModelSettings(Settings):
@@ -114,8 +88,8 @@ class RoutingSettings(Settings):
 
     policies: tuple[str, ...] = Field(default=(), strict=False)
     """Policies applied to every routing decision, in this order. Each is NAME:ARGUMENTS, as in
-    top_k:2 (des_seq, des_vote, odp, pesf, resident, top_k and top_p; `moe eval` measures what each
-    costs). Empty: the model's own routing."""
+    top_k:2: top_k, top_p, and those of `moe methods`; `moe eval` measures what each costs. Empty:
+    the model's own routing."""
 
 
 class GenerationSettings(Settings):

@@ -3,39 +3,53 @@
 A profile lists them as specifications (``"top_k:2"``); `parse_policies` makes a `PolicyChain` of
 them. Each policy declares whether it is lossless: a lossless policy never changes what the layer
 computes. It also declares what it needs to know beyond the routing (`Need`), so that nothing is
-computed that no policy asks for. pruning.py has the policies that drop experts, reuse.py those that
-make tokens choose experts that others chose or that are in memory.
+computed that no policy asks for. pruning.py has the plain ones; callers bring those of papers as
+`MorePolicies`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from typing import Protocol
 
 from routing.policies.base import Need, PolicyChain, RoutingContext, RoutingPolicy
-from routing.policies.pruning import OnlineDynamicPruning, PrefillSkipping, TopK, TopP
-from routing.policies.reuse import PreferResident, SequenceSharing, VoteSharing
+from routing.policies.pruning import TopK, TopP
 from routing.routing import RoutingError
 
-__all__ = ["POLICIES", "Need", "PolicyChain", "RoutingContext", "RoutingPolicy", "parse_policies"]
+__all__ = [
+    "MorePolicies",
+    "Need",
+    "ParsePolicy",
+    "PolicyChain",
+    "RoutingContext",
+    "RoutingPolicy",
+    "parse_policies",
+]
 
-POLICIES: dict[str, Callable[[list[str]], RoutingPolicy]] = {
-    "des_seq": SequenceSharing.parse,
-    "des_vote": VoteSharing.parse,
-    "odp": OnlineDynamicPruning.parse,
-    "pesf": PrefillSkipping.parse,
-    "resident": PreferResident.parse,
-    "top_k": TopK.parse,
-    "top_p": TopP.parse,
-}
+ParsePolicy = Callable[[list[str]], RoutingPolicy]
+"""Makes a policy of the arguments of its specification; raises `RoutingError` for bad ones."""
+
+_POLICIES: dict[str, ParsePolicy] = {"top_k": TopK.parse, "top_p": TopP.parse}
 
 
-def parse_policies(specs: Sequence[str], *, lossless: bool) -> PolicyChain:
+class MorePolicies(Protocol):
+    """Policies beside our own, by the names that specifications begin with."""
+
+    def names(self) -> Sequence[str]: ...
+
+    def find(self, name: str) -> ParsePolicy | None: ...
+
+
+def parse_policies(
+    specs: Sequence[str], *, lossless: bool, more: MorePolicies | None = None
+) -> PolicyChain:
     """Build the chain that a profile asks for.
 
     Args:
         specs: ``"NAME[:ARGUMENT...]"`` each, applied in this order.
         lossless: the profile's promise; lossy policies are refused under it.
+        more: policies beside ``top_k`` and ``top_p``.
 
     Raises:
         RoutingError: unknown name, bad arguments, or a lossy policy under ``lossless: true``.
@@ -43,12 +57,15 @@ def parse_policies(specs: Sequence[str], *, lossless: bool) -> PolicyChain:
     policies = []
     for spec in specs:
         name, *arguments = spec.split(":")
-        if name not in POLICIES:
-            near = get_close_matches(name, POLICIES, n=1)
+        parse = _POLICIES.get(name)
+        if parse is None and more is not None:
+            parse = more.find(name)
+        if parse is None:
+            known = sorted([*_POLICIES, *([] if more is None else more.names())])
+            near = get_close_matches(name, known, n=1)
             hint = f"; did you mean '{near[0]}'?" if near else ""
-            known = ", ".join(sorted(POLICIES))
-            raise RoutingError(f"unknown policy '{name}' (known: {known}){hint}")
-        policy = POLICIES[name](arguments)
+            raise RoutingError(f"unknown policy '{name}' (known: {', '.join(known)}){hint}")
+        policy = parse(arguments)
         if lossless and not policy.lossless:
             raise RoutingError(
                 f"policy '{policy.spec}' changes the model's output, and the profile says "

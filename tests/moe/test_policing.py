@@ -130,7 +130,7 @@ def test_where_a_router_is_not_known_choosing_again_is_refused(
 
 
 def test_numbers_for_other_layers_are_refused() -> None:
-    message = re.escape("routing.policies: policy 'odp:0.1,0.2:0.02' has numbers for 2 MoE layers")
+    message = re.escape("routing.policies: policy 'odp:0.1,0.2' has numbers for 2 MoE layers")
     with pytest.raises(ProfileError, match=message):
         MoE.from_pretrained(DEMO, routing={"policies": ["odp:0.1,0.2"]}, lossless=False)
 

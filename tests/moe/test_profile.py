@@ -36,8 +36,10 @@ def write(folder: Path, text: str) -> Path:
 
 
 def test_the_keys_are_these() -> None:
-    """A ratchet: a new, renamed or removed key must be visible in review."""
-    assert KEYS.leaves == (
+    """A ratchet: a new, renamed or removed key must be visible in review.
+
+    Keys of methods are pinned by tests/data/public_surface.json, method by method."""
+    assert tuple(key for key in KEYS.leaves if not key.startswith("methods.")) == (
         "device",
         "threads",
         "lossless",

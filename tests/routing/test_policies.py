@@ -85,14 +85,6 @@ def test_policies_run_in_the_order_given() -> None:
         ("top_p:0", False, "policy 'top_p:0' is not valid; write top_p:P with a share P in (0, 1]"),
         ("top_p:nan", False, "policy 'top_p:nan' is not valid"),
         ("top_p:0.5:1", False, "policy 'top_p:0.5:1' is not valid"),
-        ("des_vote:0.5", False, "write des_vote:SHARE:TOKENS[:POWER] with shares in (0, 1] of"),
-        ("des_vote:0.5:8", True, "policy 'des_vote:0.5:8' changes the model's output"),
-        ("des_seq:0:8", False, "write des_seq:K:TOKENS with whole numbers >= 1"),
-        ("des_seq:2:-8", False, "policy 'des_seq:2:-8' is not valid"),
-        ("odp:1.5", False, "write odp:RATIO[:PROTECTED] with shares in [0, 1]"),
-        ("odp:0.4,:0.1", False, "policy 'odp:0.4,:0.1' is not valid"),
-        ("pesf", False, "policy 'pesf' is not valid; write pesf:SHARE"),
-        ("resident:-0.1", False, "write resident:MARGIN with a share in [0, 1]"),
     ],
 )
 def test_what_a_profile_may_not_ask_for(spec: str, lossless: bool, message: str) -> None:

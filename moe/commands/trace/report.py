@@ -89,8 +89,8 @@ def _load(findings: Findings) -> ReportTable:
         "load",
         "Load of experts",
         "MaxVio: heaviest load over the mean, minus 1. Unused: experts that no token visits. "
-        "Second weight: median of a token's second over its first weight, the ratios of "
-        f"`odp:{odp_ratios(findings)}`.",
+        "Second weight: median of a token's second over its first weight; of all layers "
+        f"`{second_weights(findings)}`.",
         ("layer", "MaxVio", "unused", "second weight"),
         [
             (str(i), f"{own.max_violation:.2f}", str(own.load.count(0)), _number(own.weight_ratio))
@@ -168,8 +168,8 @@ def _position(findings: Findings) -> ReportTable:
     )
 
 
-def odp_ratios(findings: Findings) -> str:
-    """The argument of the policy `odp`: a ratio for each layer."""
+def second_weights(findings: Findings) -> str:
+    """The medians of second over first weight, as routing policies take a number a layer."""
     return ",".join(
         "0" if isnan(own.weight_ratio) else f"{own.weight_ratio:.3f}" for own in findings.layers
     )

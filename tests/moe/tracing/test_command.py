@@ -12,9 +12,9 @@ from moe import MoE
 from moe.cli import main
 from moe.commands.trace.command import trace_model
 from moe.commands.trace.findings import Findings
-from moe.commands.trace.report import html, odp_ratios
+from moe.commands.trace.report import html, second_weights
 from moe.errors import RequestError
-from routing import parse_policies
+from routing.policies.base import Arguments
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "examples/demo-model"
@@ -40,8 +40,9 @@ def test_a_trained_model_is_local(found: Findings) -> None:
 
 
 def test_ratios_are_those_of_a_policy(found: Findings) -> None:
-    (policy,) = parse_policies([f"odp:{odp_ratios(found)}"], lossless=False).policies
-    policy.check(len(found.layers))
+    """Policies take a number for each layer in this form (`PerLayer`)."""
+    ratios = Arguments([], "x", "").per_layer(second_weights(found))
+    assert len(ratios.values) == len(found.layers)
 
 
 def test_the_report_holds_everything_and_runs_nothing(found: Findings) -> None:

@@ -1,16 +1,5 @@
-"""Policies that make tokens reuse experts: those of tokens read together, or those in memory.
+"""`VoteSharing` and `SequenceSharing`: the routing policies of dynamic expert sharing.
 
-``des_vote:SHARE:TOKENS[:POWER]``, ``des_seq:K:TOKENS`` (dynamic expert sharing, arXiv 2602.00879,
-lossy): a run of tokens, of a decoded batch or a verified window, costs the union of its experts.
-The policies bound the union to a core set, and each token chooses again, as many experts as ever,
-within it; that second choice keeps the quality, without it this is `top_k`. In a window, rejected
-drafts take part too, so the output depends on the drafts.
-
-``resident:MARGIN`` (lossy): an expert that is not in memory gives way to one that is, if the router
-scores that one nearly as high: a slightly worse choice for a disk read less. The output depends on
-what is in the cache, so runs differ.
-
-All leave prompts alone, whose tokens together want most experts anyway.
 Legend: R runs of N tokens, T tokens, K slots, E experts.
 """
 
@@ -33,10 +22,8 @@ from routing.policies.base import (
     by_expert,
     rescaled,
 )
-from routing.routing import UNUSED, Routing, select_top_k
+from routing.routing import Routing, select_top_k
 from routing.statistics import Phase
-
-_OUT = -float("inf")
 
 
 @dataclass(frozen=True)
@@ -123,44 +110,3 @@ class SequenceSharing(_ExpertSharing):
         wanted = torch.zeros_like(weights_RNE, dtype=torch.bool).flatten(0, 1)
         wanted = wanted.scatter(1, best, True).view_as(weights_RNE) & (weights_RNE > 0)
         return wanted.any(1)
-
-
-@dataclass(frozen=True)
-class PreferResident(RoutingPolicy):
-    """Replace missing experts, a token's lowest score first, each by the best resident expert left,
-    if that one's score is below the missing one's by at most the share ``margin`` of it."""
-
-    needs: ClassVar[frozenset[Need]] = frozenset({"select", "resident"})
-    phases: ClassVar[tuple[Phase, ...]] = ("decode", "denoise")
-
-    margin: float
-
-    @property
-    def spec(self) -> str:
-        return f"resident:{self.margin:g}"
-
-    @classmethod
-    def parse(cls, arguments: list[str]) -> PreferResident:
-        wanted = Arguments(arguments, "resident:MARGIN", "a share in [0, 1] of a score")
-        return cls(wanted.share(*wanted.parts(1), zero=True))
-
-    def __call__(self, routing: Routing, context: RoutingContext) -> Routing:
-        if context.resident_E is None or routing.num_tokens == 0:
-            return routing
-        scores_TE, select = context.scores_TE, context.select
-        assert scores_TE is not None
-        assert select is not None
-        used_TK = routing.expert_ids != UNUSED
-        chosen_TE = by_expert(routing, used_TK, context.num_experts)
-        count = min(routing.top_k, context.num_experts)
-        missing_TE, spare_TE = chosen_TE & ~context.resident_E, context.resident_E & ~chosen_TE
-        missing = scores_TE.where(missing_TE, -_OUT).sort(dim=1, stable=True)
-        spare = scores_TE.where(spare_TE, _OUT).sort(dim=1, descending=True, stable=True)
-        lost, gained = missing.values[:, :count], spare.values[:, :count]
-        near = (gained >= lost - self.margin * lost.abs()) & lost.isfinite()
-        if not bool(near.any()):
-            return routing
-        none_TE = torch.zeros_like(chosen_TE)
-        gone_TE = none_TE.scatter(1, missing.indices[:, :count], near)
-        new_TE = none_TE.scatter(1, spare.indices[:, :count], near)
-        return select(chosen_TE & ~gone_TE | new_TE, routing.top_k)
