@@ -1,4 +1,4 @@
-"""What the dialects' answers share: the `Answer` protocol and the parser of generated text.
+"""The `Answer` protocol of all dialects, and the parser of generated text.
 
 `AnswerParser` cuts the text of a sequence into reasoning, content and tool calls. Each dialect's
 `Answer` writes these as its JSON.
@@ -29,7 +29,8 @@ class Answer(Protocol):
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether the end of a stream repeats the log probabilities, which are kept for that."""
+        """Return whether the end of a stream repeats the log probabilities, which are kept for
+        that."""
 
     def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:
         """The complete answer, once all sequences have ended."""
@@ -64,7 +65,7 @@ class EmittedCall:
 
 
 class AnswerPiece(NamedTuple):
-    """What one piece of generated text contains.
+    """The content of one piece of generated text.
 
     Attributes:
         reasoning: comes before the rest.

@@ -69,14 +69,14 @@ class Block(ResentBody):
     labels = frozenset({"caller", "citations", "title", "context"})
 
     cache_control: dict[str, Any] | None = None
-    """Of no effect: known prefixes are found by their tokens."""
+    """Has no effect: the prefix cache finds prefixes by their tokens."""
 
 
 class TextBlock(Block):
     type: Literal["text"]
     text: str
     citations: Annotated[list[Any], AfterValidator(_no_citations)] = Field(default_factory=list)
-    """Of no effect."""
+    """Has no effect."""
 
 
 class ThinkingBlock(Block):
@@ -85,7 +85,7 @@ class ThinkingBlock(Block):
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
-    """Of no effect: nothing is signed."""
+    """Has no effect: nothing is signed."""
 
 
 class ImageBlock(Block):
@@ -118,7 +118,7 @@ class ToolResultBlock(Block):
         _TEXT_SCHEMA,
     ] = ""
     is_error: bool = False
-    """Of no effect: the model reads the content."""
+    """Has no effect: the model reads the content."""
 
 
 ContentBlock = Annotated[
@@ -204,7 +204,7 @@ class MessagesTool(RequestBody):
     strict: bool | None = None
     """true: every call follows the schema."""
     cache_control: dict[str, Any] | None = None
-    """Of no effect."""
+    """Has no effect."""
 
     @property
     def chat(self) -> Json:
@@ -245,7 +245,7 @@ class Thinking(RequestBody):
     budget_tokens: int | None = Field(default=None, ge=1, le=MAX_INT)
     """Most tokens of reasoning; then the model has to answer."""
     display: Annotated[Literal["summarized"] | None, wish("thinking.display", "summarized")] = None
-    """Of no effect: reasoning is never summarized."""
+    """Has no effect: reasoning is never summarized."""
 
 
 class OutputFormat(RequestBody):
@@ -259,7 +259,7 @@ class OutputConfig(RequestBody):
     effort: Annotated[
         ReasoningEffort | None, wish("output_config.effort", *EFFORTS, instead="medium")
     ] = None
-    """How much to think; see reasoning_effort of chats."""
+    """The degree of thinking; see reasoning_effort of chats."""
     format: OutputFormat | None = None
     """The form of the answer."""
 
@@ -303,7 +303,7 @@ class CountTokensRequest(TranslatedRequest):
     thinking: Thinking | None = None
     output_config: OutputConfig = Field(default_factory=OutputConfig)
     cache_control: dict[str, Any] | None = None
-    """Of no effect: known prefixes are found by their tokens."""
+    """Has no effect: the prefix cache finds prefixes by their tokens."""
 
     @property
     def _thinks(self) -> bool | None:

@@ -46,7 +46,7 @@ Body = TypeVar("Body", bound=BaseModel)
 
 
 def is_heavy(request: Request) -> bool:
-    """Whether the request has much text."""
+    """Return whether the request has much text."""
     return bool(request.state.body_bytes > HEAVY_BYTES)
 
 
@@ -265,7 +265,7 @@ class EndpointBody(RequestBody):
     cache_salt: str = Field(default="", max_length=512)
     """Requests share known prefixes of their prompts only with requests of the same salt."""
     priority: int = Field(default=0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    """Of the requests that wait, lower numbers go first."""
+    """Lower numbers go first among the requests that wait."""
     timeout: float | None = Field(default=None, gt=0, le=DAY_S)
     """Seconds after which the answer ends with what is there."""
 

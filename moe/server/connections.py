@@ -31,13 +31,14 @@ from moe.server.listener import MOST
 RESERVED = 256
 """Descriptors for the model's files, our processes and links, beside those that are open."""
 TURNED_AWAY = 32
-"""Of all connections: room for those that are told that there are too many (503)."""
+"""Connections kept for clients that are told that there are too many (503)."""
 _SHORTAGE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _REST_S = 0.1
 
 
 def most_connections() -> int:
-    """How many connections this process has descriptors for, at least a quarter of its limit.
+    """Return the most connections that this process has descriptors for: a quarter of its limit or
+    more.
 
     Raises the limit to what the user may raise it to.
     """
@@ -75,7 +76,7 @@ class Crowd:
 
     @property
     def busy_limit(self) -> int:
-        """How many connections may have requests."""
+        """The number of connections that may have requests."""
         return self._most - min(TURNED_AWAY, self._most // 8)
 
     def admit(self, new: TimedProtocol, address: str) -> bool:

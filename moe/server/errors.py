@@ -60,7 +60,7 @@ ANTHROPIC_ERROR_SCHEMA = {
 
 
 def speaks_anthropic(path: str) -> bool:
-    """Whether the clients of a path expect errors in Anthropic's shape."""
+    """Return whether the clients of a path expect errors in Anthropic's shape."""
     return path.startswith(_ANTHROPIC_ROUTES)
 
 

@@ -143,8 +143,8 @@ class ExpertsFeed:
 
 
 def layout_text(queue: EngineQueue) -> str:
-    """What changes seldom: bits and ranks of experts, the memory plan, what runs how and why. Empty
-    before the model is loaded."""
+    """Return what changes seldom: bits and ranks of experts, the memory plan, what runs how and
+    why. Empty before the model is loaded."""
     model = queue.model
     if model is None:
         return ""

@@ -238,7 +238,7 @@ async def public_address(host: str, port: int, caller: str = "") -> str:
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is one of the Internet, and stands for no other that may not be."""
+    """Return whether an address is public, and stands for no other that may not be."""
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
@@ -249,7 +249,7 @@ def is_public(text: str) -> bool:
 
 
 def is_own(text: str) -> bool:
-    """Whether an address is one of this machine's: only those can be bound."""
+    """Return whether an address is one of this machine's: only those can be bound."""
     family = socket.AF_INET6 if ":" in text else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

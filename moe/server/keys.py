@@ -32,7 +32,7 @@ from moe.server.errors import APIError
 _MINUTE_S, _DAY_S = 60.0, 86400
 _MOST_BYTES = 2**20
 WATCH_S = 2.0
-"""How often the file is looked at."""
+"""Seconds between two looks at the file."""
 logger = logging.getLogger("moe.server")
 
 
@@ -170,7 +170,7 @@ def caller_of(request: Request) -> str:
 
 
 def _stamp(file: Path | None) -> tuple[int, ...] | None:
-    """What changes with the file; None if it cannot be found."""
+    """Return numbers that change with the file; None if it cannot be found."""
     try:
         found = os.stat(file or "")
     except OSError:

@@ -77,6 +77,6 @@ class Versioned:
         await self._app(scope, receive, send)
 
     def _knows(self, scope: Scope, path: str) -> bool:
-        """Whether a route has this path, for whatever method."""
+        """Return whether a route has this path, with any method."""
         asked = {**scope, "path": path}
         return any(route.matches(asked)[0] is not Match.NONE for route in self._routes)

@@ -130,7 +130,7 @@ _FAULTS = (OSError, ValueError, http.client.HTTPException, OffloadError)
 
 
 class PrefillRequest(RequestBody):
-    """What a decode server asks for."""
+    """The body that a decode server sends."""
 
     tokens: Items[int]
     salt: str = Field(default="", max_length=1024)

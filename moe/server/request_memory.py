@@ -1,4 +1,5 @@
-"""How much memory requests may hold beside the engine: bodies, and answers with log probabilities.
+"""Bounds the memory that requests hold beside the engine: bodies, and answers with log
+probabilities.
 
 Half of the plan's reserve is for them. A body that finds no room is refused; answers that outgrow
 it cost the request that holds most.
@@ -19,7 +20,7 @@ BODY_COST = 4
 """Bytes held for each byte of a body: the text, what it says as objects, token ids."""
 EVENT_BYTES = 400
 ENTRY_BYTES = 600
-"""Of one token's log probability in an answer: the token, its text, the JSON."""
+"""Memory of one token's log probability in an answer: the token, its text, the JSON."""
 
 
 class RequestMemory:

@@ -44,9 +44,9 @@ class InputItemBase(ResentBody):
     labels = frozenset({"caller"})
 
     id: ItemId | None = None
-    """Of no effect: the conversation is sent in full."""
+    """Has no effect: the conversation is sent in full."""
     status: ItemStatus | None = None
-    """Of no effect."""
+    """Has no effect."""
 
 
 class MessageItem(InputItemBase):
@@ -57,7 +57,7 @@ class MessageItem(InputItemBase):
     """Text, or parts of the type ``input_text``, ``output_text`` or ``input_image`` (with a data
     URL as its ``image_url``)."""
     phase: Literal["commentary", "final_answer"] | None = None
-    """Of no effect."""
+    """Has no effect."""
 
     @model_validator(mode="before")
     @classmethod

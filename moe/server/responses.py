@@ -56,7 +56,7 @@ class ResponsesFormat(RequestBody):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     """The JSON schema of the answer; it is always enforced."""
     strict: bool | None = None
-    """Of no effect."""
+    """Has no effect."""
 
     @model_validator(mode="after")
     def _check_type(self) -> ResponsesFormat:
@@ -77,7 +77,7 @@ class TextConfig(RequestBody):
 
     format: ResponsesFormat = Field(default_factory=ResponsesFormat)
     verbosity: Annotated[Literal["medium"] | None, wish("text.verbosity", "medium")] = None
-    """Of no effect."""
+    """Has no effect."""
 
 
 class ReasoningConfig(RequestBody):
@@ -86,9 +86,9 @@ class ReasoningConfig(RequestBody):
     effort: Annotated[
         ReasoningEffort | None, wish("reasoning.effort", *EFFORTS, instead="medium")
     ] = None
-    """How much to think; see reasoning_effort of chats."""
+    """The degree of thinking; see reasoning_effort of chats."""
     summary: Annotated[Literal["auto"] | None, wish("reasoning.summary", "auto")] = None
-    """Of no effect: answers contain the reasoning itself, not a summary."""
+    """Has no effect: answers contain the reasoning itself, not a summary."""
 
 
 class ResponsesStreamOptions(RequestBody):
@@ -201,7 +201,7 @@ class ResponsesRequest(LabelFields, InputTokensRequest):
     top_logprobs: int = Field(default=0, ge=0, le=MAX_LOGPROBS)
     """Report this many likeliest tokens with each; only with those log probabilities."""
     store: bool = True
-    """Of no effect: nothing is stored, and every answer has store: false."""
+    """Has no effect: nothing is stored, and every answer has store: false."""
     client_metadata: Annotated[dict[str, str], at_most(64)] = Field(
         default_factory=dict, max_length=64
     )

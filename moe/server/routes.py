@@ -178,7 +178,8 @@ async def expert_tokens(
 
 
 def most_tokens(model: MoE) -> int:
-    """How many tokens a text may have to be counted: more than the context, to be shortened."""
+    """Return the most tokens that a text may have to be counted: more than the context, to be
+    shortened."""
     return _CONTEXTS * max(model.context_length or 0, _LEAST_TOKENS)
 
 

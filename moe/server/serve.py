@@ -309,7 +309,8 @@ def _say_ready(service: Service) -> None:
 
 
 def _secret() -> str:
-    """What servers of different roles share. Raises `ProfileError` without it."""
+    """Return the text by which servers of different roles know each other. Raises `ProfileError`
+    without it."""
     secret = os.environ.get("MOE_LAUNCH_SECRET", "")
     if not secret:
         raise ProfileError(

@@ -1,4 +1,4 @@
-"""What OpenAI's Responses and Anthropic's Messages share.
+"""The common part of OpenAI's Responses and Anthropic's Messages.
 
 A `TranslatedRequest` makes a `ChatRequest` of itself. A `BlockAnswer` is a list of blocks:
 reasoning, text and tool calls. Its whole answer is built from the events of its stream, so both
@@ -74,7 +74,7 @@ class BlockAnswer(ABC):
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """Those of the new tokens that are reasoning."""
+        """The number of new tokens that are reasoning."""
         return 0 if self._parser is None else self._parser.num_reasoning_tokens
 
     def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:

@@ -25,7 +25,7 @@ Dialect = Literal["chat", "completions", "responses", "messages"]
 
 @dataclass(frozen=True)
 class Unsupported:
-    """What becomes of a field that is not honoured.
+    """The treatment of a field that is not honoured.
 
     Attributes:
         neutral: values that ask for nothing.
@@ -39,7 +39,7 @@ class Unsupported:
     code: str | None = None
 
     def asks_for_nothing(self, value: object) -> bool:
-        """Whether a value is one of the neutral ones, of their type."""
+        """Return whether a value is one of the neutral ones, of their type."""
         return any(type(value) is type(own) and value == own for own in self.neutral)
 
 

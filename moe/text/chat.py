@@ -36,7 +36,7 @@ _TEMPLATE_NAMES = {"raise_exception", "strftime_now", "bos_token", "eos_token", 
     *("unk_token", "sep_token", "cls_token", "mask_token", "additional_special_tokens"),
     *("range", "dict", "lipsum", "cycler", "joiner", "namespace", "loop"),
 }
-"""What transformers and jinja2 put into every template."""
+"""Variables that transformers and jinja2 put into every template."""
 
 
 class TemplateSyntaxFault(ValueError):
@@ -85,7 +85,8 @@ def render(
 def _render(
     tokenizer: PreTrainedTokenizerBase, messages: list[MessageDict], options: Mapping[str, Any]
 ) -> str:
-    """What ``tokenizer.apply_chat_template(messages, tokenize=False, **options)`` returns."""
+    """Render a conversation as ``tokenizer.apply_chat_template(messages, tokenize=False,
+    **options)``."""
     asked = {
         "template": tokenizer.chat_template,
         "special": tokenizer.special_tokens_map,
@@ -101,7 +102,7 @@ def _render(
 
 
 def _plain(value: Any) -> Any:
-    """What a template sees of an object that is no JSON; numbers of numpy are numbers."""
+    """Return an object that is no JSON as a template sees it; numbers of numpy are numbers."""
     item = getattr(value, "item", None)
     return item() if callable(item) else f"<{type(value).__name__}>"
 

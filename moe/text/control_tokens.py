@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Ranges = Sequence[tuple[int, int]]
-"""Where spellings of clients stand in a text: begin and end of each, in order."""
+"""Places of clients' spellings in a text: begin and end of each, in order."""
 
 
 class Masks:

@@ -118,7 +118,8 @@ def _lost(
 
 
 def _shows(text: str, messages: Messages) -> bool:
-    """Whether a prompt shows all texts in their order; False also where a find proves nothing."""
+    """Return whether a prompt shows all texts in their order; False also where a find proves
+    nothing."""
     at = 0
     for message in messages:
         for said in _texts(message):

@@ -31,8 +31,9 @@ _T = TypeVar("_T")
 
 
 def without_panics(call: Callable[[], _T], what: str) -> _T:
-    """What a call of the tokenizer returns. A compiled tokenizer can panic, by the rules that a
-    model's files bring, which is no `Exception` and would end the step loop.
+    """Call the tokenizer, and turn its panics into errors of the request. A compiled tokenizer can
+    panic, by the rules that a model's files bring, which is no `Exception` and would end the step
+    loop.
 
     Args:
         what: the tokenizer cannot do then, for the message.

@@ -206,7 +206,7 @@ class TextCodec:
 
     @cached_property
     def tools(self) -> ToolSupport:
-        """Whether the model can be given tools, and how it calls them."""
+        """Tool support of the model, and the format of its calls."""
         template = self._template()
         if isinstance(template, str):
             return ToolSupport(None, template)
@@ -219,7 +219,7 @@ class TextCodec:
 
     @cached_property
     def reasoning(self) -> ReasoningSupport:
-        """How the model writes its reasoning, or why that is not known."""
+        """The format of the model's reasoning, or why it is not known."""
         template = self._template()
         if isinstance(template, str):
             return ReasoningSupport(None, template)
@@ -238,7 +238,7 @@ class TextCodec:
 
     @cached_property
     def response_template(self) -> ResponseTemplate | str:
-        """How the tokenizer itself says that answers are read, or why it does not."""
+        """The tokenizer's own rules for reading answers, or why it has none."""
         if self.tokenizer is None:
             return self.no_tokenizer_reason
         return ResponseTemplate.of(self.tokenizer)
@@ -253,14 +253,16 @@ class TextCodec:
         return frozenset(i for i, text in texts if i not in ends and template.mentions(text))
 
     def opens_reasoning(self, token_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends inside reasoning, so that its answer continues the reasoning."""
+        """Return whether a prompt ends inside reasoning, so that its answer continues the
+        reasoning."""
         format = self.reasoning.format
         return format is not None and format.opened_by(
             self.decode(token_ids[-len(format.open) - _BEHIND :])
         )
 
     def closes_reasoning(self, token_ids: Sequence[int]) -> bool:
-        """Whether a prompt ends behind reasoning, as templates write it to turn reasoning off."""
+        """Return whether a prompt ends behind reasoning, as templates write it to turn reasoning
+        off."""
         format = self.reasoning.format
         return format is not None and format.closed_by(
             self.decode(token_ids[-len(format.close) - _BEHIND :])
@@ -411,7 +413,7 @@ class TextCodec:
 
     @cached_property
     def _growth(self) -> int:
-        """How many characters or tokens the tokenizer's rules may make of a character."""
+        """The most characters or tokens that the tokenizer's rules may make of a character."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         return (
             math.ceil(_growth(backend.normalizer) * _growth(backend.post_processor))
@@ -444,7 +446,7 @@ class TextCodec:
 
 
 def is_chat(prompt: Prompt) -> bool:
-    """Whether a prompt is a conversation."""
+    """Return whether a prompt is a conversation."""
     return any(issubclass(kind, Mapping) for kind in set(map(type, prompt)))
 
 
@@ -509,7 +511,7 @@ def _rules(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _growth(part: Any) -> float:
-    """How many times longer a text may become by what a model's files say, at least 1.
+    """Return how many times longer a model's files may make a text, at least 1.
 
     What Unicode says is left out: at most 18 times, of characters that nobody needs.
     """
@@ -529,7 +531,7 @@ def _growth(part: Any) -> float:
 
 
 def _added(part: Any) -> int:
-    """How many characters or tokens are added to each text."""
+    """Return the number of characters or tokens that are added to each text."""
     added = 0
     for rule in _rules(part):
         ids = {

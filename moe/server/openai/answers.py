@@ -23,7 +23,7 @@ from moe.text.tokenizer import TextCodec
 
 
 class OpenAIAnswer(ABC):
-    """What both have in common; implements `moe.server.answers.Answer`.
+    """The common part of answers to chats and completions; implements `moe.server.answers.Answer`.
 
     Attributes:
         prefix: what the answer's id begins with.
@@ -58,7 +58,7 @@ class OpenAIAnswer(ABC):
         """The JSON that a new token adds to a sequence."""
 
     def opening(self) -> Json | None:
-        """What the stream of each sequence begins with, before its first token."""
+        """Return the chunk before the first token of each sequence; None: there is none."""
         return None
 
     def whole(self, num_prompt: int, events: Sequence[StreamEvent]) -> Json:

@@ -35,7 +35,7 @@ class NamedSchema(RequestBody):
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
     """A JSON schema; any JSON object where it is left out."""
     strict: bool | None = None
-    """Of no effect: every schema is enforced, or refused if it cannot be."""
+    """Has no effect: every schema is enforced, or refused if it cannot be."""
 
 
 class ResponseFormat(RequestBody):
@@ -119,7 +119,7 @@ TemplateValue = bool | int | float | Annotated[str, Field(max_length=1024)] | No
 
 
 class ReasoningBody(ToolBody, StructuredBody):
-    """What a chat may ask of reasoning.
+    """Fields by which a chat asks for reasoning.
 
     Attributes:
         effort_name, thinking_name: the dialect's names of what asks how much to think, and whether.
@@ -135,7 +135,7 @@ class ReasoningBody(ToolBody, StructuredBody):
     reasoning_effort: Annotated[
         ReasoningEffort | None, wish("reasoning_effort", *EFFORTS, instead="medium")
     ] = None
-    """How much to think: the nearest degree that the chat template reads; none: not at all."""
+    """The degree of thinking: the nearest one that the chat template reads; none: not at all."""
 
     thinking_token_budget: int | None = Field(default=None, ge=NO_LIMIT, le=MAX_INT)
     """Most tokens of reasoning; then its end is forced. -1: any number."""
@@ -227,7 +227,7 @@ class ReasoningBody(ToolBody, StructuredBody):
         return AnswerParser(self.call_parser(codec), thinking)
 
     def _response_template(self, codec: TextCodec) -> ResponseTemplate | None:
-        """What the tokenizer itself says about answers, if it says enough for this request."""
+        """Return the tokenizer's own rules for answers, if they say enough for this request."""
         template = codec.response_template
         whole = self.structure is not None and codec.reasoning.format is None
         if isinstance(template, str) or whole or not self._thinks:
@@ -236,7 +236,8 @@ class ReasoningBody(ToolBody, StructuredBody):
 
     @property
     def _thinks(self) -> bool:
-        """Whether answers may reason: a grammar or regular expression covers the whole answer."""
+        """Return whether answers may reason: a grammar or regular expression covers the whole
+        answer."""
         return self.structure is None or self.structure.kind in CAN_FOLLOW
 
 

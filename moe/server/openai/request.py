@@ -61,7 +61,7 @@ class ChatMessage(ResentBody):
     @model_validator(mode="before")
     @classmethod
     def _read_other_names(cls, value: Any, info: ValidationInfo) -> Any:
-        """What an answer of another server has under another name: a refusal, and reasoning."""
+        """Take the refusal and the reasoning from the names that other servers give them."""
         if not isinstance(value, dict) or info.context is None or value.get("role") != "assistant":
             return value
         if value.get("function_call"):
@@ -95,7 +95,7 @@ class ChatMessage(ResentBody):
 
 
 class ChatEnding(RequestBody):
-    """How the prompt of a conversation ends, named as in vLLM."""
+    """Fields that say how the prompt of a conversation ends, named as in vLLM."""
 
     add_generation_prompt: bool | None = None
     """Open the assistant's turn; left out: true, unless the last message is continued."""
@@ -133,7 +133,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, object]
 
 
 class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
-    """What chats and completions have in common."""
+    """Fields that chats and completions have in common."""
 
     model: str | None = None
     """One of the names in ``/v1/models``; left out: the first of them."""
@@ -177,7 +177,7 @@ class GenerationRequest(StructuredBody, LabelFields, EndpointBody):
 
     @property
     def scores_only(self) -> bool:
-        """Whether only the prompt's log probabilities are wanted, and no new tokens."""
+        """Return whether only the prompt's log probabilities are wanted, and no new tokens."""
         return False
 
     @property
@@ -240,7 +240,7 @@ class ChatRequest(ReasoningBody, ChatEnding, GenerationRequest):
 
     @property
     def needs_tools(self) -> bool:
-        """Whether only a model with tool support can answer."""
+        """Return whether only a model with tool support can answer."""
         called = any(message.tool_calls for message in self.messages)
         return called or self.offered_tools is not None
 

@@ -143,7 +143,7 @@ class CustomDefinition(RequestBody):
     name: ToolName
     description: Description | None = None
     format: dict[str, Any] | None = None
-    """Of a text, or of a grammar, which the model reads and is not held to."""
+    """Describes a text, or a grammar, which the model reads and is not held to."""
 
     @model_validator(mode="after")
     def _check_format(self, info: ValidationInfo) -> CustomDefinition:

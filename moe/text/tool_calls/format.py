@@ -93,9 +93,9 @@ Body = ObjectBody | NamedBody | TaggedBody | BracedBody
 
 @dataclass(frozen=True)
 class Channels:
-    """How a model writes an answer as messages on channels: each is a header, `message`, the
-    content, one of `ends`. A header names a channel behind `channel`, and a recipient behind
-    `recipient` if the message is a call.
+    """The format of an answer as messages on channels: each is a header, `message`, the content,
+    one of `ends`. A header names a channel behind `channel`, and a recipient behind `recipient` if
+    the message is a call.
 
     Attributes:
         start: the special token that begins the header of every message but the first.
@@ -116,7 +116,7 @@ class Channels:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes an answer with calls; the module's docstring explains the literals.
+    """The format of an answer with calls; the module's docstring explains the literals.
 
     Attributes:
         several: the template writes more than one call in an answer.

@@ -28,14 +28,15 @@ from moe.text.tool_calls.schemas import ABOUT, moved, resolved, types_of, unsaid
 Schema = Mapping[str, Any]
 ANY: Schema = {"type": "object"}
 FREE: Schema = {"type": "object", "additionalProperties": True}
-"""Of tools whose calls are not checked: any arguments, where `ANY` without properties has none."""
+"""Schema of tools whose calls are not checked: any arguments, where `ANY` without properties has
+none."""
 _OPTIONS = {"x-guidance": {"lenient": False, "whitespace_pattern": WHITESPACE}}
 ANY_TEXT = "/(?s:.*)/"
 _OF_STRINGS = {"type", "enum", "const"} | ABOUT
 _OF_TAGS = {"type", "properties", "required", "additionalProperties"} | ABOUT
 _OF_TAGS |= {"$defs", "definitions"}
 _WHOLE = "whole"
-"""Where the schema of a tool is in that of an argument."""
+"""Key of a tool's schema in that of an argument."""
 
 
 class CallGrammar:

@@ -25,8 +25,8 @@ from moe.text.tool_calls.scanner import Scan, StreamScanner, overlap
 from moe.text.tool_calls.schemas import resolved, types_of
 
 AGAIN = 8
-"""How often the average character may be looked at in failed calls. Else each opening of an answer
-like ``<tool_call>{<tool_call>{...`` has the rest looked at once more."""
+"""The most looks at the average character in failed calls. Else each opening of an answer like
+``<tool_call>{<tool_call>{...`` has the rest looked at once more."""
 
 
 def from_text(text: str, schema: object, whole: Mapping[str, Any]) -> Any:
@@ -145,7 +145,7 @@ class _Tagged:
         return from_text(text, self._properties.get(key), self._schema)
 
     def _ends(self, start: int) -> Scan[tuple[int, int] | None]:
-        """Where a value ends, and where its closing does: one that is not part of the value.
+        """Find the end of a value, and the end of its closing, one that is not part of the value.
 
         Behind it comes the next key, or the end of the call.
         """
@@ -240,7 +240,7 @@ class CallParser:
             yield
 
     def _find(self, word: str) -> Scan[int | None]:
-        """Where the next call may begin; the text before it, but for space, is handed out."""
+        """Find where the next call may begin; the text before it, but for space, is handed out."""
         scanner = self._scanner
         while True:
             found = end = scanner.text.find(word, self._at)

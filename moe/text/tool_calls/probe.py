@@ -47,7 +47,7 @@ class _NoFormat(Exception):
 
 @dataclass(frozen=True)
 class ToolSupport:
-    """Whether a model can be given tools: the format of its calls, or the reason why not."""
+    """The format of a model's calls, or the reason why it can be given no tools."""
 
     format: CallFormat | None
     reason: str
@@ -129,8 +129,8 @@ class _ToolProbe:
                         yield self._finished(made, as_text, lead)
 
     def _has_notation(self) -> bool:
-        """Whether the template writes arguments that are objects in a notation of its own: JSON in
-        their place is nothing that the model was taught."""
+        """Return whether the template writes arguments that are objects in a notation of its own:
+        JSON in their place is nothing that the model was taught."""
         name, arguments = _FIRST
         text = self._try([_user(), _calling("", False, 1, self._ids)]) or ""
         at = text.find(name)
@@ -230,7 +230,7 @@ class _ToolProbe:
         return ""
 
     def _prompt_end(self, text: str) -> int:
-        """Where the prompt ends in the text of a conversation."""
+        """Find the end of the prompt in the text of a conversation."""
         prompt = self._try([_user()], add_generation_prompt=True) or ""
         return departs(prompt, text)
 

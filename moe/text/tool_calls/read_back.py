@@ -41,7 +41,8 @@ _TWO: list[tuple[str, dict[str, Any]]] = [(_NAME, _OBJECT | _NUMBER), (_OTHER, _
 
 
 class Answers:
-    """What a model generates, as its chat template writes earlier answers.
+    """Answers as a model generates them, in the form in which its chat template writes earlier
+    ones.
 
     Args:
         special: texts of the tokens that an answer does not show.
@@ -99,7 +100,8 @@ class Answers:
         return read == calls and behind.strip() in ("", self._turn_end(asked))
 
     def _turn_end(self, asked: MessageDict) -> str:
-        """What the template writes behind an answer without calls: it may end in no known token."""
+        """Return the text that the template writes after an answer without calls: it may end in no
+        known token."""
         said = "probe answer"
         text = self.written([asked, {"role": "assistant", "content": said}], ())
         return "" if text is None else text.rpartition(said)[2].strip()

@@ -59,11 +59,11 @@ class ReasoningFormat:
         return (self.open, self.close, self.lead)
 
     def opened_by(self, prompt: str) -> bool:
-        """Whether the answer to a prompt begins inside reasoning."""
+        """Return whether the answer to a prompt begins inside reasoning."""
         return prompt.rstrip().endswith(self.open)
 
     def closed_by(self, prompt: str) -> bool:
-        """Whether a prompt has ended the reasoning already: its answer is not to reason."""
+        """Return whether a prompt has ended the reasoning already: its answer is not to reason."""
         return prompt.rstrip().endswith(self.close)
 
     def as_dict(self) -> dict[str, str | None]:
@@ -72,7 +72,7 @@ class ReasoningFormat:
 
 @dataclass(frozen=True)
 class ReasoningSupport:
-    """How a model writes its reasoning, or the reason why that is not known.
+    """The format of a model's reasoning, or the reason why that is not known.
 
     Attributes:
         switch: the template's variable that turns reasoning on and off; None: it has none.
@@ -130,7 +130,7 @@ def probe_reasoning(render: Render) -> ReasoningSupport:
 
 
 def _reads(render: Render, name: str, *values: object) -> bool:
-    """Whether the value of a variable changes the prompt."""
+    """Return whether the value of a variable changes the prompt."""
     prompts = {_ReasoningProbe(render, {name: value}).prompt() for value in values}
     return None not in prompts and len(prompts) > 1
 
@@ -242,7 +242,7 @@ def _around(text: str, prompt: str, opened: str, plain: str) -> tuple[str, str] 
 
 
 def _is_read(format: ReasoningFormat, text: str, prompt: str) -> bool:
-    """Whether the reasoning of an answer, and nothing else, is read as that."""
+    """Return whether the reasoning of an answer, and nothing else, is read as that."""
     opened = text.rfind(format.open, 0, text.find(_THOUGHT))
     begin = opened if opened >= 0 else departs(prompt, text)
     parser = ReasoningParser(format, inside=opened < 0)

@@ -72,7 +72,7 @@ class ResponseTemplate:
         return "tool_calls" in self._spec.fields
 
     def mentions(self, text: str) -> bool:
-        """Whether a special token is a part of a delimiter."""
+        """Return whether a special token is a part of a delimiter."""
         return text in self._texts
 
     def parser(self, prompt: str, tools: Schemas, most: int | None) -> TemplateParser:

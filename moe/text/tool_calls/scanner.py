@@ -133,7 +133,7 @@ class StreamScanner:
                 return self.text[start:at], at
 
     def until(self, at: int, word: str) -> Scan[int | None]:
-        """Where a word begins next; None: it does not come."""
+        """Find the next place of a word; None: it does not come."""
         while True:
             found = self.text.find(word, at)
             if found >= 0:

@@ -1,4 +1,4 @@
-"""What a JSON schema says of a value's type, with references inside a tool's schema followed.
+"""Reads the types of values from a JSON schema, with references inside a tool's schema followed.
 
 Schemas are clients' own, so each function looks at a bounded number of their parts.
 """
@@ -83,7 +83,7 @@ def unsaid(what: str) -> RequestError:
 
 
 def _found(reference: object, whole: Mapping[str, Any]) -> object:
-    """What a JSON pointer leads to; None: nothing, or it is no pointer into this schema."""
+    """Follow a JSON pointer; None: it leads to nothing, or is no pointer into this schema."""
     if not isinstance(reference, str) or not (reference + "/").startswith("#/"):
         return None
     at: object = whole

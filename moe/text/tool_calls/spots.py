@@ -102,7 +102,7 @@ def common(one: str, other: str) -> int:
 
 
 def departs(one: str, other: str) -> int:
-    """Where the second text departs from the first: never inside a tag, as some begin alike."""
+    """Find where the second text departs from the first: never inside a tag, as some begin alike."""
     end = common(one, other)
     unfinished = _IN_TAG.search(other, 0, end)
     return unfinished.start() if unfinished else end
@@ -207,7 +207,7 @@ def _tagged(text: str, at: int, name: str, arguments: Mapping[str, Any]) -> Spot
 
 
 def _value(text: str, start: int, value: object) -> tuple[int, int] | None:
-    """Where a value stands, as JSON or as Python writes it."""
+    """Find a value in the text, as JSON or as Python writes it."""
     if isinstance(value, dict):
         for begin in _all(text, "{", start, len(text)):
             found, end = _decoded(text, begin)
