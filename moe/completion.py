@@ -1,4 +1,4 @@
-"""What a caller gets: a `StreamEvent` for each new token, or whole `Completion` objects."""
+"""Results of a call: a `StreamEvent` for each new token, or whole `Completion` objects."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def collect(events: Iterable[StreamEvent]) -> list[Completion]:
 
 
 def places_of(groups: Sequence[SequenceGroup]) -> dict[RunningSequence, tuple[int, int]]:
-    """Where each sequence belongs: index of its prompt, and of the sample of that prompt."""
+    """Return the place of each sequence: index of its prompt, and of the sample of that prompt."""
     return {
         sequence: (prompt, sample)
         for prompt, group in enumerate(groups)

@@ -238,7 +238,7 @@ def _real(stand_in: _StandIn) -> Any:
 
 
 def _found(name: str) -> ModuleSpec | None:
-    """Where a module is, by everything else that finds modules."""
+    """Find a module by everything else that finds modules."""
     package = name.rpartition(".")[0]
     path = sys.modules[package].__path__ if package else None
     others = (finder for finder in sys.meta_path if not isinstance(finder, _Finder))
@@ -275,7 +275,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _Found(Loader):
-    """Of a module that its package has imported."""
+    """The specification of a module that its package has imported."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return sys.modules[spec.name]

@@ -34,8 +34,8 @@ PART_TOKENS = 64
 def expert_layout(
     layers: Sequence[LayerExperts], offloaded: Offloaded | None, placements: Sequence[Placement]
 ) -> dict[str, Any]:
-    """What changes seldom, for JSON: what digits in ``where`` mean; for each layer, the bits of
-    each expert and the ranks that hold it (null on one rank).
+    """Return the facts that change seldom, for JSON: what digits in ``where`` mean; for each layer,
+    the bits of each expert and the ranks that hold it (null on one rank).
 
     Args:
         placements: of each layer; empty on one rank.
@@ -54,8 +54,8 @@ def expert_layout(
 def expert_activity(
     statistics: RoutingStatistics, offloaded: Offloaded | None, placements: Sequence[Placement]
 ) -> list[dict[str, Any]]:
-    """What each step changes, for JSON: for each layer the ``tokens`` of this rank that each expert
-    got since loading, and ``where`` each expert is, as one digit."""
+    """Return the facts that each step changes, for JSON: for each layer the ``tokens`` of this rank
+    that each expert got since loading, and ``where`` each expert is, as one digit."""
     tokens_LE = statistics.tokens_of_all().tolist()
     counts = statistics.num_experts
     whole, elsewhere = PLACES.index("memory"), len(PLACES)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 INSTALL = "pip install . in its checkout, or pip install FILE.whl"
-"""How `moe` itself is installed."""
+"""The command that installs `moe` itself."""
 
 # As in pyproject.toml; tests/test_packaging.py compares the two.
 EXTRAS = {
@@ -38,7 +38,7 @@ def install_line(extra: str) -> str:
 
 
 def is_installed(extra: str) -> bool:
-    """Whether all packages of an extra can be imported; imports none."""
+    """Return whether all packages of an extra can be imported; imports none."""
     names = (one.partition(">")[0] for one in EXTRAS[extra])
     return all(_is_found(_MODULES.get(name, name.replace("-", "."))) for name in names)
 

@@ -147,7 +147,7 @@ def starts(thread: threading.Thread) -> bool:
 
 
 def is_shortage(error: Exception) -> bool:
-    """Whether it says that the system starts no thread now."""
+    """Return whether it says that the system starts no thread now."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)
 
 

@@ -333,7 +333,7 @@ def _check_block_profile(network: PreTrainedModel, profile: Profile) -> None:
 
 
 def _block_writer(backbone: Backbone, profile: Profile) -> BlockWriter:
-    """What drives the model's own generation code, proven on short blocks."""
+    """Return what drives the model's own generation code, proven on short blocks."""
     make_linears_row_wise(backbone.model)
     writer = BlockWriter(backbone.model)
     with torch.inference_mode():
@@ -402,7 +402,7 @@ def _images(
     config: PreTrainedConfig,
     profile: Profile,
 ) -> ImageReader | str:
-    """What reads images, or why nothing does."""
+    """Make the reader of images, or say why there is none."""
     if isinstance(towers, str):
         return towers
     tokenizer = codec.tokenizer
@@ -520,7 +520,8 @@ def routing_policies(profile: Profile) -> PolicyChain:
 
 
 def expert_backend(profile: Profile, device: torch.device) -> Backend:
-    """What multiplies the experts by `kernels.backend`; on a CPU it may be compiled now.
+    """Return the kernels that multiply the experts by `kernels.backend`; on a CPU they may be
+    compiled now.
 
     Raises:
         ProfileError: it cannot run on the device.

@@ -203,7 +203,8 @@ def give_back_freed_memory() -> None:
 
 
 def boot(root: Path = ROOT) -> str:
-    """What tells this start of the machine from others; empty where the system does not say."""
+    """Return a text that tells this start of the machine from others; empty where the system does
+    not say."""
     return _read(root / "proc/sys/kernel/random/boot_id") or ""
 
 

@@ -141,7 +141,7 @@ class MoE:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """What was planned before loading."""
+        """The plan that was made before loading."""
         return self._loaded.memory_plan
 
     def expert_choices(self, token_ids: Sequence[int]) -> Iterator[list[list[list[int]]]]:
@@ -472,7 +472,7 @@ class MoE:
         self.close()
 
     def status(self) -> dict[str, Any]:
-        """What runs how, what is off and why; ready for JSON."""
+        """Return what runs how, what is off and why; ready for JSON."""
         session = self._session
         parallel = session.status() if isinstance(session, Coordinator) else None
         return self._loaded.status() | {"parallel": parallel, "sampling": self.defaults.origins}

@@ -1,5 +1,5 @@
-"""What fell back or was turned off while a model was loaded, in words for its user: one sentence
-each (`MoE.notices`)."""
+"""Says what fell back or was turned off while a model was loaded: one sentence each
+(`MoE.notices`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe.text.tokenizer import TextCodec
 
 
 def notices_of(loaded: LoadedModel, profile: Profile, ranks: int) -> list[str]:
-    """What a model does otherwise than its profile asks, or than it could."""
+    """Say what a model does otherwise than its profile asks, or than it could."""
     borrowing = borrowing_notice(loaded.offloaded, profile)
     return [
         *loaded.sampling.notices,
@@ -34,7 +34,7 @@ def notices_of(loaded: LoadedModel, profile: Profile, ranks: int) -> list[str]:
 def pass_notices(
     packing: Packing, fused: Fused, codec: TextCodec, *, in_blocks: bool = False
 ) -> list[str]:
-    """How forward passes are slower, or prompts less free, than they might be.
+    """Say how forward passes are slower, or prompts less free, than they might be.
 
     Args:
         in_blocks: the model writes whole blocks.

@@ -32,7 +32,7 @@ def check_priority(priority: int) -> None:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one step added to a sequence.
+    """The addition of one step to a sequence.
 
     Attributes:
         token: the sampled token, with its log probability where asked for.
@@ -118,8 +118,8 @@ class RunningSequence:
 
     @property
     def prompt_keys(self) -> list[int] | None:
-        """What stands for each token of the prompt in the prefix cache: its id, or its content with
-        images; None: the prompt is not kept there."""
+        """Keys of the prompt's tokens in the prefix cache: ids, or contents with images; None: the
+        prompt is not kept there."""
         if self.rows is None:
             return self.prompt_token_ids
         return None if self.rows.whole else self.rows.keys

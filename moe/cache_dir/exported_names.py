@@ -59,7 +59,7 @@ def recalling(find: Find, library: Path) -> Find:
 
 
 def _state(library: Path) -> str:
-    """What changes when somebody changes a file that names come from."""
+    """Return a text that changes when somebody changes a file that names come from."""
     digest = hashlib.blake2b(digest_size=16)
     rules = (library / "utils" / "import_utils.py").stat()
     digest.update(f"{sys.version} {rules.st_size} {rules.st_mtime_ns}".encode())

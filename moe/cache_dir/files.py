@@ -42,14 +42,14 @@ _VARIABLES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "DNNL_", "ONEDNN_", "ATEN_", "TORCH"),
     *("PYTORCH", "TRITON_", "CUDA_", "MOE_CPU_KERNEL", "LD_", "GLIBC_TUNABLES"),
 )
-"""How variables begin that change what libraries compute."""
+"""Beginnings of variables that change what libraries compute."""
 _OF_THE_MOMENT = ("processor", "cpu MHz", "bogomips", "physical id", "core id", "apicid", "initial")
 
 _logger = logging.getLogger("moe")
 
 
 class Kept(NamedTuple):
-    """What a file held, and when it was written, in seconds since 1970."""
+    """The content of a file, and when it was written, in seconds since 1970."""
 
     content: dict[str, Any]
     time: float

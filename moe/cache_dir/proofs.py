@@ -163,7 +163,8 @@ def proof_key(path: Path, profile: Profile) -> str:
 
 
 def outline(part: object) -> object:
-    """What a description or trace consists of, as data: kinds, sizes and numbers, not weights."""
+    """Return the parts of a description or trace, as data: kinds, sizes and numbers, not
+    weights."""
     if part is None or isinstance(part, str | int | float | bool):
         return part
     if isinstance(part, Tensor):
@@ -183,8 +184,8 @@ def outline(part: object) -> object:
 
 
 def _identity(file: Path) -> object:
-    """What changes when a byte of a file does. Linux sets the time of a change (``ctime``) itself:
-    nobody can write to a file and leave it as it was."""
+    """Return facts that change when a byte of a file does. Linux sets the time of a change
+    (``ctime``) itself: nobody can write to a file and leave it as it was."""
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         return [found.st_mode, found.st_ino, found.st_mtime_ns]

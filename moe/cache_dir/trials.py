@@ -1,4 +1,4 @@
-"""How fast this machine was found to be, kept for a day.
+"""Keeps for a day how fast this machine was found to be.
 
 A load tries the disk's readers, and a processor beside a GPU; ``moe plan`` and ``moe run`` try
 memory and products, too. The figures hold for the same code, libraries, processor, threads and
@@ -54,7 +54,7 @@ class Trials:
         measure: Callable[[], T],
         place: Path | None = None,
     ) -> Found[T]:
-        """What ``measure`` returns, or returned within the last `FRESH_S` seconds.
+        """Return the result of ``measure``, or one of the last `FRESH_S` seconds.
 
         Args:
             name: of the trial.

@@ -1,4 +1,4 @@
-"""What `moe calibrate` leaves beside a model, and what the engine does with it.
+"""Files that `moe calibrate` leaves beside a model, and their use in the engine.
 
 - `Trace` (`trace`): which experts each token of the calibration text used.
 - `SampledRows` (`trace`): what the experts read for a sample of these tokens; never saved.

@@ -44,7 +44,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 31)]
 
 @dataclass(frozen=True)
 class FittedPredictors:
-    """What calibration fitted, and why it could not fit the rest.
+    """Predictors that calibration fitted, and why it could not fit the rest.
 
     Attributes:
         unavailable: reasons by name of a missing source.
@@ -84,7 +84,8 @@ class CalibrationManifest(BaseModel):
     unavailable: dict[str, str]
     """Evidence sources that this model does not have, and why."""
     induction: dict[int, tuple[float, ...]] = Field(default_factory=dict)
-    """How much key heads look up earlier text (`moe.commands.calibrate.induction`), by layer."""
+    """Scores of key heads for looking up earlier text (`moe.commands.calibrate.induction`), by
+    layer."""
     made_by: dict[str, str]
     """Versions; for people."""
     files: dict[str, str]

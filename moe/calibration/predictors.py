@@ -1,4 +1,4 @@
-"""What the engine does with a calibration: prefetch experts from disk, group prompts by the experts
+"""Uses of a calibration in the engine: prefetch experts from disk, group prompts by the experts
 they need, and expect the load of ranks."""
 
 from __future__ import annotations

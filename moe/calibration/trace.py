@@ -24,7 +24,7 @@ VERSION = "1"
 
 @dataclass(frozen=True)
 class SampledRows:
-    """What experts read for a sample of the tokens.
+    """Inputs of experts for a sample of the tokens.
 
     Attributes:
         tokens: ``(R,)`` int64, which tokens of the trace, ascending.

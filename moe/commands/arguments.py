@@ -244,7 +244,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 def _add_settings(
     parser: argparse.ArgumentParser, add: Callable[..., object] | None = None
 ) -> None:
-    """What goes before a profile: `SHORT`, and ``--set``."""
+    """Add the options that go before a profile: `SHORT`, and ``--set``."""
     add = add or parser.add_argument_group("settings").add_argument
     add("--set", action="append", default=[], metavar="KEY=VALUE", dest="settings", help=SET)
     for option, (key, metavar, meaning) in SHORT.items():

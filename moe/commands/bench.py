@@ -79,7 +79,7 @@ def measure(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
 
 
 def stages_of_runs(model: MoE, prompt: int, tokens: int) -> dict[str, Any]:
-    """Where the time of a prompt and of decode steps goes; ready for JSON.
+    """Measure the stages of a prompt and of decode steps; ready for JSON.
 
     Raises:
         RequestError: as `measure`; compiled kernels are missing, so that there are no stages.
@@ -129,7 +129,7 @@ def _batches(model: MoE) -> list[int]:
 
 
 def _text(model: MoE, prompt: int, tokens: int) -> tuple[int, list[int]]:
-    """How many tokens of a prompt fit, and text that is long enough."""
+    """Return how many tokens of a prompt fit, and text that is long enough."""
     if prompt < 1 or tokens < 2:
         raise RequestError(
             f"--prompt-tokens is {prompt} and --new-tokens {tokens}; at least 1 must be read, and "

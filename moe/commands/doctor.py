@@ -38,7 +38,7 @@ REINSTALL = f"run 'make venv', or install moe again: {INSTALL}"
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found. ``required``: nothing runs without it."""
+    """The finding of one check. ``required``: nothing runs without it."""
 
     name: str
     status: Status
@@ -56,7 +56,7 @@ PURPOSES = {
     "gpu": "for CUDA",
     "telemetry": "for OpenTelemetry traces",
 }
-"""What each extra is for."""
+"""The purpose of each extra."""
 
 # The dependencies of pyproject.toml (a test compares them), because a plain checkout has no
 # metadata to read them from.

@@ -43,7 +43,7 @@ PLACES = {
     "disk": ("on disk", (167, 139, 250)),
     "rank": ("on another rank", (139, 154, 161)),
 }
-"""Of each place in the stream's layout: its name, and the colour of a busy expert there."""
+"""The name of each place in the stream's layout, and the colour of a busy expert there."""
 
 
 def top(url: str, api_key: str | None, *, once: bool) -> int:
@@ -119,7 +119,7 @@ def _refusal(url: str, error: urllib.error.HTTPError) -> str:
 
 
 class TopScreen:
-    """What is on the screen.
+    """The content of the screen.
 
     Attributes:
         problem: why there is nothing new; empty while snapshots come.
@@ -134,7 +134,7 @@ class TopScreen:
 
     @property
     def complete(self) -> bool:
-        """Whether there are two snapshots of a loaded model, to compute rates from."""
+        """Return whether there are two snapshots of a loaded model, to compute rates from."""
         return self._layout is not None and self._before is not None
 
     def take(self, event: Event) -> None:
@@ -208,7 +208,7 @@ class TopScreen:
 
 
 def figures(before: Event, now: Event) -> dict[str, str]:
-    """What happened between two snapshots, by name. The same ones twice: nothing has."""
+    """Return what happened between two snapshots, by name. The same ones twice: nothing has."""
     past = now["time"] - before["time"]
 
     def rate(*path: str) -> float:

@@ -81,7 +81,7 @@ _GROUPS: tuple[tuple[str, str], ...] = (
 )
 
 OPTIONS = {name: hint for names, hint in _GROUPS for name in names.split()}
-"""What to write here for an option of llama.cpp, vLLM, SGLang or Ollama, or for one we had."""
+"""Hints for options of llama.cpp, vLLM, SGLang or Ollama, and for one that we had."""
 
 COMMANDS = {
     "pull": "the first command that names a model downloads it: moe run org/name",
@@ -101,7 +101,7 @@ COMMANDS = {
     "config": "write moe settings",
     "help": "write moe --help, or moe COMMAND --help",
 }
-"""What to write here for a command of another program."""
+"""Hints for commands of other programs."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -175,7 +175,7 @@ def nearest(word: str, known: Any) -> str:
 
 
 def _meant(option: str, known: Collection[str]) -> str:
-    """What an unknown option may mean: another option, or a setting of the profile."""
+    """Guess the meaning of an unknown option: another option, or a setting of the profile."""
     from moe.settings.profile import KEYS  # takes .2 s, and only an error needs it
 
     settings: dict[str, list[str]] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 REFUSED = b"!"
-"""What an answer begins with that says why there are no pixels."""
+"""Beginning of an answer that says why there are no pixels."""
 
 
 def prepare() -> None:

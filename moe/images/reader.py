@@ -106,7 +106,7 @@ class ImageReader:
             ) from error
 
     def inputs(self, text: str, images: Sequence[Any]) -> dict[str, Any]:
-        """What the processor makes of them, for the model's forward.
+        """Run the processor, for the model's forward.
 
         Pixels are in the model's dtype: Llama 4's processor writes bfloat16 for every model.
         """
@@ -188,7 +188,7 @@ def enable_images(
     conversation: Callable[[int], str],
     most_pixels: int,
 ) -> ImageReader | str:
-    """What reads images for a model from now on; or why nothing does.
+    """Make the reader of images for a model; or say why there is none.
 
     Args:
         towers: all of the model but its text part.
@@ -218,8 +218,8 @@ def enable_images(
 def _gaps(
     backbone: Backbone, reader: ImageReader, inputs: Mapping[str, Any]
 ) -> tuple[float, float]:
-    """How far our logits differ from transformers' if the prompt is read in one pass, with a token
-    behind it; and if it is read in two."""
+    """Return how far our logits differ from transformers' if the prompt is read in one pass, with a
+    token after it; and if it is read in two."""
     packed = backbone.packed
     longer = _one_more(inputs)
     backbone.set_packed(False)
@@ -250,7 +250,7 @@ def _gaps_in_blocks(
 
 @torch.inference_mode()
 def _seen(backbone: Backbone, prompt: ImagePrompt, ends: Sequence[int]) -> Tensor:
-    """What a canvas sees of a prompt that is read up to these ends, as `_in_a_row`."""
+    """Return what a canvas sees of a prompt that is read up to these ends, as `_in_a_row`."""
     cache, start = KVCache(len(prompt)), 0
     for end in ends:
         part = prompt.rows.part(start, end)

@@ -83,7 +83,7 @@ class TowerRows:
         return rows
 
     def _of(self, name: str, encode: Callable[..., Any], call: _Given) -> Any:
-        """What a tower makes of the pictures of a call, from what is kept if it is there."""
+        """Return a tower's output for the pictures of a call, from what is kept if it is there."""
         given, named = call
         digest = hashlib.blake2b(name.encode(), digest_size=16)
         for part in _content((given, sorted(named.items()))):
@@ -107,7 +107,7 @@ class TowerRows:
 
 
 def _is_around(module: nn.Module) -> bool:
-    """Whether a part of a module has towers, which it calls."""
+    """Return whether a part of a module has towers, which it calls."""
     return any(hasattr(part, _METHOD) for part in module.modules() if part is not module)
 
 
@@ -141,8 +141,8 @@ def _real(tensor: Tensor) -> bool:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """What a tower gives for all pictures, of what it gives for each: a tensor has rows, a tuple
-    has pictures, and a list has layers. `_same` shows whether a tower keeps to that."""
+    """Join a tower's outputs for single pictures into its output for all: a tensor has rows, a
+    tuple has pictures, and a list has layers. `_same` shows whether a tower keeps to that."""
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(list(parts))
@@ -157,7 +157,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two results have the same tensors, but for rounding."""
+    """Return whether two results have the same tensors, but for rounding."""
     if isinstance(one, Tensor):
         if not isinstance(other, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
             return False

@@ -49,7 +49,7 @@ class PlannedTowers:
 def plan_towers(
     path: Path, config: PreTrainedConfig, network: PreTrainedModel, dtype: torch.dtype | None
 ) -> PlannedTowers | str:
-    """What reads images in the model of a directory; or why nothing does.
+    """Plan the reader of images of the model in a directory; or say why there is none.
 
     Args:
         network: its text part, as `build_meta_model` makes it.
@@ -68,7 +68,7 @@ def plan_towers(
 
 
 def read_towers(network: PreTrainedModel, checkpoint: Checkpoint) -> PreTrainedModel | str:
-    """What reads images, in memory as it is stored; or why there is nothing."""
+    """Load the vision towers as they are stored; or say why there are none."""
     try:
         towers = build_towers(network)
         weights = plan_weights(towers, checkpoint, lambda _, stored: stored)

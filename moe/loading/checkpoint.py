@@ -40,7 +40,7 @@ Span = tuple[Path, int, int]
 
 
 class ByteSource(Protocol):
-    """Where the bytes of opened files come from."""
+    """A source of the bytes of opened files."""
 
     def announce(self, spans: Iterable[Span]) -> None:
         """Say what will be read next, and in which order."""
@@ -51,7 +51,7 @@ class ByteSource(Protocol):
         ...
 
     def identity(self, file: OpenFile) -> list[object]:
-        """What changes when a file does, ready for JSON."""
+        """Return facts that change when a file does, ready for JSON."""
         ...
 
 

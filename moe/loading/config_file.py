@@ -120,8 +120,9 @@ def check_dense(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _is_dense(config: Mapping[str, Any]) -> bool:
-    """Whether transformers' code of an architecture never speaks of experts, or the configuration
-    says that there are none; False where parts of a model are of architectures unknown here."""
+    """Return whether transformers' code of an architecture never speaks of experts, or the
+    configuration says that there are none; False where parts of a model are of architectures
+    unknown here."""
     sources = list(_sources(config.get("model_type")))
     if any("xpert" in source for source in sources):
         counts = [config[name] for name in EXPERT_COUNTS if name in config]
@@ -139,7 +140,8 @@ def _parts(config: Mapping[str, Any]) -> list[str]:
 
 
 def _sources(model_type: object) -> Iterator[str]:
-    """What transformers' modules that compute an architecture say; nothing is imported."""
+    """Yield the sources of transformers' modules that compute an architecture; nothing is
+    imported."""
     found = find_spec("transformers")
     name = str(model_type).replace("-", "_")
     if found is None or not found.submodule_search_locations or not name.isidentifier():

@@ -147,7 +147,8 @@ def read_config(path: Path) -> PreTrainedConfig:
 
 
 def experts_per_token(config: PreTrainedConfig) -> int:
-    """How many experts a token visits, whatever the architecture calls it; 1 where nothing says."""
+    """Return how many experts a token visits, whatever the architecture calls it; 1 where nothing
+    says."""
     counts = (getattr(config.get_text_config(), name, None) for name in TOP_K)
     return next((count for count in counts if isinstance(count, int)), 1)
 

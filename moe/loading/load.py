@@ -38,7 +38,7 @@ DtypeFor = Callable[[str, torch.dtype], torch.dtype]
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """Where every weight goes, and how large it will be; nothing is allocated yet.
+    """The place and the size of every weight; nothing is allocated yet.
 
     Attributes:
         plan: what is read, and what need not be there.
@@ -125,7 +125,7 @@ def _kept(
 
 
 def _share_equal_ties(model: PreTrainedModel, checkpoint: Checkpoint, plan: LoadPlan) -> None:
-    """Where both tensors of a tied pair are stored with equal bytes, load one of them.
+    """Load one tensor of a tied pair where both are stored with equal bytes.
 
     Unequal ones are both loaded, and `tie_weights` leaves them apart with a warning.
     """
@@ -322,7 +322,7 @@ def _slices(info: TensorInfo) -> Iterator[slice | None]:
 
 
 def same_bytes(checkpoint: Checkpoint, first: str, second: str) -> bool:
-    """Whether two tensors are stored with equal dtype, shape and bytes."""
+    """Return whether two tensors are stored with equal dtype, shape and bytes."""
     one, two = checkpoint.tensors[first], checkpoint.tensors[second]
     return (one.dtype, one.shape) == (two.dtype, two.shape) and all(
         torch.equal(
@@ -334,7 +334,7 @@ def same_bytes(checkpoint: Checkpoint, first: str, second: str) -> bool:
 
 
 def modules_of(conversion: WeightConversion, modules: Collection[str]) -> list[str]:
-    """Those of `modules` that own a target of the conversion, once for each target."""
+    """Return the `modules` that own a target of the conversion, once for each target."""
     owners = [name.rpartition(".")[0] for name in conversion.targets]
     return [name for name in owners if name in modules]
 

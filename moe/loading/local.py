@@ -71,7 +71,7 @@ def locate(model: str | Path) -> Path | HubName:
 
 
 def _look_up(model: str | Path) -> tuple[Path, bool, bool]:
-    """Where a name is here, whether it is a directory, and whether a file."""
+    """Find a name on this machine: its path, whether it is a directory, and whether a file."""
     try:
         local = Path(model).expanduser()
         is_directory = local.is_dir()
@@ -83,7 +83,7 @@ def _look_up(model: str | Path) -> tuple[Path, bool, bool]:
 
 
 def public_name(path_or_hub_id: str | Path) -> str:
-    """What clients call a model: its hub id, or the name of its directory or GGUF file.
+    """Return clients' name of a model: its hub id, or the name of its directory or GGUF file.
 
     Raises `CheckpointError` for what is no name at all.
     """

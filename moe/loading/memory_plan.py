@@ -1,4 +1,4 @@
-"""What a model takes in memory and where its experts are: what `moe.memory.budget` works out."""
+"""The memory plan that `moe.memory.budget` works out: uses of memory, and places of experts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class PlannedTier:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a model will take.
+    """The memory that a model will take.
 
     Attributes:
         lines: every use of memory.
@@ -146,12 +146,12 @@ class MemoryPlan:
 
     @property
     def expert_slots(self) -> int | None:
-        """How many experts are in memory at once; None for all of them."""
+        """The number of experts that are in memory at once; None: all of them."""
         return self.tiers[0].experts if self.tiers else None
 
     def experts_beside(self, kv_tokens: int) -> int:
-        """How many experts would be in memory beside so many tokens of keys and values; of a plan
-        with experts on disk. Negative: so many tokens do not fit."""
+        """Return how many experts would be in memory beside so many tokens of keys and values; of a
+        plan with experts on disk. Negative: so many tokens do not fit."""
         near, size = self.tiers[0], {line.name: line.bytes for line in self.lines}
         room = near.bytes + size["keys and values"] - kv_tokens * self.kv_bytes_per_token
         return min(room * near.experts // near.bytes, self.tiers[-1].experts)

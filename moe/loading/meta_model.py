@@ -89,7 +89,8 @@ def build_like(network: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
 
 
 def has_towers(network: PreTrainedModel) -> bool:
-    """Whether the model is multimodal, so that `build_meta_model` leaves something out of it."""
+    """Return whether the model is multimodal, so that `build_meta_model` leaves something out of
+    it."""
     return "text_config" in network.config.sub_configs
 
 

@@ -36,7 +36,7 @@ HIDDEN_FIRST = ("input_proj",)
 SHARED = re.compile(r"(^|\.)(shared_head\.head|shared_head\.output|embed_tokens|lm_head)\.")
 """The model's own embedding and head, stored again."""
 WRAPPER = re.compile(r"^(layers\.(?P<number>\d+)\.|mtp_block\.|transformer_layer\.)")
-"""What names of the decoder layer may begin with."""
+"""Matches the beginnings of names of the decoder layer."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class MtpMismatch(Exception):
 
 @dataclass(frozen=True)
 class PlannedMtp:
-    """What becomes of the multi-token-prediction tensors of a checkpoint.
+    """The use of a checkpoint's multi-token-prediction tensors.
 
     Attributes:
         renamed: the parameter that each becomes; None: it is ignored.

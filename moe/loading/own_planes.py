@@ -57,7 +57,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class OwnExperts:
-    """What fills the experts of one layer."""
+    """The source of one layer's experts."""
 
     shape: ExpertShape
     pieces: tuple[Piece, ...]
@@ -79,7 +79,7 @@ class OwnPlanes:
     tied: Mapping[str, str] = field(default_factory=dict)
 
     def summary(self, network: PreTrainedModel) -> str:
-        """What stays, and at which size; empty where nothing does."""
+        """Say which weights stay as they are, and at which size; empty where none does."""
         if not (self.experts or self.tables):
             return ""
         weights = 0
@@ -98,7 +98,7 @@ class OwnPlanes:
         )
 
     def without(self, weights: WeightPlan, checkpoint: Checkpoint) -> WeightPlan:
-        """What else there is to read."""
+        """Return the plan of everything else that is read."""
         own = {f"{name}.weight" for name in self.tables}
         found = weights.without(self.experts, checkpoint).without_targets(own, checkpoint)
         missing = found.plan.missing - {f"{name}.weight" for name in self.tied}

@@ -89,7 +89,7 @@ class StackedConversion(WeightConversion):
 
 @dataclass
 class LoadPlan:
-    """What to read, what may be absent, and everything that is wrong."""
+    """Tensors to read, tensors that may be absent, and everything that is wrong."""
 
     conversions: list[WeightConversion]
     missing: set[str]  # absent, and allowed to be: tied to another, or ignored by the model class
@@ -162,7 +162,7 @@ def _under_another_prefix(
 
 
 def _prefixes(names: Iterable[str]) -> list[str]:
-    """What many of the names begin with, whole words of up to three, the shortest first."""
+    """Return beginnings that many names share, whole words of up to three, the shortest first."""
     counts = Counter(
         "".join(f"{word}." for word in name.split(".")[:words])
         for name in names
@@ -173,7 +173,7 @@ def _prefixes(names: Iterable[str]) -> list[str]:
 
 
 def _targets(conversion: WeightConversion) -> Iterable[str]:
-    """What a transfer that was matched, and not yet tried, fills."""
+    """Yield the parameters that a transfer fills which was matched, and not yet tried."""
     if conversion.converter is None:
         return [conversion.first_target]
     first, *_ = conversion.converter.target_patterns
@@ -362,7 +362,8 @@ def expert_pieces(
 
 
 def _stacks_experts(converter: WeightConverter) -> bool:
-    """Whether `converter` stacks along dimension 0, then at most concatenates along another."""
+    """Return whether `converter` stacks along dimension 0, then at most concatenates along
+    another."""
     first, *rest = converter.operations
     return (
         type(first) is MergeModulelist
@@ -396,7 +397,7 @@ def _merges_experts(conversion: WeightConversion) -> bool:
 
 
 def _around_number(names: list[str]) -> tuple[str, str]:
-    """What stands before and after the expert's number in most of the names."""
+    """Return the text before and after the expert's number in most of the names."""
     seen: Counter[tuple[str, str]] = Counter()
     for name in names:
         parts = name.split(".")

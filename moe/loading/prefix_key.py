@@ -1,4 +1,4 @@
-"""What the bits of keys and values depend on, as one name: a folder of `memory.prefix_dir`."""
+"""Names everything that the bits of keys and values depend on: a folder of `memory.prefix_dir`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def prefix_key(model: Path, profile: Profile, device: torch.device, kv_bits: int
 
 
 def _version(file: Path) -> object:
-    """Of a large file its size and time; of a JSON file what is in it, as those of a GGUF model are
-    written anew by each process."""
+    """Return the size and time of a large file, and the content of a JSON file, as those of a GGUF
+    model are written anew by each process."""
     if file.suffix == ".json":
         return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
     found = file.stat()

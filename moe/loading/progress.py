@@ -1,4 +1,4 @@
-"""How far loading is: one callback for bars, servers and tests.
+"""Reports the progress of loading: one callback for bars, servers and tests.
 
 The bar in a terminal is one of them, the server's ``/ready`` another.
 """

@@ -90,7 +90,7 @@ def _dtype(config: PreTrainedConfig) -> torch.dtype:
 
 
 def scheme_of(config: PreTrainedConfig) -> Coding | None:
-    """How the checkpoint of this configuration is quantised; None where it is not.
+    """Return the coding of this configuration's checkpoint; None where it is not quantised.
 
     Raises:
         UnsupportedModelError: in a way that is not known.
@@ -148,7 +148,7 @@ def decoding_notices(
 
 @cache
 def rounding_error(bits: int) -> float:
-    """What rounding normal numbers to our bit planes changes them by, of their size (RMS)."""
+    """Return by how much rounding to our bit planes changes normal numbers, of their size (RMS)."""
     drawn = torch.randn(64, 1024, generator=torch.Generator().manual_seed(0))
     layout = PlaneLayout(*drawn.shape)
     codes, scales = quantize(drawn, layout.group_size)

@@ -1,4 +1,4 @@
-"""What a way of quantising is: which tensors make up a weight, and of which shapes."""
+"""Quantisation schemes: the tensors that make up a weight, and their shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Parts = Mapping[str, Tensor]
 
 
 class SchemeError(Exception):
-    """What is wrong with the parts of one weight."""
+    """The parts of one weight do not fit together."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Coding:
 
 @dataclass(frozen=True)
 class StoredPlanes:
-    """How codes and scales of a method become bit planes.
+    """Turns codes and scales of a scheme into bit planes.
 
     Attributes:
         format: of a weight, from the headers of its parts; None where no planes hold it.
@@ -56,7 +56,7 @@ class StoredPlanes:
 
 @dataclass(frozen=True)
 class Scheme(Coding):
-    """How one method stores a weight in several tensors of a checkpoint.
+    """The way in which a method stores a weight in several tensors of a checkpoint.
 
     Attributes:
         parts: role -> ending of a tensor's name. A weight is quantised where the first is there.

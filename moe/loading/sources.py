@@ -1,4 +1,4 @@
-"""Where weights come from: a checkpoint in anybody's layout, or a store of ours.
+"""Sources of weights: a checkpoint in anybody's layout, or a store of ours.
 
 Both say first what they will take (`plan`) and then read it (`load`); what comes out is the same: a
 network without experts, and the experts of each MoE layer at the precision that was asked for.
@@ -43,7 +43,8 @@ class WeightSource(Protocol):
     no_mtp: str
 
     def plan(self, dtype_for: DtypeFor) -> WeightPlan:
-        """What will be read and what it takes. Raises `CheckpointError` listing every fault."""
+        """Plan what is read and the memory it takes. Raises `CheckpointError` listing every
+        fault."""
         ...
 
     def offloadable(self) -> Offloadable | str:

@@ -47,7 +47,7 @@ from offload.open_store import open_offloaded
 READERS = 4
 """Threads that read: this many requests at a time fill the disks that we measured."""
 CPU_ROW_BITS: dict[str, Literal[8, 24]] = {"host": 24, "host_int8": 8}
-"""Of ``offload.late``: bits of the activations that the CPU multiplies."""
+"""Bits of the activations that the CPU multiplies, by ``offload.late``."""
 
 
 class StoreSource:
@@ -280,7 +280,7 @@ def plan_exactly(model: PreTrainedModel, tensors: Mapping[str, TensorInfo]) -> L
 
 
 def layer_faults(records: Sequence[MoELayerRecord], network: PreTrainedModel) -> list[str]:
-    """Where the layers of a store are not those of the network."""
+    """Return where the layers of a store are not those of the network."""
     modules = experts_modules(network)
     if len(records) != len(modules):
         return [f"{len(records)} MoE layers, the configuration says {len(modules)}"]
@@ -371,7 +371,7 @@ def check_orders(store: Store, like: Sequence[ExpertWeights], bits: int) -> None
 
 
 def _keeps_whole(settings: ModelSettings, manifest: Manifest) -> bool:
-    """Whether whole weights stay as they are stored."""
+    """Return whether whole weights stay as they are stored."""
     stored = {DTYPES[layer.dtype] for layer in manifest.layers}
     wanted = settings.expert_dtype
     return settings.expert_bits == WHOLE and (

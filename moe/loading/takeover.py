@@ -31,11 +31,12 @@ from moe.settings import ModelSettings
 from offload.layer import LayerExperts, held_experts
 
 Keep = Callable[[int, AnyExperts], AnyExperts | None]
-"""What is kept in memory of a MoE layer's weights: whole ones, or the checkpoint's own codes."""
+"""Chooses the weights of an MoE layer that stay in memory: whole ones, or the checkpoint's own
+codes."""
 
 
 class Takeover:
-    """What happens to the modules of a network while it is loaded.
+    """Changes the modules of a network while it is loaded.
 
     Args:
         network: on meta.
@@ -57,7 +58,8 @@ class Takeover:
         self._linears = chosen_linears(network, settings.trunk_bits, settings.head_bits)
 
     def dtype_for(self, base: DtypeFor) -> DtypeFor:
-        """What is quantized is read as it is stored: it is rounded once, not twice."""
+        """Return the dtype in which a weight is read: one that is quantized is read as it is
+        stored, and so rounded once, not twice."""
         weights = {f"{name}.weight" for name in self._linears}
         experts = tuple(f"{name}." for name in self._experts)
 
@@ -141,7 +143,7 @@ class Takeover:
 def precision_notices(
     network: nn.Module, layers: Sequence[LayerExperts], mended: Sequence[str]
 ) -> list[str]:
-    """What is quantized, and what was meant to be and is not."""
+    """Say what is quantized, and what was meant to be and is not."""
     notices = []
     held = map(held_experts, layers)
     bits = {
@@ -188,7 +190,7 @@ def keep_layer(settings: ModelSettings, layer: AnyExperts) -> AnyExperts:
 
 
 def quantizes(bits: int | None) -> bool:
-    """Whether a setting of bits asks for planes."""
+    """Return whether a setting of bits asks for planes."""
     return bits is not None and bits < WHOLE
 
 

@@ -1,4 +1,4 @@
-"""What a model takes in memory, known before it is loaded.
+"""Plans the memory of a model before it is loaded.
 
 - `Footprint` (`footprint`): activations, keys and values, measured on the meta device.
 - `KVPrecision` (`kv_precision`): in how many bits keys and values are kept.

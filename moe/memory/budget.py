@@ -1,4 +1,4 @@
-"""How much memory each use gets: weights, activations, keys and values, and a cache of experts.
+"""Divides memory among its uses: weights, activations, keys and values, and a cache of experts.
 
 Sizes of weights come from the checkpoint's headers, all others from `moe.memory.footprint`. Experts
 that do not fit may stay on disk if they are in a store; the memory left over caches them.
@@ -224,7 +224,7 @@ def _pool(
 
 
 def leaves_room(plan: MemoryPlan) -> bool:
-    """Whether a plan fits and its activations do not take what experts on disk want."""
+    """Return whether a plan fits and its activations do not take what experts on disk want."""
     if not plan.fits or not plan.tiers or plan.available_bytes is None:
         return plan.fits
     size = {line.name: line.bytes for line in plan.lines}

@@ -1,4 +1,4 @@
-"""What sequences and a batch of prompts take in memory, measured without taking any.
+"""Measures the memory of sequences and of a batch of prompts without taking any.
 
 The model runs on the meta device, where a tensor has a shape and no memory, and a counter follows
 every storage that is made and freed. So the figures hold for any architecture: grouped and latent
@@ -201,7 +201,7 @@ def _measure(
 
 
 def _measure_blocks(network: PreTrainedModel, longest: int, form: KVFormat | None) -> Footprint:
-    """Of a model that writes blocks: each prompt in a pass of its own, canvases together.
+    """Measure a model that writes blocks: each prompt in a pass of its own, canvases together.
 
     The sampler copies a canvas' logits several times: scaled, as probabilities, for entropies.
     A sequence keeps them until its next pass, or only soft embeddings (`moe.network.denoise`).

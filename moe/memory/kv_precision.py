@@ -18,7 +18,7 @@ from moe.settings import Profile
 
 @dataclass(frozen=True)
 class KVPrecision:
-    """How keys and values are kept.
+    """The precision of keys and values.
 
     Attributes:
         bits: of a number.
@@ -36,7 +36,7 @@ class KVPrecision:
 
     @property
     def form(self) -> KVFormat:
-        """How a block stores rows."""
+        """The format of rows in a block."""
         selects = self.policy is not None and self.policy.selects
         return KVFormat.of_bits(self.bits, bounds=selects)
 
@@ -82,7 +82,7 @@ class KVPrecision:
         return replace(self, policy=policy._replace(heads=left, share=share))
 
     def without_blocks(self, why: str) -> KVPrecision:
-        """What a float32 network gets whose decode step cannot be compiled."""
+        """Return the precision of a float32 network whose decode step cannot be compiled."""
         return KVPrecision(32, why, in_blocks=False)
 
     def with_policy(self, proof: str) -> KVPrecision:
@@ -94,7 +94,7 @@ class KVPrecision:
         return replace(self, why=why)
 
     def notice(self, profile: Profile) -> str:
-        """What to tell a user who has asked for other bits; else empty."""
+        """Return a notice for a user who has asked for other bits; else empty."""
         wanted = profile.memory.kv_bits
         if wanted in ("auto", self.bits):
             return ""

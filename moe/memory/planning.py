@@ -152,7 +152,7 @@ def planning(
 def _induction_scores(
     path: Path, config: PreTrainedConfig, network: PreTrainedModel, policy: KVPolicy, ranks: int
 ) -> InductionScores:
-    """What `moe calibrate` has measured of a model's key heads, for a policy by heads."""
+    """Return the measurements by `moe calibrate` of a model's key heads, for a policy by heads."""
     if ranks > 1:  # rank 0 would have to know of parts of the blocks that others hold
         raise ProfileError(
             f"memory.kv_policy is {policy}, and several ranks share the experts, which know no "
@@ -204,7 +204,7 @@ def _rank_experts(network: PreTrainedModel, ranks: int, replicas: float) -> int:
 
 
 def _quantized(network: PreTrainedModel, weights: WeightPlan) -> bool:
-    """Whether the experts have fewer than 16 bits."""
+    """Return whether the experts have fewer than 16 bits."""
     numbers = sum(p.numel() for _, m in experts_modules(network) for p in m.parameters())
     return _expert_bytes(network, weights) < 2 * numbers
 
@@ -299,7 +299,7 @@ def _towers(
     device: torch.device,
     ranks: int,
 ) -> PlannedTowers | str:
-    """What reads images, if the profile wants that; else why nothing does."""
+    """Plan the reader of images, if the profile wants one; else say why there is none."""
     if not has_towers(network):
         return "this model reads text only"
     if not profile.model.images:
@@ -445,7 +445,7 @@ def check_fit(plan: MemoryPlan, profile: Profile, why_resident: str = "") -> Non
 
 
 def _remedies(plan: MemoryPlan, profile: Profile, why_resident: str) -> list[str]:
-    """What would make room, the most effective first; the last one always helps."""
+    """Return ways to make room, the most effective first; the last one always helps."""
     assert plan.available_bytes is not None
     size = {line.name: line.bytes for line in plan.lines}
     missing = plan.needed_bytes - plan.available_bytes

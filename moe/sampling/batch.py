@@ -73,7 +73,7 @@ class Proposal(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What decides a row's token beside its logits.
+    """The facts that decide a row's token beside its logits.
 
     Attributes:
         uniform: random, in [0, 1); not used at temperature 0.
@@ -93,7 +93,7 @@ class Row(NamedTuple):
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the token is the position of the largest logit and nothing else."""
+        """Return whether the token is the position of the largest logit and nothing else."""
         plain = self.edits is None and self.bits is None
         return plain and self.params.temperature == 0 and self.params.logprobs is None
 
@@ -506,8 +506,8 @@ def _kernels_for(logits_BV: Tensor) -> ModuleType | None:
 
 @cache
 def _draws_alike(kernels: ModuleType, device: torch.device) -> bool:
-    """Whether kernels draw what numpy draws in main memory, on a device that they first meet. A
-    wrong one would be seen by nobody: all tokens are plausible."""
+    """Return whether kernels draw what numpy draws in main memory, on a device that they first
+    meet. A wrong one would be seen by nobody: all tokens are plausible."""
     ways = [{"top_p": 0.9}, {"top_k": 50}, {"top_p": 0.95, "min_p": 0.02}]
     rows = [Row(SamplingParams(**own), at / 8) for own in ways for at in range(1, 8)]  # type: ignore[arg-type]
     logits_BV = 6 * torch.randn(len(rows), 3000, generator=torch.Generator().manual_seed(0))

@@ -59,7 +59,7 @@ class DraftedTokens:
         self.told_B2 = torch.cat((ids_B1.double(), chances_B1), 1)
 
     def proposals(self, token_ids: Sequence[int]) -> list[Proposal | None]:
-        """Of each draft what its token was drawn from; None: it was not drawn by chance.
+        """Return what each draft's token was drawn from; None: it was not drawn at random.
 
         Args:
             token_ids: as read from `told_B2`.

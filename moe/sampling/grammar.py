@@ -110,7 +110,8 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _asks_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
-    """Whether every value is valid by this keyword of a schema whose parts are `simplified`."""
+    """Return whether every value is valid by this keyword of a schema whose parts are
+    `simplified`."""
     types = _types(schema)
     if types and (
         (key in _OF_ARRAYS and "array" not in types)
@@ -155,7 +156,7 @@ def _is_open(schema: object) -> bool:
 
 
 def _allows_strings(schema: object) -> bool:
-    """Whether a schema says no more than that a value may be a text."""
+    """Return whether a schema says no more than that a value may be a text."""
     if not isinstance(schema, Mapping) or schema.keys() != {"type"}:
         return False
     types = schema["type"]
@@ -190,7 +191,7 @@ _WORDS = (
 
 
 def _in_our_words(error: str) -> str:
-    """What llguidance says of a schema, without its own names of things."""
+    """Put llguidance's message about a schema into our words."""
     for theirs, ours in _WORDS:
         if found := re.match(theirs, error, re.DOTALL):
             return found.expand(ours)
@@ -200,7 +201,7 @@ def _in_our_words(error: str) -> str:
 
 
 def why_not_further(error: str) -> str:
-    """What llguidance says in the middle of a text, in our words."""
+    """Put llguidance's message in the middle of a text into our words."""
     if error.startswith("NoExtension"):
         return "nothing may follow what is written"
     return "it takes too many states or steps"

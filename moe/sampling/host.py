@@ -17,7 +17,7 @@ BLOCK = 512  # tokens whose weights `position` sums before it looks at single on
 
 
 def on_host(numbers: Tensor) -> bool:
-    """Whether numpy reads them without a wait."""
+    """Return whether numpy reads them without a wait."""
     return numbers.is_cpu
 
 

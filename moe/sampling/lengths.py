@@ -1,4 +1,4 @@
-"""How long the parts of a text are at least and at most: `LengthRules` of one sequence.
+"""Bounds the lengths of a text's parts: `LengthRules` of one sequence.
 
 A text does not end before so many tokens (``min_tokens``), and after so many tokens of reasoning
 the model's own end of it is forced (`ThinkingBudget`). Both are restrictions of the next token, as
@@ -82,7 +82,7 @@ class LengthRules:
 
 
 class _Thinking:
-    """Where a text is in its reasoning, by its tokens.
+    """The place of a text in its reasoning, by its tokens.
 
     Attributes:
         is_over: the reasoning has ended, or there is none.

@@ -151,7 +151,7 @@ MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation ends; the defaults change nothing about the model.
+    """The choice of tokens and the end of generation; the defaults change nothing about the model.
 
     Numbers and collections are normalised to int, float, tuples and dictionaries, so that equal
     requests compare equal. Raises `RequestError` naming the field, the rule and the value.

@@ -87,7 +87,7 @@ class Sampler:
 
     @property
     def is_argmax(self) -> bool:
-        """Whether the next token is the position of the largest logit and nothing else."""
+        """Return whether the next token is the position of the largest logit and nothing else."""
         return (
             self.params.temperature == 0
             and self.params.logprobs is None
@@ -98,12 +98,13 @@ class Sampler:
 
     @property
     def is_random(self) -> bool:
-        """Whether its tokens are drawn by chance, without a seed: nothing can predict them."""
+        """Return whether its tokens are drawn at random, without a seed: nothing can predict
+        them."""
         return self.params.temperature > 0 and self.params.seed is None
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the next token can only be drawn when the host knows the one before: for
+        """Return whether the next token can only be drawn when the host knows the one before: for
         penalties, for a structure or a length, or as that is likely to be drawn again."""
         restricted = self._constraint is not None or self._is_bounded
         return self._edits is not None or restricted or self.redrawn
@@ -118,7 +119,7 @@ class Sampler:
             self._constraint.begin_mask()
 
     def wait_until(self, until: float) -> None:
-        """How long sampling waits for that: until this time of `time.monotonic`."""
+        """Let sampling wait for that until this time of `time.monotonic`."""
         if self._constraint is not None:
             self._constraint.wait_until(until)
 
@@ -176,8 +177,8 @@ class Sampler:
         return token_id, float(chances_C[place]), Proposal(token_id, *offered)
 
     def row(self, place: int = 0) -> Row:
-        """What decides the next token beside its logits; it stays the same until the token is
-        accepted.
+        """Return what decides the next token beside its logits; it stays the same until the token
+        is accepted.
 
         Args:
             place: 1: of the token after the next one, if this does not need it (`needs_tokens`).
@@ -277,7 +278,7 @@ class _Edits:
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
-        """Whether a sequence with these parameters ever has an entry."""
+        """Return whether a sequence with these parameters ever has an entry."""
         penalties = params.presence_penalty, params.frequency_penalty
         return bool(params.logit_bias) or any(penalties) or params.repetition_penalty != 1.0
 
@@ -322,7 +323,7 @@ def sample_batch(samplers: Sequence[Sampler], logits: Sequence[Tensor]) -> list[
 
 
 class Verified(NamedTuple):
-    """What a sequence gets in a step.
+    """The result of a step for a sequence.
 
     Attributes:
         tokens: the accepted drafted tokens and one of the model's own; none with an error.
@@ -434,7 +435,7 @@ class NextTokens:
 
 
 def _reading_waits(logits: Tensor) -> bool:
-    """Whether a result of these logits is known to the host only after a wait."""
+    """Return whether a result of these logits is known to the host only after a wait."""
     return not logits.is_cpu
 
 
@@ -453,7 +454,7 @@ class _Verification:
         self._error: Exception | None = None
 
     def next_rows(self) -> list[Row]:
-        """What is to be drawn next; empty if there is no more."""
+        """Return the rows to draw next; empty if there is no more."""
         rows: list[Row] = []
         try:
             while not self._over and len(rows) < self._at_once:

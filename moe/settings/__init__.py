@@ -112,19 +112,19 @@ class Profile(Settings):
     """The scheduler, and how decode steps are run."""
 
     prefill: PrefillSettings = PrefillSettings()
-    """How prompts are processed beside sequences that are decoding."""
+    """The processing of prompts beside sequences that are decoding."""
 
     memory: MemorySettings = MemorySettings()
     """Limits on memory: KV cache, experts and reserve."""
 
     offload: OffloadSettings = OffloadSettings()
-    """How experts of a store are cached and read from disk if memory does not hold them all."""
+    """Caching of a store's experts, and reads from disk, if memory does not hold them all."""
 
     speculation: SpeculationSettings = SpeculationSettings()
     """Speculative decoding: tokens are drafted, and the model verifies several in one pass."""
 
     diffusion: DiffusionSettings = DiffusionSettings()
-    """How models that write whole blocks refine them; other models ignore it."""
+    """Refinement by models that write whole blocks; other models ignore it."""
 
     parallel: ParallelSettings = ParallelSettings()
     """Expert parallelism: the ranks of one launch share the experts of a model."""

@@ -137,8 +137,9 @@ class EngineSettings(Settings):
     first come, first served."""
 
     overlap_patience: int = Field(default=0, ge=0)
-    """How many requests may overtake a waiting one because they are expected to need the same
-    experts as the running ones, so that fewer experts are read. Needs a calibration. 0: none."""
+    """The number of requests that may overtake a waiting one because they are expected to need the
+    same experts as the running ones, so that fewer experts are read. Needs a calibration. 0: none.
+    """
 
     fused: Annotated[Literal["auto", "off"], Off] = "auto"
     """auto: compiled code runs the decode steps, from recorded CUDA graphs on a GPU, if a probe at
@@ -150,7 +151,7 @@ class EngineSettings(Settings):
 
 
 class PrefillSettings(Settings):
-    """How prompts are processed beside sequences that are decoding."""
+    """The processing of prompts beside sequences that are decoding."""
 
     mode: Literal["auto", "whole", "chunked", "layered"] = "auto"
     """whole: a prompt in one step. chunked: a token budget for each step. layered: whole prompts,
@@ -274,7 +275,7 @@ class MemorySettings(Settings):
 
 
 class OffloadSettings(Settings):
-    """How experts of a store are cached and read from disk if memory does not hold them all."""
+    """Caching of a store's experts, and reads from disk, if memory does not hold them all."""
 
     policy: Literal["forecast", "frequency_recency", "lru", "lfu"] = "forecast"
     """Eviction policy of the expert cache. forecast: keep the experts that are expected soonest, by
@@ -308,7 +309,7 @@ class OffloadSettings(Settings):
     whole; the others as a prefix. 0: all as a prefix."""
 
     reader: Literal["auto", "direct", "deepspeed", "buffered"] = "auto"
-    """How experts are read from disk. auto: the fastest reader that bypasses the page cache, by a
+    """The reader of experts on disk. auto: the fastest reader that bypasses the page cache, by a
     short trial. direct: O_DIRECT. deepspeed: DeepSpeed's asynchronous reader. buffered: through the
     page cache."""
 
@@ -393,8 +394,8 @@ def _check_refresh(text: str) -> str:
 
 
 class DiffusionSettings(Settings):
-    """How models that write whole blocks refine them; other models ignore it. What differs from
-    the defaults changes the model's output, so ``lossless: true`` refuses it."""
+    """Refinement by models that write whole blocks; other models ignore it. What differs from the
+    defaults changes the model's output, so ``lossless: true`` refuses it."""
 
     accept: Annotated[str, AfterValidator(_check_accept)] = "own"
     """Which predictions of a pass stay on the canvas. own: as the model's own sampler decides.
@@ -448,10 +449,11 @@ class ParallelSettings(Settings):
     """Seconds within which a change of placement must save more time than it costs."""
 
     combine: Literal["auto", "exact", "summed"] = "auto"
-    """What a rank returns for a token. exact: a row for each expert, which the token's own rank
-    adds up in the order of a single rank, so that the number of ranks and the placement change no
-    bit. summed: one row, the fewest bytes; equal up to the order of the sums. auto: exact on CPUs,
-    summed on GPUs, where exact sends float32 rows and reads their number back at each layer."""
+    """The rows that a rank returns for a token. exact: a row for each expert, which the token's own
+    rank adds up in the order of a single rank, so that the number of ranks and the placement change
+    no bit. summed: one row, the fewest bytes; equal up to the order of the sums. auto: exact on
+    CPUs, summed on GPUs, where exact sends float32 rows and reads their number back at each layer.
+    """
 
     payload: Literal["plain", "int8"] = "plain"
     """Format of hidden states sent to other ranks. plain: unchanged. int8: 8 bits and a scale for
@@ -530,9 +532,9 @@ class ServerSettings(Settings):
     say (http://localhost:4318 without any). Needs the packages of the extra ``telemetry``."""
 
     unknown_fields: Literal["take", "refuse"] = "take"
-    """What becomes of fields of a request that are unknown, or wishes that cannot be granted. take:
-    it is answered without them, and they are named in the header ``x-moe-ignored``, and once in the
-    log. refuse: status 400."""
+    """The treatment of fields of a request that are unknown, and of wishes that cannot be granted.
+    take: it is answered without them, and they are named in the header ``x-moe-ignored``, and once
+    in the log. refuse: status 400."""
 
     any_model: bool = False
     """Answer requests for every model name; ``--served-model-name '*'`` does the same."""

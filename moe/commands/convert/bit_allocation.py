@@ -53,7 +53,7 @@ class BitBudget:
 
 @dataclass(frozen=True)
 class BitAllocation:
-    """How a conversion quantises its experts.
+    """The bits of each expert that a conversion writes.
 
     Attributes:
         folder: of the calibration.

@@ -33,7 +33,8 @@ def expert_bytes(manifest: Manifest) -> list[int]:
 
 
 def layer_names(manifest: Manifest) -> list[str]:
-    """Of each MoE layer: its number, or ``mtp`` in a multi-token-prediction layer."""
+    """Return the name of each MoE layer: its number, or ``mtp`` in a multi-token-prediction
+    layer."""
     return ["mtp" if layer.drafts else str(i) for i, layer in enumerate(manifest.layers)]
 
 

@@ -1,5 +1,4 @@
-"""How well a model that writes whole blocks names the tokens of noisy canvases, and what its
-routing policies cost there.
+"""Scores a model that writes whole blocks on noisy canvases, and prices its routing policies there.
 
 A text is cut into a beginning that is read, and a canvas behind it, of whose tokens a share is
 replaced by uniform noise; one pass, without a pass before it, predicts all of the canvas' clean
@@ -36,7 +35,7 @@ BEFORE = 128
 
 @dataclass(frozen=True)
 class CanvasQuality:
-    """How well a text is predicted on canvases.
+    """The quality of predictions on canvases.
 
     Attributes:
         tokens: on the canvases.

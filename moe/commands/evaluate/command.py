@@ -35,7 +35,7 @@ from moe.settings.profile import LoadedProfile
 
 @dataclass(frozen=True)
 class Quality:
-    """How well a text is predicted.
+    """The quality of predictions of a text.
 
     Attributes:
         tokens, num_bytes: size of the text that was read.

@@ -1,4 +1,4 @@
-"""What routing policies and self-contrast cost and save on a text, compared with the plain model.
+"""Prices routing policies and self-contrast on a text, beside the plain model.
 
 A policy may treat prompts and decoded tokens differently, so the text is read once as each. One
 pass over a window of 512 tokens gives the same result as many small decode steps, because policies

@@ -144,9 +144,9 @@ def _read(
 
 @torch.inference_mode()
 def price_kv_policy(model: MoE, token_ids: Sequence[int]) -> float | None:
-    """How many times as many bits the second halves of windows take under `memory.kv_policy`, read
-    by decode steps behind the first halves; None if the text is shorter than four times the tokens
-    that the policy leaves, or the model has no policy."""
+    """Return how many times as many bits the second halves of windows take under
+    `memory.kv_policy`, read by decode steps after the first halves; None if the text is shorter
+    than four times the tokens that the policy leaves, or the model has no policy."""
     pool, policy = model.backbone.blocks, model.backbone.kv_policy
     if pool is None or policy is None or not policy.lossy:
         return None
@@ -190,7 +190,7 @@ def divergence(own_TV: Tensor, other_TV: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """How readings differ from those of the original model.
+    """The differences of readings from those of the original model.
 
     Attributes:
         kl: mean over tokens of KL(original || other), in bits.

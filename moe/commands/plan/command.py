@@ -180,7 +180,8 @@ def check_settings(settings: Profile, device: torch.device) -> None:
 def next_commands(
     name: str, misfit: bool, why_resident: str, said: Sequence[str], profile: LoadedProfile
 ) -> list[str]:
-    """What to run after a plan, with what it was made for; empty for what fits in no way."""
+    """Return commands to run after a plan, with what it was made for; empty for what fits in no
+    way."""
     if not misfit:
         return [shlex.join(["moe", "serve", name, *said])]
     if not why_resident:
@@ -247,7 +248,7 @@ def flops_a_token(network: PreTrainedModel, sizes: DecodeSizes) -> float:
 
 
 def expert_bits(network: PreTrainedModel, sizes: DecodeSizes) -> float:
-    """Of a weight of an expert, scales included."""
+    """Return the bits of a weight of an expert, scales included."""
     modules = [module for _, module in experts_modules(network)]
     numbers = sum(p.numel() for module in modules for p in module.parameters())
     return 8 * sizes.expert_bytes * sum(module.num_experts for module in modules) / numbers
@@ -263,7 +264,8 @@ def _looked_up(network: PreTrainedModel, weights: Mapping[str, int]) -> int:
 
 
 def disk_of(files: ModelFiles, sizes: DecodeSizes, reader: str) -> DiskSpeed:
-    """How fast experts of a model come from its disk, or from the one where it would be."""
+    """Return the speed at which experts of a model come from its disk, or from the one where it
+    would be."""
     if files.remote is not None:
         return cache_speed(Path(constants.HF_HUB_CACHE), sizes.expert_bytes, reader)
     largest = max(files.path.glob("*.safetensors"), key=lambda file: file.stat().st_size)

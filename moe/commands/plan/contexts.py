@@ -85,8 +85,8 @@ def context_choices(
 
 
 def policy_prices(planned: PlannedModel) -> list[PolicyPrice]:
-    """What each policy would hold and read behind prompts of some lengths; none on a GPU, and where
-    keys and values are not in blocks."""
+    """Price each policy after prompts of some lengths: what it holds and reads; none on a GPU, and
+    where keys and values are not in blocks."""
     plan, own = planned.memory, planned.kv.policy
     if plan.place != "memory" or not planned.kv.in_blocks or not plan.fits:
         return []
@@ -107,7 +107,7 @@ def policy_prices(planned: PlannedModel) -> list[PolicyPrice]:
 
 
 def policy_price(planned: PlannedModel, policy: KVPolicy | None, length: int) -> PolicyPrice:
-    """Of one policy behind a prompt of one length."""
+    """Price one policy after a prompt of one length."""
     own, bounds = planned.kv.policy, planned.footprint.bounds_bytes
     selects = policy is not None and policy.selects
     by_rows = planned.memory.kv_bytes_per_token - (bounds if own is not None and own.selects else 0)
@@ -164,7 +164,7 @@ def policy_table(prices: Sequence[PolicyPrice]) -> Table:
 
 
 def kv_sentence(plan: MemoryPlan) -> str:
-    """What the plan has chosen."""
+    """Say what the plan has chosen."""
     text = f"Keys and values: {plan.kv_tokens} tokens."
     if not plan.kv_windows:
         return text

@@ -86,11 +86,11 @@ class DecodeSizes:
 
 
 class Locality(Protocol):
-    """How many experts a step needs, and how many of them a cache holds."""
+    """The number of experts that a step needs, and of those that a cache holds."""
 
     @property
     def how(self) -> str:
-        """Where the figures come from, in words."""
+        """The origin of the figures, in words."""
         ...
 
     def distinct(self, batch: int) -> float:
@@ -243,7 +243,8 @@ def _missing(distinct: float, hits: float) -> tuple[int, float]:
 
 
 def _chance(hits: int, draws: int, share: float) -> float:
-    """Of so many hits in some draws; by logarithms, as there may be thousands."""
+    """Return the probability of so many hits in some draws; by logarithms, as there may be
+    thousands."""
     if share in (0.0, 1.0):
         return float(hits == draws * share)
     ways = math.lgamma(draws + 1) - math.lgamma(hits + 1) - math.lgamma(draws - hits + 1)

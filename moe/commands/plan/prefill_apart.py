@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 STALLS_FALL, FIRST_RISES = 0.5, 2.0
-"""What makes a split worthwhile: the longest gaps between tokens fall to this share, while first
+"""Bounds of a worthwhile split: the longest gaps between tokens fall to this share, while first
 tokens come at most so many times as late."""
 PROMPT, ANSWER, BUSY = 2048, 256, 0.6
 """Tokens of the requests that are simulated unless told otherwise."""
@@ -44,7 +44,7 @@ class EngineCosts:
     handover_s: float
 
     def prompt_s(self, tokens: int) -> float:
-        """Of a whole prompt."""
+        """Return the seconds of a whole prompt."""
         whole, rest = divmod(tokens, self.chunk_tokens)
         return whole * self.chunk_s(self.chunk_tokens) + (self.chunk_s(rest) if rest else 0.0)
 
@@ -68,7 +68,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Served:
-    """How requests fared.
+    """The times of simulated requests.
 
     Attributes:
         name: of the arrangement.

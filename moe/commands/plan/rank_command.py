@@ -174,7 +174,8 @@ def plan_many(
 
 
 def prefill_apart(costs: EngineCosts | None, ranks: int) -> tuple[str, list[Served]]:
-    """Whether some of so many independent ranks should only read prompts, and the figures."""
+    """Judge whether some of so many independent ranks should only read prompts, and return the
+    figures."""
     if costs is None:
         return "Prefill apart (parallel.role): no, a model must fit into each rank for it.", []
     served = compare(costs, ranks, typical_load(costs, ranks))
@@ -183,7 +184,7 @@ def prefill_apart(costs: EngineCosts | None, ranks: int) -> tuple[str, list[Serv
 
 
 def model_needs(planned: PlannedModel, settings: Profile) -> ModelNeeds:
-    """What ranks need to hold a model."""
+    """Return what ranks need to hold a model."""
     sizes, memory = model_sizes(planned), settings.memory
     lines = {line.name: line.bytes for line in planned.memory.lines}
     config = planned.config.get_text_config()

@@ -117,8 +117,8 @@ class RankForecast:
         )
 
     def engine_costs(self, engines: int, prompts: PromptNeeds) -> EngineCosts | None:
-        """What each of so many independent ranks takes to read and to decode; None if a rank does
-        not fit. A chunk of a prompt is taken to visit every expert equally."""
+        """Return the costs of reading and decoding on each of so many independent ranks; None if a
+        rank does not fit. A chunk of a prompt is taken to visit every expert equally."""
         total, on_node = self.needs.sizes.total, min(engines, self.ranks_a_node)
         slots, _ = self._memory(total, on_node)
         uniform = UniformRouting(self.needs.sizes)
@@ -146,7 +146,8 @@ class RankForecast:
         return self._reading(on_node, distinct, on_node * distinct, hits)
 
     def _memory(self, wanted: int, on_node: int) -> tuple[int, int]:
-        """How many of the wanted experts fit in a rank's memory, and all bytes of the rank."""
+        """Return how many of the wanted experts fit in a rank's memory, and all bytes of the
+        rank."""
         needs, available = self.needs, self.machine.available_bytes
         used, each = needs.fixed_bytes, needs.sizes.expert_bytes
         slots = wanted
@@ -204,7 +205,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What a model needs on each rank.
+    """The memory that a model needs on each rank.
 
     Attributes:
         sizes: of its experts.
@@ -222,7 +223,7 @@ class ModelNeeds:
 
 @dataclass(frozen=True)
 class PromptNeeds:
-    """What reading prompts takes.
+    """The work of reading prompts.
 
     Attributes:
         flops_a_token: outside attention.

@@ -43,7 +43,7 @@ STOP_S = 400e-6
 the reads, and behind them sleeping threads wake. .2 to .9 ms by two cores of a Zen 5:
 docs/results/2026-11-26-plan.md."""
 HIDDEN, WIDTH, CHOSEN = 1024, 512, 8
-"""Of the experts that weights are read from, and how many a layer reads."""
+"""Sizes of the experts that weights are read from, and the number that a layer reads."""
 PAGE = 4096
 IN_FLIGHT = 8
 MEASURE_S = 0.3
@@ -53,7 +53,7 @@ TIMEOUT_S = 20.0
 
 
 class DiskSpeed(NamedTuple):
-    """How fast a reader reads: ``n`` reads of b bytes that begin together take ``latency_s + n b /
+    """The speed of a reader: ``n`` reads of b bytes that begin together take ``latency_s + n b /
     bytes_per_s``.
 
     Attributes:
@@ -76,8 +76,8 @@ def memory_speed(device: torch.device) -> float:
 
 
 def step_speeds(device: torch.device, bits: float, disk: DiskSpeed | None = None) -> Bandwidths:
-    """How fast decode steps go through weights in the device's memory, which have so many bits, and
-    on the disk.
+    """Return the speed at which decode steps go through weights in the device's memory, which have
+    so many bits, and on the disk.
 
     On a CPU with compiled kernels, bit planes are read as a step does: a token's experts of a
     layer, then those of the next. Whole weights are read as fast as memory goes.

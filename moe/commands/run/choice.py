@@ -1,4 +1,4 @@
-"""How to run a model on a machine: a pure function of what the two are.
+"""Chooses a way to run a model on a machine: a pure function of what the two are.
 
 `choose_run` makes attempts in the order of their worth and takes the first that fits. Each is a
 profile, and whether it fits is what the memory plan says that loading makes, too.
@@ -29,12 +29,12 @@ LIKE_A_STORE = 1.1
 """Weights that take at most so many times the memory of a store of 8 bits are loaded as they are,
 too, with their own numbers at their own size. A file of 1 GB takes six seconds at each start."""
 TRUNK_BITS: Literal[8] = 8
-"""Of everything but experts in a store."""
+"""Bits of everything but experts in a store."""
 
 
 @dataclass(frozen=True)
 class RunModel:
-    """What a model takes.
+    """The memory that a model takes.
 
     Attributes:
         kind: what its files are.
@@ -82,7 +82,7 @@ class RunModel:
 
 @dataclass(frozen=True)
 class RunMachine:
-    """What a machine has.
+    """The memory and disk of a machine.
 
     Attributes:
         memory: bytes for the model; None if unknown.
@@ -101,7 +101,7 @@ class RunMachine:
 
 @dataclass(frozen=True)
 class RunChoice:
-    """How to run a model.
+    """A way to run a model.
 
     Attributes:
         bits: of experts; None: as they are.

@@ -34,7 +34,7 @@ from moe.settings.profile import as_yaml, load_profile
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What `moe run` will do.
+    """The plan of a `moe run`.
 
     Attributes:
         name: what was asked for.
@@ -152,7 +152,7 @@ def newest_store(name: str) -> Path | None:
 
 
 def explain(made: RunPlan) -> list[str]:
-    """What is chosen, why and what it costs: five lines."""
+    """Say what is chosen, why and what it costs: five lines."""
     facts, choice = made.facts, made.choice
     model, machine, plan = facts.model, facts.machine, choice.plan
     where = " on the hub" if model.remote else ""

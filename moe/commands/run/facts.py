@@ -1,6 +1,5 @@
-"""What `moe.commands.run.choice` wants to know of a model and of this machine: headers are read,
-nothing else.
-"""
+"""Finds the facts of a model and of this machine for `moe.commands.run.choice`: headers are read,
+nothing else."""
 
 from __future__ import annotations
 
@@ -111,7 +110,7 @@ def _passes(profile: Profile, tokens: int) -> Profile:
 
 
 def cache_root() -> Path:
-    """Where stores that nobody named are kept: ``$XDG_CACHE_HOME/moe-inference``."""
+    """Return the folder of stores that nobody named: ``$XDG_CACHE_HOME/moe-inference``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moe-inference"
 

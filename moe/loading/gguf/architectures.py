@@ -39,7 +39,7 @@ Derived = Callable[[dict[str, Any], Sequence[frozenset[str]]], dict[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """How llama.cpp and transformers differ about one.
+    """The differences between llama.cpp and transformers in one architecture.
 
     Attributes:
         model_type: transformers' name.
@@ -153,7 +153,7 @@ NAMES = {
     "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }
-"""What most architectures call a tensor's parameter, without ``.weight`` or ``.bias``."""
+"""Names of a tensor's parameter in most architectures, without ``.weight`` or ``.bias``."""
 
 EXPERTS = ("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "ffn_gate_up_exps")
 """Tensors of all experts of a layer. Where they go, the network's experts say themselves."""
@@ -326,7 +326,8 @@ def _sliding_layers(config: dict[str, Any], _: Sequence[frozenset[str]]) -> dict
 
 
 def _of_kind(config: dict[str, Any], part: str, slides: bool) -> int:
-    """What a list says of the first full layer, or of the first with a window; 0: no such layer."""
+    """Return what a list says of the first full layer, or of the first with a window; 0: no such
+    layer."""
     found = zip(config[part], config["_slides"], strict=True)
     return next((value for value, own in found if bool(own) == slides), 0)
 

@@ -39,7 +39,7 @@ from moe.network.seam import experts_modules
 
 @dataclass(frozen=True)
 class TensorTarget:
-    """Where a stored tensor, or a part of it, goes in a network.
+    """The place of a stored tensor, or of a part of it, in a network.
 
     Attributes:
         target: the parameter.
@@ -60,7 +60,8 @@ def targets_of(
     expected: Mapping[str, Tensor],
     stored: Iterable[str],
 ) -> Iterator[tuple[str, TensorTarget]]:
-    """Where the tensors of a file go, by their names in it; not those that have no place."""
+    """Yield the places of a file's tensors, by their names in it; tensors without a place are left
+    out."""
     names = NAMES | dict(known.names)
     experts = {
         int(next(part for part in path.split(".") if part.isdigit())): (path, module)
@@ -153,8 +154,8 @@ class Placed:
 def _same_but_for_ones(
     given: tuple[int, ...], place: tuple[int, ...], layout: TensorLayout
 ) -> bool:
-    """Whether a tensor fills a place as it lies: both have the same sizes above 1, or the place
-    is a vector, whose numbers may lie in rows."""
+    """Return whether a tensor fills a place as it lies: both have the same sizes above 1, or the
+    place is a vector, whose numbers may lie in rows."""
     flat = len(place) == 1 and layout.order is None and math.prod(given) == place[0]
     return flat or [size for size in given if size > 1] == [size for size in place if size > 1]
 
@@ -164,7 +165,7 @@ FEW_VALUES = {"Q4_0", "Q5_0", "MXFP4"}
 
 
 def gguf_coding(config: dict[str, Any]) -> Coding:
-    """What `moe.loading.gguf.config` notes of the types of tensors."""
+    """Read the types of tensors that `moe.loading.gguf.config` has noted."""
     few = set(config["expert_types"]) <= FEW_VALUES
     decoded = tuple(kind for kind in config["types"] if kind not in TYPES | FLOATS)
     return Coding(f"GGUF ({', '.join(config['types'])})", few_values=few, decoded=decoded)

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model, as a configuration of transformers.
+"""Makes a configuration of transformers from what a GGUF file says of its model.
 
 transformers' own tables leave out sizes of experts and how positions are scaled, and its newer
 versions replace them, so `moe.loading.gguf.architectures` stands alone. Sizes that tensors show are
@@ -55,7 +55,7 @@ _TELLING = (
     "attn_logit",
     "swiglu_",
 )
-"""How keys begin that change what a model computes."""
+"""Beginnings of keys that change what a model computes."""
 _EACH_OR_ALL = list | int | float
 
 ROTARY_TENSORS: Mapping[str, tuple[str, ...]] = {
@@ -66,7 +66,7 @@ ROTARY_TENSORS: Mapping[str, tuple[str, ...]] = {
 """Tensors by which a file divides the frequencies of positions (Llama 3.1's and 4's, and LongRoPE's
 at either length), and which of transformers' parts of ``longrope`` they are."""
 MAX_ROTARY_BYTES = 1 << 20
-"""Of one of them: a number for each of half a head's dimensions."""
+"""Most bytes of one of them: a number for each of half a head's dimensions."""
 
 _logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ def gguf_config(
 
 
 def rotary_tensors(tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
-    """Those of `ROTARY_TENSORS` that a file has, small enough to be read with its header.
+    """Return the `ROTARY_TENSORS` that a file has, small enough to be read with its header.
 
     Raises `HeaderError`.
     """
@@ -203,7 +203,7 @@ def rotary_tensors(tensors: Mapping[str, GgufTensor]) -> dict[str, GgufTensor]:
 def _special_tokens(
     metadata: Mapping[str, Any], tensors: Mapping[str, GgufTensor]
 ) -> dict[str, Any]:
-    """What transformers reads of tokens, of a whole model and of its text part."""
+    """Return what transformers reads of tokens, of a whole model and of its text part."""
     return {
         "tie_word_embeddings": "output.weight" not in tensors,
         "bos_token_id": next(iter(_ids(metadata, "bos")), None),
@@ -251,7 +251,7 @@ def _layers(keys: GgufKeys, tensors: Mapping[str, GgufTensor]) -> list[frozenset
 
 
 def _stated(keys: GgufKeys, known: Architecture, num_layers: int) -> dict[str, Any]:
-    """What keys say, by transformers' names."""
+    """Return what keys say, by transformers' names."""
     config: dict[str, Any] = {}
     for key, ours in (KEYS | dict(known.keys)).items():
         default, kind = DEFAULTS.get(key, ...), int | float
@@ -281,7 +281,7 @@ def _stated(keys: GgufKeys, known: Architecture, num_layers: int) -> dict[str, A
 
 
 def _of_each(keys: GgufKeys, key: str, default: Any, num_layers: int) -> list[Any] | None:
-    """What a key says of each layer; one number is of all."""
+    """Return a key's value for each layer; one number stands for all."""
     value = keys.get(key, default, _EACH_OR_ALL)
     if not isinstance(value, list):
         return None if value is None else [value] * num_layers
@@ -299,7 +299,7 @@ def _shown(
     layers: Sequence[frozenset[str]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Any]:
-    """What tensors tell: sizes of things that are made before the loader compares shapes."""
+    """Read sizes from tensors: those of things that are made before the loader compares shapes."""
     check_experts(name, {tensor for own in layers for tensor in own})
     sparse = [number for number, own in enumerate(layers) if "ffn_gate_inp.weight" in own]
     experts = [_experts(layers[number], f"blk.{number}.", shapes) for number in sparse]
@@ -327,7 +327,7 @@ def _shown(
 def _experts(
     own: frozenset[str], block: str, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[int, int]:
-    """How many experts a layer has, and their width."""
+    """Return the number of a layer's experts, and their width."""
     if "ffn_down_exps.weight" in own:
         shape = shapes[f"{block}ffn_down_exps.weight"]
         if len(shape) != 3:
@@ -431,7 +431,8 @@ def _rope_of(
 
 
 def _turning(divisors: Mapping[str, Sequence[float]], pairs: int) -> int | None:
-    """How many of a head's pairs turn, where a file divides the others' frequencies by 1e30."""
+    """Return how many of a head's pairs are rotated, where a file divides the others' frequencies
+    by 1e30."""
     numbers = list(divisors.get("rope_freqs.weight", ()))
     turning = numbers.count(1.0)
     stands = all(number > 9e29 for number in numbers[turning:])

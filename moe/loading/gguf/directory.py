@@ -64,7 +64,8 @@ def gguf_directory(file: Path, *, tokenizer: bool = True) -> Path:
 
 
 def is_made(directory: Path) -> bool:
-    """Whether `gguf_directory` made this directory, so that it is removed when the process ends."""
+    """Return whether `gguf_directory` made this directory, so that it is removed when the process
+    ends."""
     return directory in _made
 
 
@@ -92,7 +93,7 @@ def _directory(name: str, seen: tuple[tuple[Path, int, int], ...], tokenizer: bo
 
 
 def _rotary_divisors(tensors: Mapping[str, GgufTensor]) -> dict[str, list[float]]:
-    """What a configuration needs of the data of tensors; raises `HeaderError`."""
+    """Read the tensors that a configuration needs; raises `HeaderError`."""
     return {
         name: np.fromfile(
             tensor.file, "<f4", (tensor.end - tensor.start) // 4, offset=tensor.start

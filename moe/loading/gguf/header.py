@@ -41,7 +41,7 @@ def package() -> Any:
 
 
 def kind_name(kind: int) -> str:
-    """What ggml calls a type."""
+    """Return ggml's name of a type."""
     return str(package().GGMLQuantizationType(kind).name)
 
 
@@ -56,7 +56,7 @@ def decode(blocks: NDArray[np.uint8], kind: int) -> NDArray[np.float32]:
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 MAX_HEADER_BYTES = 1 << 28  # the largest known vocabularies take a tenth of it
 MAX_ITEMS = 1 << 22
-"""Of an array: above any number of tokens or merges."""
+"""Most items of an array: above any number of tokens or merges."""
 
 _STRING, _ARRAY = 8, 9
 _SCALARS = {
@@ -113,7 +113,7 @@ def open_gguf(path: Path) -> GgufFile:
 
 
 class Stream(Protocol):
-    """What a header is read from."""
+    """A stream that a header is read from."""
 
     def read(self, count: int, /) -> bytes: ...
 
@@ -165,7 +165,7 @@ def read_gguf(
 
 
 class _Header:
-    """What is read so far; never more than there is."""
+    """The part of a header that has been read; never more than there is."""
 
     def __init__(self, stream: Stream, size: int) -> None:
         self._stream, self._size, self.position = stream, size, 0

@@ -1,4 +1,4 @@
-"""How a GGUF file lays out a parameter where that differs from transformers.
+"""Layouts of parameters in GGUF files that differ from transformers'.
 
 llama.cpp's converter rearranges some tensors for its kernels: rows of queries and keys in pairs,
 the halves of latent attention apart, the heads of a linear attention in another order, numbers that
@@ -40,7 +40,7 @@ WHOLE = (Part(slice(None)),)
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """How one stored tensor fills a parameter, or a part of it.
+    """The way in which one stored tensor fills a parameter, or a part of it.
 
     Attributes:
         parts: of the stored tensor, by the configuration and the number of its rows.
@@ -88,7 +88,8 @@ def nth(number: int) -> TensorLayout:
 
 
 def _latent(config: Any, head: int) -> tuple[int, int, int]:
-    """Where a head's rows of keys and of values begin and end in ``kv_b_proj``."""
+    """Return the begin of a head's keys, of its values, and their end among the rows of
+    ``kv_b_proj``."""
     start = head * (config.qk_nope_head_dim + config.v_head_dim)
     middle = start + config.qk_nope_head_dim
     return start, middle, middle + config.v_head_dim

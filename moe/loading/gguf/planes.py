@@ -17,12 +17,12 @@ from kernels.planes import PlaneFormat
 from kernels.scales import GroupScales
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""What the codes of IQ4_NL and IQ4_XS stand for."""
+"""Values of the codes of IQ4_NL and IQ4_XS."""
 
 
 @dataclass(frozen=True)
 class GgufPlanes:
-    """How weights of a type become planes: their format, and codes and scales from blocks."""
+    """Makes planes from weights of a type: their format, and codes and scales from blocks."""
 
     format: PlaneFormat
     read: Callable[[Tensor], tuple[Tensor, GroupScales]]

@@ -125,7 +125,7 @@ _NAMED = {
     "unk_token": "unknown",
     "pad_token": "padding",
 }
-"""What transformers and llama.cpp call tokens that have a task."""
+"""Names of tokens that have a task: transformers' and llama.cpp's."""
 
 
 def _token(tokens: Sequence[str], token_id: object) -> str | None:
@@ -245,5 +245,5 @@ def _added(
 
 
 def _strips_after_specials(name: str) -> bool:
-    """Whether special tokens take the space behind them, which no key says: Phi 3's do."""
+    """Return whether special tokens take the space after them, which no key says: Phi 3's do."""
     return any(each in name.lower() for each in ("phi-3", "phi3"))

@@ -24,14 +24,14 @@ from moe.loading.remote.names import HubName
 
 TIMEOUT_S = 30
 RETRIES = 5
-"""Of a request that fails in a way that may pass."""
+"""Repetitions of a request that fails in a way that may pass."""
 PAUSE_S = 0.5
 """Before another try, times the tries that brought nothing."""
 MAX_PAUSE_S = 60.0
-"""Where the hub says when to come again."""
+"""The longest pause that the hub may ask for."""
 PASSING = (429, 500, 502, 503, 504)
 MAX_ANSWER_BYTES = 64 << 20
-"""Of JSON: far above a page of the list of files, which has a thousand."""
+"""Most bytes of JSON: far above a page of the list of files, which has a thousand."""
 MAX_ERROR_BYTES = 64 << 10
 MAX_PAGES = 100
 MAX_FILE_BYTES = 1 << 50

@@ -36,7 +36,7 @@ _PART_OF_MANY = re.compile(r".+-(\d{5})-of-(\d{5})\.(?:gguf|safetensors)")
 
 
 def cached(name: HubName) -> Path | None:
-    """What a download of this name left in the cache, without asking the hub.
+    """Find an earlier download of this name in the cache, without asking the hub.
 
     Returns a directory, or the first part of a GGUF file; None where something is missing.
     """
@@ -58,7 +58,7 @@ def cached(name: HubName) -> Path | None:
 
 
 def _are_all(weights: Iterable[str]) -> bool:
-    """Whether no part of a split file is missing, as far as names tell."""
+    """Return whether no part of a split file is missing, as far as names tell."""
     parts = [_PART_OF_MANY.fullmatch(file) for file in weights]
     return all(part is None or int(part[2]) == len(parts) for part in parts)
 
@@ -96,7 +96,7 @@ def download(repository: Repository, report: Report) -> Path:
 
 
 class _CachePlace:
-    """Where huggingface_hub's cache has the files of one commit."""
+    """The place of one commit's files in huggingface_hub's cache."""
 
     def __init__(self, name: HubName, commit: str) -> None:
         folder = repo_folder_name(repo_id=name.repository, repo_type="model")
@@ -105,7 +105,7 @@ class _CachePlace:
         self.snapshot = self._root / "snapshots" / commit
 
     def has(self, file: HubFile) -> bool:
-        """Whether the file is in the snapshot."""
+        """Return whether the file is in the snapshot."""
         at = self.snapshot / file.path
         return at.is_file() and at.stat().st_size == file.size
 

@@ -33,7 +33,7 @@ PATTERNS = (
     *("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"),
     *("LICENSE*", "NOTICE*"),
 )
-"""What is downloaded of safetensors repositories: never pickles (``*.bin``, ``*.pt``)."""
+"""Files that are downloaded of safetensors repositories: never pickles (``*.bin``, ``*.pt``)."""
 COPIES = ("original/*", "consolidated*", "onnx/*", "openvino/*")
 """The same weights again, in layouts of their authors (gpt-oss, Mistral, Llama) or of others."""
 
@@ -62,7 +62,7 @@ class HubName:
 
     @property
     def public(self) -> str:
-        """What clients call the model: the name without its revision."""
+        """Clients' name of the model: the name without its revision."""
         return f"{self.repository}:{self.quant}" if self.quant else self.repository
 
     def __str__(self) -> str:

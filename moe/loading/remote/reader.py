@@ -30,7 +30,7 @@ class _Block:
 
 
 class HubBytes:
-    """What the weight files of an outline stand for: a `ByteSource`. Close it.
+    """Reads the weight files that an outline stands for: a `ByteSource`. Close it.
 
     Spans that were announced are fetched in their order, a few blocks ahead; others on demand.
     Nothing is written to disk.

@@ -102,7 +102,8 @@ def common(one: str, other: str) -> int:
 
 
 def departs(one: str, other: str) -> int:
-    """Find where the second text departs from the first: never inside a tag, as some begin alike."""
+    """Find where the second text departs from the first: never inside a tag, as some begin
+    alike."""
     end = common(one, other)
     unfinished = _IN_TAG.search(other, 0, end)
     return unfinished.start() if unfinished else end
