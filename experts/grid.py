@@ -51,7 +51,7 @@ def _groups(weight_NK: Tensor, group_size: int) -> Tensor:
 
 
 def _on_a_grid(rows_RK: Tensor, group_size: int) -> bool:
-    """Whether any group of these rows is on a grid."""
+    """Return whether any group of these rows is on a grid."""
     flat = _groups(rows_RK, group_size).flatten(0, -2)
     return bool((_steps(flat) > 0).any())
 

@@ -20,7 +20,7 @@ from kernels.planes import PrefixBits
 MANIFEST_NAME = "moe-store.json"
 TRUNK_NAME = "trunk.safetensors"
 TOWERS_NAME = "towers.safetensors"
-"""Of a multimodal model, what reads images; absent where nothing does."""
+"""File of a multimodal model's vision towers; absent where nothing reads images."""
 JOURNAL_NAME = "conversion.jsonl"
 VERSION = 3
 MTP_MODULE = "mtp"
@@ -53,11 +53,11 @@ class MoELayerRecord(_StrictModel):
     parts: Literal[1, 2]
     interleaved: bool
     dtype: FloatDtype
-    """Of whole weights, and of the weights before they were quantized."""
+    """Dtype of whole weights, and of the weights before they were quantized."""
     gate_up_bias: FloatDtype | None = None
     down_bias: FloatDtype | None = None
     bits: tuple[PrefixBits, ...] | None = None
-    """Of the planes of each expert, where they were allotted one by one. null: the store's."""
+    """Bits of the planes of each expert, where they were allotted one by one. null: the store's."""
 
     @model_validator(mode="after")
     def _has_bits_of_all(self) -> MoELayerRecord:
@@ -86,7 +86,7 @@ class Manifest(_StrictModel):
     source: str
     """Name of the model that was converted; for people."""
     bits: Bits
-    """Of the experts: how many bits of planes are stored; 16: whole weights."""
+    """Bits of planes that are stored of the experts; 16: whole weights."""
     group_size: Literal[32, 64]
     linears: dict[str, PrefixBits]
     """Linear layers of the trunk that are stored as planes, and their bits."""
@@ -119,7 +119,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def is_store(directory: Path) -> bool:
-    """Whether this is a store or the remains of one; `read_manifest` tells which."""
+    """Return whether this is a store or the remains of one; `read_manifest` tells which."""
     return any((directory / name).exists() for name in (MANIFEST_NAME, TRUNK_NAME, JOURNAL_NAME))
 
 

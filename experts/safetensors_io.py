@@ -65,7 +65,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor is: bytes ``[start, end)`` of `file`, row-major, little-endian."""
+    """The place of one tensor: bytes ``[start, end)`` of `file`, row-major, little-endian."""
 
     file: Path
     dtype: torch.dtype
@@ -210,7 +210,7 @@ class OpenFile:
 
     @property
     def unchanged(self) -> bool:
-        """Whether size and modification time are those at opening."""
+        """Return whether size and modification time are those at opening."""
         now = os.fstat(self.fd)
         before = self.status
         return (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
@@ -283,7 +283,7 @@ class FileRecord(BaseModel):
     """CRC-32 of each tensor, in the order of the file; null in files of earlier versions."""
 
     def is_of(self, found: FileRecord) -> bool:
-        """Whether these are the checksums of a file whose record was just read."""
+        """Return whether these are the checksums of a file whose record was just read."""
         return (self.nbytes, self.header, self.data) == (found.nbytes, found.header, found.data)
 
 

@@ -203,7 +203,7 @@ def dequantize_experts(experts: QuantizedExperts) -> ExpertWeights:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor that is not empty holds neither NaN nor infinity."""
+    """Return whether a tensor that is not empty holds neither NaN nor infinity."""
     low, high = torch.aminmax(tensor.float() if tensor.itemsize == 1 else tensor)  # NaN spreads
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
@@ -228,7 +228,8 @@ def join_parts(parts_PFX: Tensor, interleaved: bool) -> Tensor:
 
 @torch.no_grad()
 def is_interleaved(activation: Callable[[Tensor], Tensor], width: int) -> bool:
-    """Whether output i of a gated activation depends on columns (2i, 2i + 1), not on (i, F + i).
+    """Return whether output i of a gated activation depends on columns (2i, 2i + 1), not on (i, F +
+    i).
 
     Changes one column at a time and looks which output changes.
 

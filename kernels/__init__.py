@@ -83,7 +83,8 @@ def experts_forward(
 
 
 def reads_nothing_back(hidden_TH: Tensor, experts: AnyExperts) -> bool:
-    """Whether `experts_forward` of these never waits for the GPU: a CUDA graph can capture it."""
+    """Return whether `experts_forward` of these never waits for the GPU: a CUDA graph can capture
+    it."""
     triton = triton_kernels() if hidden_TH.device.type == "cuda" else None
     return triton is not None and triton.supports(hidden_TH, experts)
 

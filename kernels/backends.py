@@ -42,7 +42,7 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """What runs the experts (`name`), why (`reason`), and the function (`forward`)."""
+    """The kernels that run the experts (`name`), why (`reason`), and the function (`forward`)."""
 
     name: str
     reason: str

@@ -105,7 +105,7 @@ _POSITIONS = {1: (7, 5, 3, 1, 6, 4, 2, 0), 2: (6, 4, 2, 0), 4: (0, 4), 8: (0,)}
 
 
 class PlaneFormat(NamedTuple):
-    """How a matrix is quantised, whatever its size: the last fields of `PlaneLayout`."""
+    """The quantisation of a matrix, whatever its size: the last fields of `PlaneLayout`."""
 
     group_size: int = 64
     bits: int = 8
@@ -124,7 +124,7 @@ class PlaneFormat(NamedTuple):
         return tuple(accumulate(self.plane_bits))
 
     def num_planes(self, bits: int) -> int:
-        """How many planes the longest prefix of at most so many bits has, 1 at least."""
+        """Return how many planes the longest prefix of at most so many bits has, 1 at least."""
         return max(1, sum(own <= bits for own in self.prefix_bits))
 
     @property
@@ -135,7 +135,7 @@ class PlaneFormat(NamedTuple):
 
 @dataclass(frozen=True)
 class PlaneLayout:
-    """Where the codes of an ``(N, K)`` matrix lie in its planes, and how it is quantised.
+    """The places of an ``(N, K)`` matrix's codes in its planes, and its quantisation.
 
     Attributes:
         group_size: columns that share a scale.
@@ -184,7 +184,7 @@ class PlaneLayout:
 
     @property
     def for_cpus(self) -> bool:
-        """Whether the compiled kernels for CPUs read it."""
+        """Return whether the compiled kernels for CPUs read it."""
         return self.arrangement == "cpu" and not has_float_codes(self.scales)
 
     @property
@@ -230,7 +230,8 @@ class PlaneLayout:
 
 
 def num_planes(bits: int) -> int:
-    """How many planes a prefix has. Raises ValueError for widths that are none of `PREFIX_BITS`."""
+    """Return the number of planes of a prefix. Raises ValueError for widths that are none of
+    `PREFIX_BITS`."""
     if bits not in PREFIX_BITS:
         raise ValueError(f"a prefix has 2, 3, 4 or 8 bits, got {bits}")
     return PREFIX_BITS.index(bits) + 1
@@ -456,7 +457,8 @@ def float_values(codes: Tensor, kind: Scales) -> Tensor:
 
 
 def _scale(low: Tensor, high: Tensor) -> Tensor:
-    """Of groups in [-low, high], one of them 0 or more: negative where `high` is larger."""
+    """Return scales of groups in [-low, high], one of them 0 or more: negative where `high` is
+    larger."""
     larger, smaller = torch.maximum(low, high), torch.minimum(low, high)
     scale = larger / _LARGEST_BELOW
     fits = smaller <= scale * (MAX_CODE - ZERO_CODE)
@@ -519,7 +521,7 @@ class PlaneMatrix:
 
 
 def arrangement_for(device: torch.device) -> Arrangement:
-    """How codes lie best on a device."""
+    """Return the arrangement of codes that is best on a device."""
     return "cuda" if device.type == "cuda" else "cpu"
 
 
@@ -645,7 +647,7 @@ class QuantizedExperts:
 
     @property
     def layouts(self) -> tuple[PlaneLayout, ...]:
-        """Of the matrices of a blob, in order."""
+        """The layouts of a blob's matrices, in order."""
         return (self.first,) * self.parts + (self.second,)
 
 

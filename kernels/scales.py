@@ -46,7 +46,7 @@ SUPERBLOCK = 256
 BLOCK_ROWS = 16
 _E8M0_BIAS = 127
 _SCALE_DTYPES: dict[Scales, torch.dtype] = {"fp8": torch.float32, "mxfp4": torch.uint8}
-"""Of kinds without superblocks; else float16."""
+"""Dtypes of scales of kinds without superblocks; else float16."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class GroupScales:
     super_offset_NU: Tensor | None = None
 
     def rows(self, index: slice | Tensor) -> GroupScales:
-        """Those of some rows."""
+        """Return the scales of some rows."""
         return self._each(lambda x: x[index])
 
     def to(self, device: torch.device) -> GroupScales:
@@ -89,12 +89,12 @@ def has_superblocks(kind: Scales) -> bool:
 
 
 def has_float_codes(kind: Scales) -> bool:
-    """Whether codes are small floating point numbers."""
+    """Return whether codes are small floating point numbers."""
     return kind in ("fp8", "mxfp4")
 
 
 def is_centred(kind: Scales) -> bool:
-    """Whether codes lie around the middle of their range, and there are no offsets."""
+    """Return whether codes lie around the middle of their range, and there are no offsets."""
     return kind in ("centred", "super")
 
 
@@ -110,7 +110,7 @@ def block_bytes(kind: Scales, columns: int, group_size: int) -> int:
 
 
 def _stored_groups(kind: Scales, columns: int, group_size: int) -> int:
-    """Of a row, where there are no superblocks."""
+    """Return the groups of a row, where there are no superblocks."""
     in_pairs = group_size == 16 or kind == "mxfp4"
     return -(-columns // (2 * group_size)) * 2 if in_pairs else -(-columns // group_size)
 

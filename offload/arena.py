@@ -54,7 +54,7 @@ class Arena:
         self._firsts = [0, *accumulate(len(parts[0]) for parts in kinds)]
 
     def places(self, slot: int) -> list[Tensor]:
-        """Where the bytes of an expert go, in the order of a store's file: 1-D uint8 views.
+        """Return the places of an expert's bytes, in the order of a store's file: 1-D uint8 views.
 
         Args:
             slot: in ``[0, S)``.

@@ -111,7 +111,7 @@ class ExpertCache:
         return self._table.slot_ids(layer)
 
     def changes(self, layer: int) -> int:
-        """How often `slot_ids` of a layer have changed."""
+        """Return how often `slot_ids` of a layer have changed."""
         return self._table.changes[layer]
 
     def resident(self, layer: int) -> Tensor:
@@ -125,20 +125,20 @@ class ExpertCache:
         self._manager.poll()
 
     def has(self, layer: int, expert: int) -> bool:
-        """Whether an expert is there, as of the last `poll` or `acquire`."""
+        """Return whether an expert is there, as of the last `poll` or `acquire`."""
         return bool(self._table.there[layer * self._table.width + expert])
 
     def missing(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Those that are not there, as of the last `poll` or `acquire`."""
+        """Return the experts that are not there, as of the last `poll` or `acquire`."""
         start, there = layer * self._table.width, self._table.there
         return [expert for expert in experts if not there[start + expert]]
 
     def lacks(self, layer: int, expert: int) -> bool:
-        """Whether an expert is neither there nor in flight."""
+        """Return whether an expert is neither there nor in flight."""
         return self._table.slot[layer * self._table.width + expert] < 0
 
     def absent(self, layer: int, experts: Sequence[int]) -> list[int]:
-        """Those that it lacks."""
+        """Return the experts that it lacks."""
         return [expert for expert in experts if self.lacks(layer, expert)]
 
     def acquire(
@@ -191,8 +191,8 @@ class ExpertCache:
         self._manager.count_call(layer, units, [])
 
     def may_stay(self, layer: int, experts: Sequence[int]) -> Sequence[int]:
-        """Those of these experts, from the first on, that a call may pin here until it ends: they
-        leave `RING` slots, of each size, to what the next tier copies meanwhile.
+        """Return the longest prefix of `experts` that a call may pin here until it ends: it leaves
+        `RING` slots, of each size, to what the next tier copies meanwhile.
 
         Args:
             experts: that are there.

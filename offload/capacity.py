@@ -1,4 +1,4 @@
-"""How much memory the experts of a store take, how many fit, and the arena that holds them."""
+"""Computes the memory of a store's experts, and how many fit; makes the arena that holds them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from offload.slots import SlotSizes
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many experts fit in which memory.
+    """Numbers of experts that fit in each memory.
 
     Attributes:
         device: where kernels run.
@@ -35,7 +35,8 @@ class Capacity:
     pinned_slots: int = 0
 
     def host_holds(self, manifest: Manifest) -> bool:
-        """Whether all experts of a store fit in host memory, so that they are read only once."""
+        """Return whether all experts of a store fit in host memory, so that they are read only
+        once."""
         return self.host_slots == sum(layer.experts for layer in manifest.layers)
 
 
@@ -49,7 +50,7 @@ def why_not(manifest: Manifest) -> str:
 
 
 def sizes_of(manifest: Manifest, bits: int, prefix_bits: int | None = None) -> SlotSizes:
-    """What each expert of a store takes in a cache.
+    """Return the sizes of a store's experts in a cache.
 
     Args:
         bits: at most this many are read of an expert; 16 for whole ones.

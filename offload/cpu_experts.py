@@ -62,7 +62,7 @@ class CpuExperts:
         self.layer, self.host, self.slots, self.costs = layer, host, slots, costs
 
     def status(self) -> dict[str, float]:
-        """What it costs, and the bits of an activation, for JSON."""
+        """Return its costs, and the bits of an activation, for JSON."""
         kept = self.slots.row_bits if isinstance(self.slots, QuantizedExperts) else FLOAT_BITS
         return {**asdict(self.costs), "row_bits": kept}
 
@@ -74,7 +74,8 @@ class CpuExperts:
         ids_TK: Tensor,
         weights_TK: Tensor,
     ) -> CpuShare | None:
-        """What of a call is better computed here, pinned in host memory; None for nothing.
+        """Take the part of a call that is better computed here, pinned in host memory; None for
+        nothing.
 
         Args:
             device: the cache of the GPU.
@@ -100,8 +101,8 @@ class CpuExperts:
         )
 
     def choose(self, absent: Sequence[int], rows: Mapping[int, int]) -> list[int]:
-        """Those that are computed here before they could be copied behind the others, as far as
-        they leave room for copies in host memory; ascending.
+        """Choose the experts that are computed here before they could be copied behind the others,
+        as far as they leave room for copies in host memory; ascending.
 
         Args:
             absent: ids of experts that the GPU lacks.
@@ -120,7 +121,7 @@ class CpuExperts:
 
 @dataclass(frozen=True)
 class CpuShare:
-    """What the CPU computes of a call. Legend: R rows that visit one of its experts.
+    """The part of a call that the CPU computes. Legend: R rows that visit one of its experts.
 
     A context manager that unpins its experts: what the call copies meanwhile, or reads ahead, goes
     through the same host memory, and would evict them first, as the least valuable there.

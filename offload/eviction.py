@@ -91,7 +91,7 @@ class EvictionRanking:
         return None
 
     def _stays(self, unit: int) -> bool:
-        """Whether a ranked unit may not go now, or has become more valuable since."""
+        """Return whether a ranked unit may not go now, or has become more valuable since."""
         if unit in self._used or unit in self._in_flight:
             return True
         for units in self._pins.values():  # noqa: SIM110 - `any` takes three times as long

@@ -178,7 +178,7 @@ class CopyBatch:
 
     @property
     def done(self) -> bool:
-        """Whether kernels launched from now on find the bytes."""
+        """Return whether kernels launched from now on find the bytes."""
         return self.awaited or self.event.query()
 
 

@@ -23,7 +23,7 @@ HotSet = list[tuple[int, int]]
 
 
 def hot_set_file(directory: Path) -> Path:
-    """Where the hot set of a store is kept."""
+    """Return the file of a store's hot set."""
     directory = directory.resolve()
     if os.access(directory, os.W_OK):
         return directory / FILE_NAME

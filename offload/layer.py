@@ -107,8 +107,8 @@ class OffloadedExperts:
 
     @property
     def only_kernels(self) -> bool:
-        """Whether compiled code can run the slots: without copies, prefixes or a share of the CPU
-        there is nothing for Python to do."""
+        """Return whether compiled code can run the slots: without copies, prefixes or a share of
+        the CPU there is nothing for Python to do."""
         return self._copies is None and self.cpu is None and self._whole_share is None
 
     @property
@@ -193,8 +193,8 @@ class OffloadedExperts:
         return slots_TK
 
     def _for_cpu(self, weights_TK: Tensor, hidden_TH: Tensor) -> Sequence[Tensor]:
-        """What the CPU needs of a call for its share, if that is small; a prompt's rows are copied
-        only where there is a share."""
+        """Return the inputs of the CPU's share of a call, if they are small; a prompt's rows are
+        copied only where there is a share."""
         small = self.cpu is not None and hidden_TH.nbytes <= COPIED_WITH_IDS
         return (weights_TK, hidden_TH) if small else ()
 
@@ -262,7 +262,7 @@ class OffloadedExperts:
         return total_TH
 
     def _compiled(self, hidden_TH: Tensor) -> LayerCall | None:
-        """How compiled code runs rows like these; None if it cannot."""
+        """Return the call by which compiled code runs rows like these; None if it cannot."""
         if not self.only_kernels or hidden_TH.dtype != torch.float32 or torch.is_grad_enabled():
             return None
         if self._layer_call is None and (native := choose_kernel()[0]) is not None:
@@ -270,7 +270,7 @@ class OffloadedExperts:
         return self._layer_call
 
     def unreadable(self, experts: Sequence[int]) -> dict[int, OffloadError]:
-        """Those of the experts that cannot be read, and why."""
+        """Return the experts that cannot be read, and why."""
         lost = {}
         for expert in experts:
             try:
@@ -328,7 +328,7 @@ LayerExperts = AnyExperts | OffloadedExperts
 
 
 def held_experts(layer: LayerExperts) -> AnyExperts:
-    """What kernels see of a layer."""
+    """Return the experts of a layer as kernels see them."""
     return layer.slots if isinstance(layer, OffloadedExperts) else layer
 
 

@@ -30,8 +30,8 @@ from routing.predict import Predictor
 
 MEMORY, HOST = "memory", "host"
 PLACES = ("disk", "loading", "host", "prefix", "memory")
-"""Where an expert is: on disk only, on its way to the kernels' memory, in host memory beside a GPU,
-or where kernels read it, by a prefix of its bits or whole."""
+"""Places of an expert: on disk only, on its way to the kernels' memory, in host memory beside a
+GPU, or where kernels read it, by its low-bit planes or whole."""
 CAUSES = ("demand", "streamed", "useful", "wasted", "restored")
 """Why bytes were read: names of counters in `LayerStatistics`."""
 SLOWEST = 1e8
@@ -90,8 +90,8 @@ class Offloaded:
         return min(last.misses / asked, 1.0) if asked else 0.0
 
     def status(self) -> dict[str, Any]:
-        """How experts are served, for JSON; ``late``: `CpuExperts.status`, if the CPU takes a
-        share."""
+        """Return how experts are served, for JSON; ``late``: `CpuExperts.status`, if the CPU takes
+        a share."""
         cpu = self.layers[0].cpu
         return {
             "policy": self.cache.policy.name,
@@ -141,8 +141,8 @@ class Offloaded:
         return self.prefetcher
 
     def statistics(self) -> dict[str, Any]:
-        """What the caches did and hold, for JSON: of the fastest in detail, and of each tier.
-        ``bytes_read`` came from disk."""
+        """Return counts and contents of the caches, for JSON: of the fastest in detail, and of each
+        tier. ``bytes_read`` came from disk."""
         return {
             **self.cache.statistics.as_dict(),
             "bytes_read": bytes_in(self.tiers[-1].cache.statistics.total),
@@ -179,7 +179,8 @@ class Tier:
     cache: ExpertCache
 
     def statistics(self) -> dict[str, object]:
-        """What it did and holds, for JSON; ``bytes_in`` came from the next tier or from disk."""
+        """Return counts and contents of this tier, for JSON; ``bytes_in`` came from the next tier
+        or from disk."""
         total = self.cache.statistics.total
         return {
             "name": self.name,
@@ -231,7 +232,7 @@ def bytes_in(counters: LayerStatistics) -> int:
 
 
 def _prefetch_statistics(prefetcher: Prefetcher) -> dict[str, Any]:
-    """What became of the forecasts, over all layers."""
+    """Count the outcomes of forecasts, over all layers."""
     total = BidRecord()
     for record in prefetcher.records:
         for field in fields(record):

@@ -230,7 +230,7 @@ def _views(slots: AnyExperts, like: Sequence[ExpertWeights]) -> list[AnyExperts]
 
 
 def _agree(view: AnyExperts, layer: ExpertWeights) -> bool:
-    """Whether two activations agree, tested on rows from tiny to huge."""
+    """Return whether two activations agree, tested on rows from tiny to huge."""
     random = torch.Generator().manual_seed(0)
     rows = torch.randn(64, layer.gate_up_EGH.shape[1], generator=random)
     rows *= torch.logspace(-3, 3, 64)[:, None]
@@ -238,7 +238,7 @@ def _agree(view: AnyExperts, layer: ExpertWeights) -> bool:
 
 
 CHECKED_EVERY = 64
-"""Of this many reads one is checked, beside the first of each expert: that costs less than 1 %."""
+"""Reads for each one that is checked, beside the first of each expert: that costs less than 1 %."""
 
 
 class DiskSource:
@@ -309,7 +309,7 @@ class DiskSource:
         self._checked[key] = max(num_bytes, self._checked.get(key, 0))
 
     def _numbers(self, key: ExpertKey, places: Sequence[Tensor]) -> list[Tensor]:
-        """What can hold NaN of an expert that was read: whole weights, or scales, which come
+        """Return the parts of an expert that can hold NaN: whole weights, or scales, which come
         first."""
         if self._bits == WHOLE:
             dtype = DTYPES[self._store.manifest.layers[key.layer].dtype]

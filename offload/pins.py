@@ -248,7 +248,7 @@ class TierPin:
 
     @property
     def ready(self) -> bool:
-        """Whether the expert is there, or its read has failed."""
+        """Return whether the expert is there, or its read has failed."""
         return self._transfer is None or self._transfer.done
 
     @property

@@ -83,7 +83,8 @@ class Bid:
 
 
 class Odds:
-    """How likely an absent expert is requested, by a logistic regression trained online.
+    """Estimates the odds that an absent expert is requested, by a logistic regression trained
+    online.
 
     Experts in memory are mostly the popular ones, so forecasts of absent ones are wrong more often
     than they claim. The features are the forecast and the expert's rate of requests; every forecast
@@ -163,7 +164,7 @@ class PrefetchGate:
         self._rest = float(TRIAL)  # steps without forecasts after the gate had to close
 
     def asks(self, step: int) -> bool:
-        """Whether to forecast this layer in this step."""
+        """Return whether to forecast this layer in this step."""
         return self.on or step >= self._next
 
     def judge(self, gain: float, step: int) -> None:
@@ -233,7 +234,7 @@ class Prefetcher:
 
     @property
     def depth(self) -> int:
-        """How many layers ahead bids are placed; 0 while no gate is open."""
+        """The number of layers ahead for which bids are placed; 0 while no gate is open."""
         return self._depth() if any(gate.on for gate in self.gates) else 0
 
     @property
@@ -377,7 +378,7 @@ class Prefetcher:
         return self.gates[layer].asks(self._step)
 
     def _depth(self) -> int:
-        """How many layers run during one load."""
+        """Return the number of layers that run during one load."""
         ratio = self.load_seconds / max(self.layer_seconds, 1e-9)
         return max(1, min(MAX_DEPTH, math.ceil(ratio)))
 

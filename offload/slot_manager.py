@@ -23,7 +23,7 @@ from offload.transfer import Transfer
 
 
 class ExpertSource(Protocol):
-    """Where a missing expert comes from."""
+    """A source of missing experts."""
 
     def fetch(self, layer: int, expert: int, slot: int, *, urgent: bool) -> Transfer:
         """Begin to fill a free slot with an expert; its biases are there when this returns.
@@ -67,7 +67,7 @@ class SlotManager:
         self._unused: dict[int, int] = {}  # bytes of prefetched units that no call has asked for
 
     def counters(self, unit: int) -> LayerStatistics:
-        """Those of the unit's layer."""
+        """Return the counters of the unit's layer."""
         return self.statistics.layers[unit // self.table.width]
 
     def count_call(self, layer: int, units: Sequence[int], missing: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SlotSizes:
-    """What the experts of a model take in a cache.
+    """Sizes of a model's experts in a cache.
 
     Attributes:
         experts: E of each layer.
@@ -116,8 +116,8 @@ class SlotTable:
         return free.popitem()[0] if free else None
 
     def room_beside(self, units: Sequence[int], slots: int) -> int:
-        """How many of these units, from the first on, may stay where they are if this many slots
-        of each kind shall have no grain of theirs."""
+        """Return how many of these units, from the first on, may stay where they are if this many
+        slots of each kind shall have no grain of theirs."""
         taken = {kind: set[int]() for kind in self._kinds}
         for count, unit in enumerate(units):
             span = self._span(self.grains[unit], self.slot[unit])
@@ -128,7 +128,7 @@ class SlotTable:
         return len(units)
 
     def is_whole(self, unit: int) -> bool:
-        """Whether a unit has room for all of it."""
+        """Return whether a unit has room for all of it."""
         return self.grains[unit] == self.sizes.grains[unit]
 
     def owners(self, kind: int, slot: int) -> list[int]:

@@ -19,7 +19,7 @@ class Event(Protocol):
     """A place in a stream, as `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the stream has passed it."""
+        """Return whether the stream has passed it."""
         ...
 
     def synchronize(self) -> None:

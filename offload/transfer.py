@@ -38,7 +38,7 @@ class Transfer(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not; its memory is not written to any more."""
+        """Return whether it has ended, well or not; its memory is not written to any more."""
         ...
 
     @property
@@ -76,7 +76,7 @@ class Reader(Protocol):
 
     @property
     def name(self) -> str:
-        """How it reads, in words."""
+        """Its way of reading, in words."""
         ...
 
     @property

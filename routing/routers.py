@@ -45,7 +45,7 @@ class RouterRule:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether the rule always chooses the experts with the largest logits."""
+        """Return whether the rule always chooses the experts with the largest logits."""
         return self.correction is None and self.groups == 1
 
     def scores(self, logits: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 from routing.routing import Routing, counted
 
 Phase = Literal["prefill", "decode", "denoise"]
-"""Of a token: it belongs to a prompt (or a block that is final), it is the next token of a running
-sequence, or it stands on a canvas that is being refined."""
+"""The phase of a token: it belongs to a prompt (or a block that is final), it is the next token of
+a running sequence, or it stands on a canvas that is being refined."""
 
 LoadedFor = Literal["prefill", "decode", "denoise", "both"]
 """Which phases' tokens visited an expert in one step of a layer; ``both``: those of several."""

@@ -53,10 +53,10 @@ DAMPING = 0.01
 """Added to the diagonal of H, as a share of its mean."""
 
 REACH = 0.25
-"""How far compensation for a coarse prefix may move a weight, in its steps. Measured on the shipped
-model with text that neither calibrates nor tests, KL in bits a token at 2, 4 and 8 bits: .030,
-.0028, .0002 at 0.1; .0225, .0035, .0008 at 0.25; .0200, .0044, .0016 at 0.4; .0191, .0052, .0023 at
-0.5; and .0185, .0013, .0001 where each width is done alone."""
+"""Bound of what compensation for a coarse prefix may move a weight by, in its steps. Measured on
+the shipped model with text that neither calibrates nor tests, KL in bits a token at 2, 4 and 8
+bits: .030, .0028, .0002 at 0.1; .0225, .0035, .0008 at 0.25; .0200, .0044, .0016 at 0.4; .0191,
+.0052, .0023 at 0.5; and .0185, .0013, .0001 where each width is done alone."""
 
 Cell = tuple[Tensor, Tensor]
 """Smallest and largest code of each weight that begin with its prefix."""

@@ -1,5 +1,5 @@
-"""What calibration finds out about a layer's experts: their inputs (`LayerInputs`), how often they
-are used and what fewer bits cost (`LayerCalibration`), and the file of both.
+"""Measures a layer's experts in calibration: their inputs (`LayerInputs`), how often they are used
+and what fewer bits cost (`LayerCalibration`), and the file of both.
 
 Input rows are kept instead of each expert's second moments, which would take more room than the
 experts themselves. Legend: T tokens, H hidden, F intermediate, K slots a token, R rows of one

@@ -72,7 +72,7 @@ class PerSlotRows:
 
 
 class Assignment:
-    """What one rank sends, serves and gets back.
+    """The rows that one rank sends, serves and gets back.
 
     Args:
         tables: expert ids ``(tokens, slots)`` of each rank; -1 for unused slots.

@@ -102,7 +102,7 @@ class Dispatcher(Protocol, Generic[Handle]):
 
     @property
     def local(self) -> bool:
-        """Whether all rows stay where they are."""
+        """Return whether all rows stay where they are."""
         ...
 
     def dispatch(self, layer: int, hidden_states: Tensor, routing: Routing) -> Handle:
@@ -132,7 +132,7 @@ class Dispatcher(Protocol, Generic[Handle]):
 
 
 def nothing() -> None:
-    """What runs while results travel where there is nothing to do."""
+    """Run where there is nothing to do while results travel."""
 
 
 class LocalDispatcher:
@@ -182,7 +182,7 @@ class RankDispatcher(ABC, Generic[Handle]):
 
     @property
     def statistics(self) -> DispatchStatistics:
-        """What was moved."""
+        """Return counts of what was moved."""
         return self._statistics
 
     def apply_placements(self, epoch: int, placements: Mapping[int, Placement]) -> None:

@@ -22,8 +22,8 @@ from routing.routing import counted
 SPLIT_ROWS = 32
 """Mean tokens of an expert from which on each one is split over all its ranks."""
 _UNIT, _LEAST, _MOST = 1 << 16, 1, 1 << 24
-"""Of room, in integers: as much as the mean load, and bounds. No rank is shut out, and products
-with the tokens of a prompt stay far below 2^63."""
+"""Units of room, in integers: as much as the mean load, and bounds. No rank is shut out, and
+products with the tokens of a prompt stay far below 2^63."""
 
 
 class DeviceCopies:

@@ -61,7 +61,7 @@ MEMORY_SHARE = 1 / 8
 
 
 class RowKind(NamedTuple):
-    """What a model's rows are.
+    """Shape and dtype of a model's rows.
 
     Attributes:
         hidden: H.
@@ -190,7 +190,7 @@ class _DeepEPRows:
 
 @contextmanager
 def _asking(links: Links) -> Iterator[None]:
-    """What DeepEP raises ends the connection: another rank may wait for this one in a kernel."""
+    """End the connection if DeepEP raises: another rank may wait for this one in a kernel."""
     with links.guard:
         try:
             yield
@@ -237,7 +237,8 @@ class _NotUsed(Exception):
 
 
 def _on_all(host: Exchange, act: Callable[[], Result]) -> Result:
-    """What `act` returns; raises `_NotUsed` on all ranks if it raised on one. Collective."""
+    """Return the result of `act`; raises `_NotUsed` on all ranks if it raised on one.
+    Collective."""
     reason = ""
     try:
         result = act()

@@ -31,7 +31,7 @@ from kernels.cpu.all_to_all import BAD_ID, LOST, OTHERWISE, Assigned, bad_id
 from routing import Routing
 
 _DTYPES = torch.float32, torch.bfloat16
-"""Of hidden states whose results `kernels/cpu/all_to_all.cpp` sums."""
+"""Dtypes of hidden states whose results `kernels/cpu/all_to_all.cpp` sums."""
 
 
 @dataclass
@@ -79,7 +79,8 @@ class NativeDispatch:
         self._headers: RankHeaders | None = None
 
     def ready(self, hidden: Tensor, routing: Routing) -> bool:
-        """Whether all ranks brought inline rows before, and this one brings the same shapes."""
+        """Return whether all ranks brought inline rows before, and this one brings the same
+        shapes."""
         return self._prepare(hidden.shape, hidden.dtype, routing.expert_ids.shape)
 
     def step_address(self, tokens: int, hidden: int, slots: int) -> int | None:

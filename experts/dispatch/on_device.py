@@ -92,7 +92,7 @@ class DeviceDispatcher(RankDispatcher["DeviceDispatched"]):
 
     @property
     def statistics(self) -> DispatchStatistics:
-        """What was moved; reads the device's counters back."""
+        """Count what was moved; reads the device's counters back."""
         self._counts.move_to(self._statistics)
         return self._statistics
 
@@ -171,7 +171,7 @@ class DeviceDispatched(Dispatched):
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """What this rank brings: ``(T, H)`` rows, ``(T, K)`` ids and weights."""
+    """The tokens of this rank: ``(T, H)`` rows, ``(T, K)`` ids and weights."""
 
     hidden_TH: Tensor
     ids_TK: Tensor

@@ -29,7 +29,7 @@ INLINE_IDS = 512
 _HEADER, _PLACE_BYTES = struct.Struct("<7q"), struct.calcsize("<2q")
 """Layer and epoch, which must be the same on all ranks, then a `RankHeader`."""
 ID_BYTES = slice(_HEADER.size, _HEADER.size + 2 * INLINE_IDS)
-"""Where the ids are in a message; inline rows follow."""
+"""Place of the ids in a message; inline rows follow."""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 WASTE, SAME_MACHINE_WASTE = 1 / 16, 1 / 2
@@ -40,7 +40,7 @@ REMEMBERED = 2
 
 
 class RankHeader(NamedTuple):
-    """What one rank brings to a layer.
+    """The header of one rank's message at a layer.
 
     Attributes:
         tokens, slots: the shape of its expert ids.
@@ -212,7 +212,8 @@ def _out_of_step(rank: int, places: Sequence[tuple[int, ...]]) -> ExchangeError:
 
 
 def should_inline_rows(ranks: int, slots: float, same_machine: bool) -> bool:
-    """Whether rows should go to all ranks with the ids, before it is known which ranks need them.
+    """Return whether rows should go to all ranks with the ids, before it is known which ranks need
+    them.
 
     That saves an exchange. Where each token visits several experts on few ranks, nearly every row
     is needed everywhere: with two ranks and eight experts, all but one in 256. On one machine a row
@@ -249,7 +250,7 @@ class InlineRows:
 
     @property
     def steady(self) -> RankHeaders | None:
-        """What ranks brought to each of the last layers, if that was the same."""
+        """Headers of the ranks at each of the last layers, if they were the same."""
         last = self._last
         return last[0] if len(last) == REMEMBERED and last[0] is last[-1] else None
 

@@ -107,7 +107,7 @@ def read_failures(*rows_NH: Tensor) -> dict[int, Failure]:
 
 
 _RANK_BITS = 15
-"""Of a failure's code: 1, whether it is unreadable, the rank, the layer."""
+"""Bits of the rank in a failure's code: 1, whether it is unreadable, the rank, the layer."""
 
 
 def row_codes(rows_NH: Tensor, rank: Tensor | int) -> Tensor:
@@ -130,12 +130,12 @@ def code_of(failure: Failure, rank: int) -> int:
 
 
 def layer_code(layer: int) -> int:
-    """What a layer adds to the codes of its failures."""
+    """Return the part of a layer in the codes of its failures."""
     return layer << (_RANK_BITS + 1)
 
 
 def failure(code: int) -> Failure:
-    """What a code that is not 0 means."""
+    """Return the meaning of a code that is not 0."""
     layer, rest = divmod(code, 1 << (_RANK_BITS + 1))
     rank, unreadable = divmod(rest - 2, 2)
     act = "read" if unreadable else "run"

@@ -64,7 +64,7 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a job has no answer yet, or its answer was not taken."""
+        """Return whether a job has no answer yet, or its answer was not taken."""
         return self._answer is not None
 
     def submit(self, job: RepackJob) -> None:

@@ -1,4 +1,5 @@
-"""How even a placement is: the heaviest rank's load, if copies share an expert's tokens well.
+"""Judges how even a placement is: the heaviest rank's load, if copies share an expert's tokens
+well.
 
 Copies share as `routing.balance` does, but here a load may be cut anywhere. On any number of ranks,
 `share_by_price` levels the loads: a rank's price is its load, and half the sum of squared loads has

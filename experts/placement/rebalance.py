@@ -60,7 +60,7 @@ class Repacker(Protocol):
 
 
 class StepRate:
-    """How long steps take, and how much longer for each token that a rank serves at a layer."""
+    """The time of a step, and the time that each token adds which a rank serves at a layer."""
 
     def __init__(self) -> None:
         self._sums = np.zeros(5)  # of 1, tokens, seconds, tokens squared, tokens times seconds

@@ -69,7 +69,7 @@ class NativeKernels:
         )
 
     def supports(self, hidden_TH: Tensor, experts: AnyExperts) -> bool:
-        """Whether `experts_forward` knows these activations and weights."""
+        """Return whether `experts_forward` knows these activations and weights."""
         if isinstance(experts, QuantizedExperts):
             known = experts.first.for_cpus and experts.second.for_cpus
             return known and self.planes.supports(hidden_TH, experts.scales[0])
@@ -89,7 +89,8 @@ class NativeKernels:
         return self.whole.experts(hidden_TH, expert_ids_TK, weights_TK, experts, add_to_TH)
 
     def layer_call(self, hidden_TH: Tensor, experts: AnyExperts) -> LayerCall | None:
-        """How compiled callers run a layer for rows like these; None where they cannot."""
+        """Return the call by which compiled callers run a layer for rows like these; None where
+        they cannot."""
         if not self.supports(hidden_TH, experts):
             return None
         if isinstance(experts, QuantizedExperts):

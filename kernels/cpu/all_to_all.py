@@ -117,7 +117,7 @@ class _AllToAllLayerRecord(Record, struct="AllToAllLayer"):
 
 
 class Counted(NamedTuple):
-    """What `moe_assign` counted in several layers.
+    """The counts of `moe_assign` in several layers.
 
     Attributes:
         loads_LE: tokens of each expert on all ranks; zeros after a layer's last expert.
@@ -272,13 +272,13 @@ def _total_size(shapes: Shapes, own: int, experts: int) -> int:
 
 
 def _loads_offset(shapes: Shapes, own: int) -> int:
-    """Where `Assigned.loads_E` begins in them; it is the last part."""
+    """Return the begin of `Assigned.loads_E` in them; it is the last part."""
     size, slots = _size(shapes)
     return 4 * size + 2 * len(shapes) + 2 + (own * slots + 1) // 2
 
 
 def _counts_offset(shapes: Shapes) -> int:
-    """Where the counts begin in them: `served_R`, `returned_R`, pairs and A."""
+    """Return the begin of the counts in them: `served_R`, `returned_R`, pairs and A."""
     return 4 * _size(shapes)[0]
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 SOURCE_DIR = Path(__file__).parent
 BUNDLED_DIR = SOURCE_DIR / "lib"
-"""Where a wheel has the compiled variants, as NAME.so; a checkout has none."""
+"""The folder of the compiled variants in a wheel, as NAME.so; a checkout has none."""
 FLAGS = (
     *("-std=c++17", "-O3", "-fPIC", "-fopenmp"),
     "-Wno-maybe-uninitialized",  # GCC's own AVX-512 header trips it
@@ -82,7 +82,8 @@ VARIANTS = {
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """What the CPU has and the operating system lets programs use, in Linux's names.
+    """Return the features that the CPU has and the operating system lets programs use, in Linux's
+    names.
 
     Linux reads CPUID, and drops what the system does not save between threads. Empty where the
     file is missing.
@@ -132,7 +133,7 @@ def find_compiler() -> list[str]:
 
 
 def run(command: Sequence[str]) -> str:
-    """What a command prints. Raises BuildError, which quotes its first error."""
+    """Return what a command prints. Raises BuildError, which quotes its first error."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False

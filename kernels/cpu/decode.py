@@ -98,7 +98,7 @@ class EmbeddingRecord(Record, struct="decode::Embedding"):
 
 
 class JoinRecord(Record, struct="decode::Join"):
-    """How rows of a multi-token-prediction layer begin: see `moe.network.mtp.MtpInput`."""
+    """The beginning of a multi-token-prediction layer's rows: see `moe.network.mtp.MtpInput`."""
 
     _fields_ = (
         *((name, NormRecord) for name in ("embedding", "hidden")),

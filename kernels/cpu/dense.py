@@ -70,7 +70,7 @@ class NativeAttention:
 
     @staticmethod
     def supports(*tensors: Tensor) -> bool:
-        """Whether the library reads such queries, keys and values where they lie."""
+        """Return whether the library reads such queries, keys and values where they lie."""
         return all(
             t.device.type == "cpu"
             and t.dtype == torch.float32
@@ -162,7 +162,7 @@ class NativeLinear:
 
     @staticmethod
     def supports(x: Tensor, weight: Tensor) -> bool:
-        """Whether the library reads such activations and weights."""
+        """Return whether the library reads such activations and weights."""
         return (
             x.device.type == weight.device.type == "cpu"
             and x.dtype in (torch.float32, torch.bfloat16)
@@ -206,7 +206,7 @@ class NativeNorms:
 
     @staticmethod
     def supports(x: Tensor) -> bool:
-        """Whether the library takes such rows."""
+        """Return whether the library takes such rows."""
         kept = x.requires_grad and torch.is_grad_enabled()
         return x.device.type == "cpu" and x.dtype == torch.float32 and not kept
 

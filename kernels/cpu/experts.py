@@ -139,8 +139,8 @@ class LayerPlan:
 
 
 class LayerCall(NamedTuple):
-    """How compiled callers run a layer: the address of the C++ function, and those of its first two
-    arguments, which point into what is kept."""
+    """A call by which compiled callers run a layer: the address of the C++ function, and those of
+    its first two arguments, which point into what is kept."""
 
     forward: int
     layer: int
@@ -210,7 +210,8 @@ class NativeLayer(ABC, Generic[Weights]):
         return output_TH if add_to_TH is not None else output_TH.to(dtype)
 
     def layer_call(self, experts: Weights) -> LayerCall | None:
-        """How compiled callers run the layer; None if part of it runs in Python."""
+        """Return the call by which compiled callers run the layer; None if part of it runs in
+        Python."""
         plan = self._plan(experts)
         if plan.activation is None:
             return None
@@ -300,7 +301,7 @@ class NativeExperts(NativeLayer[ExpertWeights]):
 
     @staticmethod
     def supports(hidden_TH: Tensor, experts: ExpertWeights) -> bool:
-        """Whether dtypes, devices and layout are ones that the library knows."""
+        """Return whether dtypes, devices and layout are ones that the library knows."""
         gate_up, down = experts.gate_up_EGH, experts.down_EHF
         return (
             hidden_TH.device.type == gate_up.device.type == down.device.type == "cpu"
@@ -384,7 +385,7 @@ class NativePlanes(NativeLayer[QuantizedExperts]):
 
     @staticmethod
     def supports(x: Tensor, scales: Tensor) -> bool:
-        """Whether the library knows the activations' dtype, and everything is on the CPU."""
+        """Return whether the library knows the activations' dtype, and everything is on the CPU."""
         return x.device.type == scales.device.type == "cpu" and x.dtype in DTYPES
 
     def linear(self, x_TK: Tensor, matrix: PlaneMatrix) -> Tensor:
@@ -506,8 +507,8 @@ def _with_norm(
 
 
 class Gating(IntEnum):
-    """How the rows of a first projection make an inner row: the gate alone; all of the gate's, then
-    all of up's; or both in turn."""
+    """The way in which rows of a first projection make an inner row: the gate alone; all of the
+    gate's, then all of up's; or both in turn."""
 
     UNGATED = 0
     HALVES = 1
@@ -560,6 +561,6 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _addresses(planes: tuple[Tensor, ...], scales: Tensor) -> list[int]:
-    """Of planes 0 to 3 (0 where absent) and the scales."""
+    """Return the addresses of planes 0 to 3 (0 where absent) and of the scales."""
     absent = [0] * (len(PLANE_BITS) - len(planes))
     return [*(plane.data_ptr() for plane in planes), *absent, scales.data_ptr()]

@@ -88,8 +88,8 @@ def doubles(*names: str) -> Fields:
 
 
 class Field(NamedTuple):
-    """Where a field lies, in bytes. Its kind is "p" for a pointer, "f" for a floating-point number,
-    "i" for an integer, "r" for a record or an array."""
+    """The place of a field, in bytes. Its kind is "p" for a pointer, "f" for a floating-point
+    number, "i" for an integer, "r" for a record or an array."""
 
     name: str
     offset: int

@@ -20,7 +20,7 @@ _GROUP = 32  # codes that share a scale
 
 
 class RowFormat(NamedTuple):
-    """How a row is stored.
+    """The format of a stored row.
 
     Attributes:
         bits: of a number: 32 (float32), 16 (bf16), or 8 or 4 (codes in groups of 32, which share a

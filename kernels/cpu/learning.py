@@ -1,4 +1,4 @@
-"""What a cache of experts learns from what is asked for, by a compiled library (see learning.cpp).
+"""Learns for a cache of experts from what is asked for, by a compiled library (see learning.cpp).
 
 Legend: L layers, E experts of the widest, M memories, H heads, R layers looked back to.
 """

@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured by compiled loops that do nothing else.
+"""Measures the most that this machine can do, by compiled loops that do nothing else.
 
     limits = measure_limits()
     limits.bytes, limits.products  # a second

@@ -14,7 +14,8 @@ from kernels.cpu.interface import Record, floats, numbers, pointers
 # Explicit, because torch's defaults may be another dtype or device.
 _PLACE: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 _LARGE, _SMALL = 1e4, 1e-6
-"""Of a row's elements: an epsilon does not show, and shows."""
+"""Sizes of a row's elements: with the large ones an epsilon does not show, with the small ones it
+does."""
 
 
 class NormRecord(Record, struct="decode::Norm"):

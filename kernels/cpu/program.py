@@ -19,7 +19,7 @@ SQUARE = 256
 
 
 class Space(IntEnum):
-    """Where an operand lies."""
+    """The place of an operand."""
 
     ROW = 0
     CONSTANT = 1
@@ -48,7 +48,7 @@ class Element(IntEnum):
 
 
 class Code(IntEnum):
-    """What an instruction computes."""
+    """The operation of an instruction."""
 
     COPY = 0
     NEGATE = 1
@@ -102,7 +102,7 @@ class Code(IntEnum):
 
 
 class Kind(IntEnum):
-    """What a stage runs: instructions row by row, products of all rows, one attention, one
+    """The content of a stage: instructions row by row, products of all rows, one attention, one
     recurrent layer, the choice of one indexer, or rows times matrices that they choose."""
 
     ROWS = 0

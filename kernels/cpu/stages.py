@@ -1,4 +1,4 @@
-"""Where the time of compiled calls goes, stage by stage.
+"""Measures the time of compiled calls, stage by stage.
 
     with measured_stages() as stages:
         ...  # decode steps, prompts
@@ -25,7 +25,7 @@ from kernels.cpu.interface import POINTER, Record, declare, sizes
 
 
 class Stage(IntEnum):
-    """What a stage computes; kernels/cpu/turns.h has the same order."""
+    """The work of a stage; kernels/cpu/turns.h has the same order."""
 
     NORMS = 0
     PROJECTIONS = auto()

@@ -67,7 +67,7 @@ class KeyRows(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """What a program takes at a time: query rows and keys, and its launch.
+    """The tile of a program: query rows and keys, and its launch.
 
     Attributes:
         rows: queries times query heads of one key/value head.
@@ -80,17 +80,18 @@ class KeyTile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """What a launch passes to Triton's compiler."""
+        """Options of a launch for Triton's compiler."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
 WIDE_SHARED_BYTES = 200 << 10
-"""Of a block; sm_90 and sm_100 allow 227 KB, sm_80 163, sm_89 and sm_120 99."""
+"""Shared memory of a block of the wide tiles; sm_90 and sm_100 allow 227 KB, sm_80 163, sm_89 and
+sm_120 99."""
 JOIN_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
 def decode_tile(size: int, dtype: torch.dtype) -> KeyTile:
-    """Of spans of one query; ``size`` is the larger of D and V."""
+    """Return the tile for spans of one query; ``size`` is the larger of D and V."""
     numbers = (8 << 10) // (1 if dtype.itemsize == 2 else 4)  # of a tile; more would spill
     return KeyTile(DECODE_ROWS, max(16, min(64, numbers // _width(size))), 4, 2)
 
@@ -107,7 +108,8 @@ def decode_splits(group: int, kv_heads: int, size: int, dtype: torch.dtype) -> i
 
 
 def prompt_tile(size: int, dtype: torch.dtype, wide: bool | None = None) -> KeyTile:
-    """Of spans of several queries; no tile of halves spills on sm_80, sm_89, sm_90 and sm_120.
+    """Return the tile for spans of several queries; no tile of halves spills on sm_80, sm_89, sm_90
+    and sm_120.
 
     Args:
         wide: whether a block may have the shared memory of sm_90; None: look.
@@ -255,8 +257,8 @@ def program_anew():
 
 @triton.jit
 def queries_of(program, count, query_at, kv_heads, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Of a program's rows: the query within its span, its head and its token, and whether there is
-    one."""
+    """Return, for a program's rows, the query within its span, its head and its token, and whether
+    there is one."""
     parts = tl.num_programs(1) // kv_heads
     flat = program % parts * ROWS + tl.arange(0, ROWS)
     row, head = flat // GROUP, program // parts * GROUP + flat % GROUP
@@ -285,7 +287,7 @@ def joined(peak, total, result, more_peak, more_total, more_result, COLUMN: tl.c
 
 @triton.jit
 def block_of(tables, place, columns, key, stop, PAGED: tl.constexpr):
-    """Where a tile of keys lies: its block, or where its sequence begins."""
+    """Return the place of a tile of keys: its block, or where its sequence begins."""
     block = place
     if PAGED:
         at = place.to(tl.int64) * columns + key // 64

@@ -61,7 +61,7 @@ def chosen(word, other, MASK: tl.constexpr):
 
 @triton.jit
 def load(pointers, mask, MASKED: tl.constexpr):
-    """What lies there; 0 where it is masked."""
+    """Load values; 0 where it is masked."""
     if MASKED:
         return tl.load(pointers, mask=mask, other=0)
     else:
@@ -302,7 +302,8 @@ def offset_less_middle(
     least, scale,
     BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """What is added to each number times its scale, where it is `least` for each code."""
+    """Return the number that is added to each number times its scale, where it is `least` for each
+    code."""
     codes = tl.full(scale.shape, 2.0 ** (BITS - 1), tl.float32)
     return least + scale * less_middle(codes, 1.0, BITS, KIND, PLANES, COMPUTE)
 

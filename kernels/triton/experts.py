@@ -57,7 +57,8 @@ from kernels.triton.tiles import (
 _COLUMNS = 256  # of a program of `combine_kernel`
 _MANY_ROWS = 32  # of an expert, from which on taller tiles pay
 _PANEL_ROWS = 128
-"""Of a matrix that `project_tall` cannot read, from which on its planes are dequantised first."""
+"""Rows of a matrix that `project_tall` cannot read, from which on its planes are dequantised
+first."""
 _MOST_TALL = 256
 """Rows of an expert from which on that is faster than `project_tall` (on an H100), too."""
 PANEL_BYTES = 128 << 20
@@ -78,7 +79,7 @@ _tables: WeakKeyDictionary[PlaneMatrix, tuple[Addresses, Tensor]] = WeakKeyDicti
 
 
 def supports(hidden_TH: Tensor, experts: AnyExperts) -> bool:
-    """Whether the kernels know the dtypes and can read the weights where they lie."""
+    """Return whether the kernels know the dtypes and can read the weights where they lie."""
     device = hidden_TH.device
     if hidden_TH.dtype not in DTYPES:
         return False
@@ -111,7 +112,7 @@ def _readable(experts: QuantizedExperts, device: torch.device) -> bool:
 
 
 def supports_matrix(x_TK: Tensor, matrix: PlaneMatrix) -> bool:
-    """Whether the kernels know x's dtype and can read the planes where they lie."""
+    """Return whether the kernels know x's dtype and can read the planes where they lie."""
     if matrix.layout.arrangement != "cuda":
         return False
     blobs = *matrix.planes, matrix.scales
@@ -240,13 +241,13 @@ class _Projection:
 
     @property
     def in_panels(self) -> bool:
-        """Whether weights are decoded into panels first."""
+        """Return whether weights are decoded into panels first."""
         known = isinstance(self.weights, PlaneLayout) and not self.tall
         return known and self.call.each >= _PANEL_ROWS
 
     @property
     def tall(self) -> bool:
-        """Whether `project_tall` computes it."""
+        """Return whether `project_tall` computes it."""
         call, weights = self.call, self.weights
         if not isinstance(weights, PlaneLayout) or call.plan.planes == 0:
             return False

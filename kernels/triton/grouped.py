@@ -209,8 +209,8 @@ def project_whole(
 
 
 def describable(x_XK: Tensor, weight_PWK: Tensor) -> bool:
-    """Whether a descriptor can say where these weights lie, and what it loads is multiplied as it
-    is."""
+    """Return whether a descriptor can say where these weights lie, and what it loads is multiplied
+    as it is."""
     return (
         x_XK.dtype == weight_PWK.dtype
         and x_XK.dtype.itemsize == 2

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: data types, the rows of a block, and activations.
+"""Data types, the rows of a block, and activations: the common part of the Triton kernels.
 
 `TRITON_INTERPRET=1` runs the kernels on CPU tensors. numpy has no bf16, and its arithmetic is
 silently wrong there, so interpreted kernels convert to float32 right after each load.
@@ -77,7 +77,7 @@ def compute_type(*dtypes: torch.dtype) -> Any:
 
 
 def overlap_options() -> dict[str, bool]:
-    """What a launch passes to a kernel that calls `wait_for_others`."""
+    """Return the options of a launch of a kernel that calls `wait_for_others`."""
     able = _overlaps()
     return {"PDL": able, "launch_pdl": able}
 

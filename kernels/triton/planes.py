@@ -61,7 +61,8 @@ Addresses = tuple[int, ...]
 
 @triton.jit
 def addresses(entry):
-    """Where a matrix's four planes and its scales begin, of a row of `address_table`."""
+    """Return the begins of a matrix's four planes and of its scales, from a row of
+    `address_table`."""
     return (
         tl.load(entry), tl.load(entry + 1), tl.load(entry + 2), tl.load(entry + 3),
         tl.load(entry + 4),
@@ -75,7 +76,7 @@ def words_at(address):
 
 @triton.jit
 def plane_bases(begins, block, chunks, block_bytes, BITS: tl.constexpr, KIND: tl.constexpr):
-    """Where a block of 16 rows begins in each plane, and in the scales' bytes."""
+    """Return the begins of a block of 16 rows in each plane, and in the scales' bytes."""
     before = tl.cast(block, tl.int64) * chunks * 16
     FIRST: tl.constexpr = BITS if KIND >= FP8 else (2 if KIND == 0 or BITS < 4 else 4)
     SECOND: tl.constexpr = 1 if KIND == 0 or BITS < 5 else BITS - 4
@@ -260,7 +261,7 @@ def group_sums(
 def first_sums(
     ones, BITS: tl.constexpr, KIND: tl.constexpr, PLANES: tl.constexpr, COMPUTE: tl.constexpr
 ):
-    """What a group's products are added to: with no offset, what their middle has too much."""
+    """Return the start of a group's sums: with no offset, what their middle has too much."""
     dot = tl.zeros_like(ones)
     if not has_offsets(KIND):
         dot = less_middle(dot, ones, BITS, KIND, PLANES, COMPUTE)
@@ -628,8 +629,8 @@ def parts_of(layout: PlaneLayout, expert: bool) -> int:
 
 
 def large_instructions(device: torch.device) -> bool:
-    """Whether a GPU has the matrix instructions and the bulk copies of sm_90; any other device can
-    only interpret them."""
+    """Return whether a GPU has the matrix instructions and the bulk copies of sm_90; any other
+    device can only interpret them."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -638,7 +639,7 @@ def chunks_of(layout: PlaneLayout) -> int:
 
 
 def constants_of(layout: PlaneLayout) -> dict[str, int]:
-    """What every launch is compiled for."""
+    """Return the constants that every launch is compiled for."""
     kind = SCALES.index(layout.scales)
     return {"BITS": layout.bits, "KIND": kind, "GROUP": layout.group_size}
 
@@ -710,7 +711,7 @@ def project_planes(
 def addresses_of(
     planes: Sequence[Tensor], scales: Tensor, layouts: Sequence[PlaneLayout], index: int
 ) -> Addresses:
-    """Where the planes (0: there is none) and the scales of a matrix begin.
+    """Return the begins of the planes (0: there is none) and of the scales of a matrix.
 
     Args:
         planes, scales: blobs.
@@ -749,7 +750,8 @@ def address_table(
 
 
 def readable(blobs: Sequence[Tensor], device: torch.device) -> bool:
-    """Whether the kernels can read the blobs as they lie: on the device, dense and aligned."""
+    """Return whether the kernels can read the blobs as they lie: on the device, dense and
+    aligned."""
     return all(
         blob.device == device and blob.is_contiguous() and blob.data_ptr() % _ALIGNMENT == 0
         for blob in blobs

@@ -30,8 +30,8 @@ PROMPT_OPTIONS = {"num_warps": 4, "num_stages": 4, "enable_fp_fusion": True}
 
 
 def options(experts: int) -> dict[str, int | bool]:
-    """What every launch passes to Triton's compiler: one warp, as long as its registers hold the
-    scores."""
+    """Return options of every launch for Triton's compiler: one warp, as long as its registers hold
+    the scores."""
     return {"num_warps": 1 if experts <= 256 else 2, "enable_fp_fusion": False}
 
 
@@ -101,7 +101,7 @@ def prompt_logits_kernel(
 
 
 def takes(tokens: int, weight_EH: Tensor) -> bool:
-    """Whether `logits` pays for so many tokens."""
+    """Return whether `logits` pays for so many tokens."""
     return tokens <= MOST_TOKENS or weight_EH.dtype == torch.bfloat16
 
 

@@ -24,7 +24,7 @@ MOST_COUNTED = 512
 CHUNK = 512
 """Slots of a program that counts or places."""
 SORT_OPTIONS: dict[str, int | bool] = {"num_warps": 8, "enable_fp_fusion": False}
-"""What every launch of those programs passes to Triton's compiler."""
+"""Options of those programs' launches for Triton's compiler."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def route(expert_ids_TK: Tensor, experts: int, rows: int, distinct: int | None =
 
 @triton.jit
 def _experts_of(ids, slot, slots, experts):
-    """Of these slots; those that are unused, or beyond the last, have the number after all."""
+    """Return the experts of these slots; those that are unused, or beyond the last, have the number
+    after all."""
     own = tl.load(ids + slot, mask=slot < slots, other=-1)
     return tl.where((own < 0) | (own >= experts), experts, own).to(tl.int32)
 
@@ -157,7 +158,7 @@ def _empty(ids_S: Tensor, experts: int, rows: int, distinct: int | None) -> Bloc
 
 
 def align_options(size: int) -> dict[str, int | bool]:
-    """What every launch for so many slots passes to Triton's compiler."""
+    """Return options for Triton's compiler of every launch for so many slots."""
     return {"num_warps": min(8, size // 32), "enable_fp_fusion": False}
 
 

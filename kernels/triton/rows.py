@@ -31,7 +31,7 @@ PLACED = 8
 """Rows of a program of `place_heads` where there are many: starting one takes longer than a row."""
 _MANY_HEADS = 1 << 15  # of all rows, from which on a GPU's multiprocessors have enough of those
 OPTIONS = {"num_stages": 1, "enable_fp_fusion": True}
-"""What every launch passes to Triton's compiler."""
+"""Options of every launch for Triton's compiler."""
 RMS, CENTERED = 1, 2
 STYLES = {"half": 1, "pairs": 2, "pairs_to_halves": 3}
 

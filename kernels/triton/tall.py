@@ -26,7 +26,7 @@ _TURNED = 1024  # pairs of a program of `turn_kernel`
 
 
 def reads(layout: PlaneLayout, device: torch.device) -> bool:
-    """Whether `project_tall` can multiply by such a matrix, fast."""
+    """Return whether `project_tall` can multiply by such a matrix, fast."""
     whole = layout.columns % (2 * CHUNK_COLUMNS) == 0
     return layout.scales == "symmetric" and whole and large_instructions(device)
 

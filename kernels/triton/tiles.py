@@ -37,8 +37,8 @@ class Tile:
     halves: bool = False
 
     def fits(self, parts: int, dtype: torch.dtype = torch.bfloat16) -> bool:
-        """Whether registers hold the sums of so many parts: gate and up. Float32 has no matrix
-        instructions: each thread holds whole rows and columns of what it multiplies."""
+        """Return whether registers hold the sums of so many parts: gate and up. Float32 has no
+        matrix instructions: each thread holds whole rows and columns of what it multiplies."""
         most = 16 if dtype == torch.float32 else self.rows
         return self.rows <= most and parts * self.columns <= 256
 
@@ -48,7 +48,7 @@ class Tile:
 
     @property
     def options(self) -> dict[str, int | bool]:
-        """What every launch with this tile passes to Triton's compiler."""
+        """Options of a launch with this tile for Triton's compiler."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
@@ -68,7 +68,7 @@ class PlaneTile:
     fetch: bool = False
 
     def constants(self, parts: int) -> dict[str, int | bool]:
-        """What the kernel is compiled for; parts of K have a warp each."""
+        """Return the constants that the kernel is compiled for; parts of K have a warp each."""
         return {
             "ROWS": self.rows,
             "PARTS": parts,
@@ -77,7 +77,7 @@ class PlaneTile:
         }
 
     def fits(self, codes: PlaneFormat, planes: int, dtype: torch.dtype) -> bool:
-        """Whether registers hold the sums and all that ptxas reads ahead.
+        """Return whether registers hold the sums and all that ptxas reads ahead.
 
         Float32, which has no matrix instructions, takes 8 rows. 64 rows are for codes of one piece
         whose activations are summed once a unit, or not at all.
@@ -127,7 +127,7 @@ class TallTile:
 
     @property
     def constants(self) -> dict[str, int]:
-        """What the kernel is compiled for."""
+        """The constants that the kernel is compiled for."""
         return {"ROWS": self.rows, "BLOCKS": self.blocks, "STAGES": self.stages}
 
     @property
@@ -223,7 +223,8 @@ def fastest(
 
 
 def _milliseconds(function: Callable[[], Tensor]) -> float:
-    """Of a replay: what the host does to launch takes longer than most kernels, and varies."""
+    """Return the time of a replay: what the host does to launch takes longer than most kernels, and
+    varies."""
     from triton.testing import do_bench
 
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()

@@ -30,7 +30,7 @@ from kernels.cpu.learning import NativeLearner
 from offload.policies.base import Values
 
 HALF_LIVES = (200.0, 20.0, 1.0)
-"""Of each memory: calls of a layer after which a request counts half."""
+"""Half-life of each memory: calls of a layer after which a request counts half."""
 KEEP = 0.5 ** (1 / np.array(HALF_LIVES))
 AT_FIRST = (0.8, 0.1, 0.1)
 """Initial weights of the memories."""
@@ -38,15 +38,16 @@ FIRST_RATE = 0.1
 LEARNING_RATE = 0.005
 """Step by which a call changes the weights of the memories."""
 CYCLE_DISCOUNT = 0.5
-"""What a use one pass over the layers later is worth."""
+"""Worth of a use one pass over the layers later."""
 DISTANCE_DISCOUNT = 0.75
-"""What the next call of a layer is worth if it is a whole pass away. More than `CYCLE_DISCOUNT`:
+"""Worth of the next call of a layer if it is a whole pass away. More than `CYCLE_DISCOUNT`:
 otherwise, caches smaller than one pass would evict favourite experts for those of the next layers.
 """
 REACH = 6
 """Layers that transitions look back to, the layer itself included."""
 MOST_BYTES = 64 << 20
-"""Of the transitions' weights: with very many experts, they look back to fewer layers."""
+"""Most bytes of the transitions' weights: with very many experts, they look back to fewer
+layers."""
 HABIT_RATE = 0.5
 """Share of a prediction's error that one call corrects."""
 HEADS = 2

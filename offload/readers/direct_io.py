@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReadBackend(Protocol):
-    """How one thread of a reader reads; each thread has its own."""
+    """Reads for one thread of a reader; each thread has its own."""
 
     def read(self, fd: int, offset: int, views: Views, status: Status = None) -> int:
         """Fill the views from ``offset`` on, at most `PIECE_BYTES`.

@@ -30,7 +30,7 @@ from offload.readers.threads import IN_FLIGHT_BYTES, PATIENCE_S, THREADS
 from offload.transfer import Read
 
 INTERRUPT_POLL_S = 0.5
-"""How often a wait inside compiled code returns to Python, to handle interrupts."""
+"""Seconds between returns of a wait inside compiled code to Python, to handle interrupts."""
 _SUBMITTED = 64
 
 

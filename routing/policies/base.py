@@ -22,7 +22,8 @@ Need = Literal["select", "resident", "importance"]
 
 @dataclass(frozen=True, eq=False)
 class RoutingContext:
-    """What a policy may know besides the routing itself. T rows of the routing, E experts.
+    """The facts that a policy may know besides the routing itself. T rows of the routing, E
+    experts.
 
     Attributes:
         layer: index of the MoE layer, counted over MoE layers only.

@@ -30,7 +30,7 @@ PREDICTORS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class PredictedModel:
-    """What predictors must know of their model.
+    """The facts that predictors must know of their model.
 
     Attributes:
         num_experts: E of each MoE layer.

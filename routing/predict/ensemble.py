@@ -20,7 +20,7 @@ from routing.predict.forecast import Floats, Forecast
 from routing.routing import Routing
 
 Tensors = Mapping[str, Tensor]
-"""What a source has learnt, as a file keeps it."""
+"""Tensors that a source has learnt, as a file keeps them."""
 
 Situation = tuple[int, int, int]
 """Target layer; its distance, or 0 if no source depends on it; a bit for each source that spoke."""

@@ -1,4 +1,4 @@
-"""What a predictor says: which experts will be needed, how probably, and how soon.
+"""Forecasts of a predictor: which experts will be needed, how probably, and how soon.
 
 A `Predictor` follows one step of a model: it is shown the tokens first, then each MoE layer in
 order. It computes a forecast only when it is asked for one.

@@ -29,7 +29,7 @@ REACH = 2
 ANY_DISTANCE = 0
 
 RANK = 32
-"""Of fitted gates, at most."""
+"""Highest rank of fitted gates."""
 
 _STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0)
 """Ridge penalties to try, in units of the mean square of a row's elements."""
@@ -102,7 +102,7 @@ class Lookahead(EvidenceSource):
 
 
 def margins(rule: RouterRule, logits: Floats) -> Floats:
-    """How far each expert is above the threshold between chosen and not chosen.
+    """Return how far each expert is above the threshold between chosen and not chosen.
 
     The threshold is the middle between the last expert that the rule chooses and the next one. It
     compares logits if the rule keeps their order, else the rule's scores.
