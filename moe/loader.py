@@ -19,7 +19,7 @@ from kernels import Backend, BackendError, choose_backend, experts_forward
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from kernels.reference import AnyExperts
-from moe.cache_dir.proofs import proofs_of, recall
+from moe.cache_dir.proofs import current_proofs, proofs_of
 from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
 from moe.decode.chain import make_chain
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
@@ -472,9 +472,9 @@ def _keep_in_blocks(
                 )
             check_views(backbone)
             subject = [str(kv.policy), type(backbone.model).__name__]
-            return kv.with_policy(
-                recall("policy", subject, str, partial(prove_policy, backbone, pool), NotDescribed)
-            )
+            proof = partial(prove_policy, backbone, pool)
+            reason = current_proofs().recall("policy", subject, str, proof, NotDescribed)
+            return kv.with_policy(reason)
         except NotDescribed as error:
             _check_policy(profile, kv, str(error))
     return kv

@@ -155,6 +155,20 @@ def surroundings() -> dict[str, object]:
     }
 
 
+def hardware(device: torch.device) -> object:
+    """A GPU: its chip, its driver, and how torch computes there. `surroundings` describe CPUs."""
+    if device.type != "cuda":
+        return device.type
+    chip, driver = torch.cuda.get_device_properties(device), ""
+    with suppress(OSError):
+        driver = (ROOT / "proc/driver/nvidia/version").read_text()
+    return [
+        *(chip.name, chip.major, chip.minor, chip.multi_processor_count, chip.total_memory),
+        *(driver, torch.version.cuda, torch.backends.cudnn.version()),
+        *(torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32),
+    ]
+
+
 def _library(file: Path) -> str:
     return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
 

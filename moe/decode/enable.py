@@ -18,7 +18,7 @@ from kernels.cpu import NativeKernels, choose_kernel
 from kernels.cpu.experts import LayerCall
 from kernels.reference import AnyExperts
 from kernels.triton import triton_status
-from moe.cache_dir.proofs import outline, recall
+from moe.cache_dir.proofs import current_proofs, outline
 from moe.decode.compiled import DescribedStep
 from moe.decode.lower import operation_names
 from moe.decode.program import Program
@@ -143,7 +143,7 @@ def _compiled(backbone: Backbone, experts: MoELayers) -> tuple[DecodeForward, st
             check_extremes(description, backbone)
             return True
 
-        recall("extremes", outline(description), bool, holds, NotDescribed)
+        current_proofs().recall("extremes", outline(description), bool, holds, NotDescribed)
         feeds = [layer.feed for layer in description.layers if isinstance(layer.feed, Experts)]
         unknown = any(not isinstance(feed.router, Router) for feed in feeds)
         described = partial(_described_step, backbone, experts, kernel, description)
@@ -172,7 +172,7 @@ def _described_step(
     step = DescribedStep(description, kernel.decode, inside)
     description = step.description
     proof = partial(prove, backbone, description, step)
-    reason = recall("decode step", outline(description), str, proof, NotDescribed)
+    reason = current_proofs().recall("decode step", outline(description), str, proof, NotDescribed)
     forward = DecodeForward(step, experts, why_not, order)
     pool = BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(32)), Windows())
     prompts = _compiled_prompts(backbone, description, step, pool)
@@ -196,7 +196,7 @@ def _compiled_prompts(
         return True
 
     try:
-        recall("prompts", outline(description), bool, holds, NotDescribed)
+        current_proofs().recall("prompts", outline(description), bool, holds, NotDescribed)
     except Exception as error:  # as in `enable_fused`: an architecture may do anything
         return f"{type(error).__name__}: {error}"
     return ""
@@ -214,7 +214,7 @@ def _traced_step(
     step = TracedStep(program, embedding, kernel.decode, inside)
     every = lcm(*(own.rate for own in backbone.own_cache.layers.values()))
     proof = partial(prove_traced, backbone, step, program.layers, program.latents, every)
-    reason = recall("traced step", outline(traced), str, proof, NotDescribed)
+    reason = current_proofs().recall("traced step", outline(traced), str, proof, NotDescribed)
     forward = DecodeForward(step, experts, why_not, order)
     return forward, f"traced, {reason}; {forward.where}"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from kernels.cpu.decode import NormRecord
 from kernels.cpu.dense import NativeNorms
-from moe.cache_dir.proofs import outline, recall
+from moe.cache_dir.proofs import current_proofs, outline
 from moe.decode.proof import PROMPT_LENGTHS, caches_of, kv_of, parts_of, read_plainly, tolerance_of
 from moe.decode.records import DescriptionRecords, point_to_table
 from moe.describe.description import Attention, Description, Norm, NotDescribed
@@ -57,7 +57,7 @@ def fuse_prompts(backbone: Backbone, description: Description, native: NativeNor
         return True
 
     try:
-        recall("prompts in parts", outline(description), bool, holds, NotDescribed)
+        current_proofs().recall("prompts in parts", outline(description), bool, holds, NotDescribed)
     except Exception as error:  # as in `enable_fused`: an architecture may do anything
         return f"prompts left to transformers: {type(error).__name__}: {error}"
     change()

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from experts.linear import QuantizedLinear
-from moe.cache_dir.proofs import recall
+from moe.cache_dir.proofs import current_proofs
 from moe.describe.description import NotDescribed
 from moe.describe.stateful import find_stateful
 from moe.kv.cache import KVCache, LayerKey, SequenceCache
@@ -38,6 +38,7 @@ QUANTIZED_VALUES = 3e-2
 """The same if linear layers round their input to 8 bits: a last bit that differs before such a
 layer, as by another number of threads, may be a whole code behind it. A wrong mask differs by far
 more."""
+_OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def random_prompts(backbone: Backbone, lengths: Sequence[int]) -> list[list[int]]:
@@ -226,7 +227,11 @@ def enable_packing(backbone: Backbone) -> Packing:
     with suppress(Exception):  # it wants a cache of its own class, and the probe says so
         backbone.serve_each(lane.result())
     subject = [type(backbone.model).__name__, sum(1 for _ in backbone.model.parameters())]
-    packing = recall("packing", subject, Packing, partial(_probe, backbone))
+    proofs = current_proofs()
+    try:
+        packing = proofs.recall("packing", subject, Packing, partial(_probe, backbone))
+    except _OUT_OF_MEMORY as error:  # of this moment: no verdict about the model
+        packing = Packing(False, _raised(error))
     backbone.set_packed(packing.enabled)
     if packing.enabled:
         kept = [f"{name} ({why})" for name, why in backbone.recurrent_kernels.items() if why]
@@ -237,7 +242,7 @@ def enable_packing(backbone: Backbone) -> Packing:
     elif (
         backbone.recurrent
         and packing.enabled
-        and not recall("cut prompts", subject, bool, partial(_cuts_change_nothing, backbone))
+        and not proofs.recall("cut prompts", subject, bool, partial(_cuts_change_nothing, backbone))
     ):
         whole = "a recurrent layer forgets its state between passes"
     if whole:
@@ -252,12 +257,18 @@ def _probe(backbone: Backbone) -> Packing:
         expected = _logits(backbone, prompts, packed=False)
         try:
             packed = _logits(backbone, prompts, packed=True)
+        except _OUT_OF_MEMORY:
+            raise
         except Exception as error:
-            return Packing(False, f"packed attention raised {type(error).__name__}: {error}")
+            return Packing(False, _raised(error))
     found = max(difference(a, b) for a, b in zip(packed, expected, strict=True))
     if found <= _tolerance(backbone.model):
         return Packing(True, f"equal to transformers' own attention (difference {found:.1e})")
     return Packing(False, f"differs from transformers' own attention by {found:.1e}")
+
+
+def _raised(error: Exception) -> str:
+    return f"packed attention raised {type(error).__name__}: {error}"
 
 
 def _cuts_change_nothing(backbone: Backbone) -> bool:

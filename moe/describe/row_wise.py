@@ -31,7 +31,7 @@ from torch.nn.functional import gelu, linear, pad, silu, softplus
 from torch.overrides import TorchFunctionMode
 
 from kernels import row_linear, row_top_k
-from moe.cache_dir.proofs import recall
+from moe.cache_dir.proofs import current_proofs
 from moe.describe.probe import random_prompts, stand_in
 from moe.describe.stateful import active_modules
 from moe.machine import cpu_maker, instruction_sets
@@ -60,7 +60,7 @@ def make_row_wise(backbone: Backbone) -> None:
     def found() -> list[str]:
         return [names[module] for module in _with_activations(backbone)]
 
-    for name in recall("activations", [*names.values()], list[str], found):
+    for name in current_proofs().recall("activations", [*names.values()], list[str], found):
         module = model.get_submodule(name)
         module.forward = partial(_run, RowWise(), module.forward)
     for _, module in routing_modules(model):

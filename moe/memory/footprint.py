@@ -31,7 +31,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from kernels import backend_status
 from kernels.cpu.experts import tokens_a_call
-from moe.cache_dir.proofs import outline, recall
+from moe.cache_dir.proofs import current_proofs, outline
 from moe.describe.attention import seen_windows
 from moe.describe.stateful import find_stateful
 from moe.errors import UnsupportedModelError
@@ -106,7 +106,7 @@ def measure_footprint(
     measure = partial(_measured, network, batch_tokens, longest, on_cuda=on_cuda, form=form)
     shapes = {name: outline(own) for name, own in network.named_parameters()}
     subject = [type(network).__name__, shapes, batch_tokens, longest, on_cuda, outline(form)]
-    return recall("footprint", subject, Footprint, measure)
+    return current_proofs().recall("footprint", subject, Footprint, measure)
 
 
 @without_advice()

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
+from moe.cache_dir.proofs import proofs_of
 from moe.commands.console import stdout_console
 from moe.commands.plan.contexts import (
     ContextChoice,
@@ -33,14 +34,7 @@ from moe.commands.plan.decode_speed import (
     Locality,
     estimate_decode,
 )
-from moe.commands.plan.speeds import (
-    DiskSpeed,
-    cache_speed,
-    disk_speed,
-    product_speed,
-    step_speeds,
-    to_device_speed,
-)
+from moe.commands.plan.speeds import DiskSpeed, MachineSpeeds
 from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
 from moe.loader import expert_backend, routing_policies
@@ -64,6 +58,7 @@ class SpeedPlan:
         misfit: if it does not fit, what to change; else empty.
         sizes: of the model's experts.
         speeds: of this machine.
+        measured: ``now``, or the minute in which the oldest of them was measured.
         locality: what is known of the model's routing.
         expected: estimates for some batch sizes.
         resident: estimate for one sequence, if all experts were in device memory.
@@ -79,6 +74,7 @@ class SpeedPlan:
     misfit: str
     sizes: DecodeSizes
     speeds: Bandwidths
+    measured: str
     locality: Locality
     expected: Sequence[DecodeEstimate]
     resident: DecodeEstimate
@@ -95,6 +91,7 @@ class SpeedPlan:
             "misfit": self.misfit,
             "sizes": asdict(self.sizes),
             "speeds": asdict(self.speeds),
+            "measured": self.measured,
             "routing": self.locality.how,
             "expected": [one.as_dict() for one in self.expected],
             "resident": self.resident.as_dict(),
@@ -136,6 +133,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = (
     check_settings(settings, device)
     with (
         reach_model(name, whole=False) as files,
+        proofs_of(files.path, settings, device=device),
         planning(files.path, settings, device, lambda _: None) as planned,
     ):
         sizes, misfit = model_sizes(planned, settings.diffusion.max_steps), ""
@@ -145,11 +143,12 @@ def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = (
             misfit = str(error)
     locality = known_routing(files.path, planned, sizes, settings.offload.policy)
     offloads = bool(planned.memory.tiers)
-    disk = disk_of(files, sizes, settings.offload.reader) if offloads else None
+    machine = MachineSpeeds(device, settings.model.proof_cache)
+    disk = disk_of(files, sizes, settings.offload.reader, machine) if offloads else None
     speeds = replace(
-        step_speeds(device, expert_bits(planned.network, sizes), disk),
-        to_device=to_device_speed(device) if device.type == "cuda" and offloads else None,
-        products=product_speed(device) if sizes.canvas > 1 else None,
+        machine.steps(expert_bits(planned.network, sizes), disk),
+        to_device=machine.to_device() if offloads else None,
+        products=machine.products() if sizes.canvas > 1 else None,
     )
     all_near = replace(sizes, slots=sizes.total)
     return SpeedPlan(
@@ -157,6 +156,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = (
         misfit,
         sizes,
         speeds,
+        machine.since or "now",
         locality,
         [estimate_decode(sizes, speeds, locality, batch) for batch in BATCHES],
         estimate_decode(all_near, replace(speeds, disk=None, to_device=None), locality, 1),
@@ -263,13 +263,15 @@ def _looked_up(network: PreTrainedModel, weights: Mapping[str, int]) -> int:
     return 0 if table is head else weights.get(f"{names[id(table)]}.weight", 0)
 
 
-def disk_of(files: ModelFiles, sizes: DecodeSizes, reader: str) -> DiskSpeed:
+def disk_of(
+    files: ModelFiles, sizes: DecodeSizes, reader: str, machine: MachineSpeeds
+) -> DiskSpeed:
     """Return the speed at which experts of a model come from its disk, or from the one where it
     would be."""
     if files.remote is not None:
-        return cache_speed(Path(constants.HF_HUB_CACHE), sizes.expert_bytes, reader)
+        return machine.cache_disk(Path(constants.HF_HUB_CACHE), sizes.expert_bytes, reader)
     largest = max(files.path.glob("*.safetensors"), key=lambda file: file.stat().st_size)
-    return disk_speed(largest, sizes.expert_bytes, reader)
+    return machine.disk(largest, sizes.expert_bytes, reader)
 
 
 def show(made: SpeedPlan, console: Console) -> None:
@@ -328,7 +330,7 @@ def sentences(made: SpeedPlan) -> list[str]:
         figures += f"; a layer beside its weights {1e6 * own.beside(1, 1):.0f} us (not measured)"
     found = [
         f"Routing: {made.locality.how}.",
-        f"Measured: {figures}. At best: all transfers overlap with other work.",
+        f"Measured {made.measured}: {figures}. At best: all transfers overlap with other work.",
         kv_sentence(made.memory),
     ]
     if (canvas := made.sizes.canvas) > 1:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from experts.placement import Placement, first_placement
+from moe.cache_dir.proofs import proofs_of
 from moe.commands.console import stdout_console
 from moe.commands.plan.command import check_settings, disk_of, flops_a_token, model_sizes
 from moe.commands.plan.decode_speed import BATCHES, Bandwidths, DecodeSizes, Locality
@@ -38,13 +39,7 @@ from moe.commands.plan.ranks import (
     traffic,
     uniform_steps,
 )
-from moe.commands.plan.speeds import (
-    Link,
-    given_link,
-    measure_link,
-    memory_speed,
-    product_speed,
-)
+from moe.commands.plan.speeds import Link, MachineSpeeds, given_link
 from moe.commands.plan.traced_routing import TracedRouting, known_routing
 from moe.errors import ProfileError, UnsupportedModelError
 from moe.loading.hub import reach_model
@@ -131,8 +126,10 @@ def plan_many(
     settings = profile.profile
     device = use_device(settings)
     check_settings(settings, device)
+    measured = MachineSpeeds(device, settings.model.proof_cache)
     with (
         reach_model(name, whole=False) as files,
+        proofs_of(files.path, settings, device=device),
         planning(files.path, settings, device, lambda _: None) as planned,
     ):
         needs = model_needs(planned, settings)
@@ -143,7 +140,7 @@ def plan_many(
             )
         prompts = PromptNeeds(
             flops_a_token=flops_a_token(planned.network, needs.sizes),
-            flops_per_s=product_speed(device),
+            flops_per_s=measured.products(),
             kv_bytes_a_token=planned.memory.kv_bytes_per_token,
             chunk_tokens=settings.prefill.chunk_tokens,
         )
@@ -151,9 +148,9 @@ def plan_many(
     locality = known_routing(files.path, planned, needs.sizes, settings.offload.policy)
     disk = None
     if not why_resident:
-        disk = disk_of(files, needs.sizes, settings.offload.reader).bytes_per_s
-    link = link or (measure_link() if ranks > 1 else NETWORK)
-    machine = Machine(Bandwidths(memory_speed(device), disk), available, link, network)
+        disk = disk_of(files, needs.sizes, settings.offload.reader, measured).bytes_per_s
+    link = link or (measured.link() if ranks > 1 else NETWORK)
+    machine = Machine(Bandwidths(measured.memory(), disk), available, link, network)
     kind = settings.parallel.placement
 
     @cache

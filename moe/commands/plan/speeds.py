@@ -1,5 +1,8 @@
-"""Measure this machine's bandwidths, in a fraction of a second each: weights in memory, disk, and
-the link between ranks (local sockets, as the dispatcher uses them).
+"""Bandwidths of this machine: weights in memory, disk, the link between ranks (local sockets, as
+the dispatcher uses them).
+
+`MachineSpeeds` knows what a plan of this day has measured; the functions measure, each in a
+fraction of a second.
 """
 
 from __future__ import annotations
@@ -13,9 +16,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,6 +31,8 @@ from kernels.cpu import NativeKernels, choose_kernel
 from kernels.cpu.compiler import BuildError
 from kernels.cpu.limits import read_speed
 from kernels.planes import PREFIX_BITS, PlaneLayout, QuantizedExperts, num_planes
+from moe.cache_dir.files import hardware
+from moe.cache_dir.trials import Trials
 from moe.commands.plan.decode_speed import Bandwidths
 from moe.errors import ProfileError
 from offload.readers import choose_reader, sample_places
@@ -50,6 +56,86 @@ MEASURE_S = 0.3
 ROUNDS = 20
 LARGE_BYTES = 4 << 20
 TIMEOUT_S = 20.0
+
+T = TypeVar("T")
+
+
+class MachineSpeeds:
+    """Bandwidths of this machine, measured today or now.
+
+    Args:
+        device: of the model.
+        keep: False measures each time, and keeps nothing.
+
+    Attributes:
+        since: the minute of the oldest figure; empty if all were measured now.
+    """
+
+    def __init__(self, device: torch.device, keep: bool) -> None:
+        self.device, self.since = device, ""
+        self._trials = Trials(keep)
+
+    def memory(self) -> float:
+        """See `memory_speed`."""
+        return self._recall("memory", [], float, partial(memory_speed, self.device))
+
+    def steps(self, bits: float, disk: DiskSpeed | None = None) -> Bandwidths:
+        """Return the speed at which decode steps go through weights in the device's memory, which
+        have so many bits, and on the disk.
+
+        On a CPU with compiled kernels, bit planes are read as a step does: a token's experts of a
+        layer, then those of the next. Whole weights are read as fast as memory goes.
+        """
+        found = Bandwidths(0.0)
+        if disk is not None:
+            found = replace(found, disk=disk.bytes_per_s, read_s=STOP_S + disk.latency_s)
+        native = choose_kernel()[0] if self.device.type == "cpu" else None
+        if native is None:
+            return replace(found, memory=self.memory())
+        return replace(found, memory=self._weights(native, bits), layer_s=LAYER_S, row_s=ROW_S)
+
+    def products(self) -> float:
+        """See `product_speed`."""
+        return self._recall("products", [], float, partial(product_speed, self.device))
+
+    def to_device(self) -> float | None:
+        """See `to_device_speed`; None on a CPU."""
+        if self.device.type != "cuda":
+            return None
+        return self._recall("to device", [], float, partial(to_device_speed, self.device))
+
+    def disk(self, file: Path, block_bytes: int, reader: str = "auto") -> DiskSpeed:
+        """See `disk_speed`."""
+        about, measure = [block_bytes, reader], partial(disk_speed, file, block_bytes, reader)
+        return self._recall("disk", about, DiskSpeed, measure, file)
+
+    def cache_disk(self, folder: Path, block_bytes: int, reader: str = "auto") -> DiskSpeed:
+        """See `cache_speed`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        about, measure = [block_bytes, reader], partial(cache_speed, folder, block_bytes, reader)
+        return self._recall("disk", about, DiskSpeed, measure, folder)
+
+    def link(self) -> Link:
+        """See `measure_link`."""
+        return self._recall("link", [], Link, measure_link)
+
+    def _weights(self, native: NativeKernels, bits: float) -> float:
+        if bits >= 16:
+            return self.memory()
+        planes = num_planes(max(own for own in PREFIX_BITS if own <= max(bits, 2)))
+        return self._recall("planes", planes, float, partial(_experts_speed, native, planes))
+
+    def _recall(
+        self,
+        name: str,
+        about: object,
+        kind: type[T],
+        measure: Callable[[], T],
+        place: Path | None = None,
+    ) -> T:
+        found = self._trials.recall(name, [about, hardware(self.device)], kind, measure, place)
+        self.since = min(filter(None, (self.since, found.since)), default="")
+        return found.value
 
 
 class DiskSpeed(NamedTuple):
@@ -75,26 +161,8 @@ def memory_speed(device: torch.device) -> float:
     return SAMPLE_BYTES / _best_of(5, lambda: array.sum().item())
 
 
-def step_speeds(device: torch.device, bits: float, disk: DiskSpeed | None = None) -> Bandwidths:
-    """Return the speed at which decode steps go through weights in the device's memory, which have
-    so many bits, and on the disk.
-
-    On a CPU with compiled kernels, bit planes are read as a step does: a token's experts of a
-    layer, then those of the next. Whole weights are read as fast as memory goes.
-    """
-    found = Bandwidths(0.0)
-    if disk is not None:
-        found = replace(found, disk=disk.bytes_per_s, read_s=STOP_S + disk.latency_s)
-    native = choose_kernel()[0] if device.type == "cpu" else None
-    if native is None:
-        return replace(found, memory=memory_speed(device))
-    rate = memory_speed(device) if bits >= 16 else _experts_speed(native, bits)
-    return replace(found, memory=rate, layer_s=LAYER_S, row_s=ROW_S)
-
-
-def _experts_speed(native: NativeKernels, bits: float) -> float:
+def _experts_speed(native: NativeKernels, planes: int) -> float:
     """Bytes per second of calls with `CHOSEN` experts each, of `SAMPLE_BYTES` together."""
-    planes = num_planes(max(own for own in PREFIX_BITS if own <= max(bits, 2)))
     first, second = PlaneLayout(WIDTH, HIDDEN), PlaneLayout(HIDDEN, WIDTH)
     blobs = [2 * first.plane_bytes(plane) + second.plane_bytes(plane) for plane in range(planes)]
     scales = 2 * first.num_scales + second.num_scales
@@ -143,7 +211,6 @@ def to_device_speed(device: torch.device) -> float:
 
 def cache_speed(folder: Path, block_bytes: int, reader: str = "auto") -> DiskSpeed:
     """`disk_speed` of a directory's disk, by a file that is written there and removed again."""
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix="moe-plan-") as file:
         block = random.randbytes(1 << 20)
         for _ in range(max(block_bytes * IN_FLIGHT, CACHE_SAMPLE_BYTES) >> 20):

@@ -18,7 +18,7 @@ from moe.commands.plan.decode_speed import (
     UniformRouting,
     estimate_decode,
 )
-from moe.commands.plan.speeds import cache_speed, product_speed, step_speeds, to_device_speed
+from moe.commands.plan.speeds import MachineSpeeds
 from moe.commands.run.choice import TRUNK_BITS, RunChoice, choose_run
 from moe.commands.run.facts import GROUP_SIZE, RunFacts, look_at, store_path, stores_of
 from moe.errors import ProfileError
@@ -134,11 +134,12 @@ def plan_run(name: str, overrides: Mapping[str, Any]) -> RunPlan:
         with reach_model(source, whole=False) as files:
             facts = look_at(source, files, settings, device)
     choice = choose_run(facts.model, facts.machine)
-    disk = cache_speed(facts.stores, _one(facts, choice)) if choice.offload else None
+    machine = MachineSpeeds(device, settings.model.proof_cache)
+    disk = machine.cache_disk(facts.stores, _one(facts, choice)) if choice.offload else None
     speeds = replace(
-        step_speeds(device, _expert_bits(facts, choice), disk),
-        to_device=to_device_speed(device) if choice.offload and device.type == "cuda" else None,
-        products=product_speed(device) if facts.sizes.canvas > 1 else None,
+        machine.steps(_expert_bits(facts, choice), disk),
+        to_device=machine.to_device() if choice.offload else None,
+        products=machine.products() if facts.sizes.canvas > 1 else None,
     )
     return RunPlan(
         name, source, facts, choice, {**choice.settings, **overrides}, _speed(facts, choice, speeds)

@@ -14,6 +14,7 @@ from torch import device as Device
 
 from experts.manifest import is_store, read_manifest
 from experts.safetensors_io import digest_of
+from moe.cache_dir.proofs import proofs_of
 from moe.commands.plan.command import model_sizes
 from moe.commands.plan.decode_speed import DecodeSizes
 from moe.commands.run.choice import SHORT_WAVE, TRUNK_BITS, WAVE, RunMachine, RunModel
@@ -59,7 +60,10 @@ def look_at(name: str, files: ModelFiles, profile: Profile, device: Device) -> R
     if not store:
         bits = {"expert_bits": 8, "trunk_bits": TRUNK_BITS, "head_bits": TRUNK_BITS}
         in_store = in_store.model_copy(update={"model": profile.model.model_copy(update=bits)})
-    with planning(files.path, wide, device, lambda _: None) as planned:
+    with (
+        proofs_of(files.path, wide, device=device),
+        planning(files.path, wide, device, lambda _: None) as planned,
+    ):
         whole = _lines(planned)
         sizes = model_sizes(planned)
         expert_bytes, alike = _expert_bytes(planned)
@@ -68,7 +72,10 @@ def look_at(name: str, files: ModelFiles, profile: Profile, device: Device) -> R
         logits_size, memory = planned.logits_size, planned.memory
         why_resident = planned.why_resident
         model_type = planned.config.model_type
-    with planning(files.path, in_store, device, lambda _: None) as planned:
+    with (
+        proofs_of(files.path, in_store, device=device),
+        planning(files.path, in_store, device, lambda _: None) as planned,
+    ):
         quantized = _lines(planned)
         footprints[SHORT_WAVE] = planned.footprint
     biases = max(0, quantized["experts"] - expert_bytes[8]) if not store else 0

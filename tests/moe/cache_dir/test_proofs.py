@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,6 +148,41 @@ def test_what_no_proof_depends_on_changes_no_key(checkpoint: Path) -> None:
     asked = {"generation.temperature": 0.5, "server.max_waiting": 3}
     other = load_profile(None, asked).profile
     assert proof_key(checkpoint, other) == proof_key(checkpoint, Profile())
+
+
+def test_ranks_have_verdicts_of_their_own_whatever_memory_is_free(checkpoint: Path) -> None:
+    shares = [load_profile(None, {"memory.device_gib": gib}).profile for gib in (1.0, 2.0)]
+    alone, of_two, of_four = (
+        {proof_key(checkpoint, share, ranks) for share in shares} for ranks in (1, 2, 4)
+    )
+    assert (len(alone), len(of_two), len(of_four)) == (2, 1, 1)
+    assert len(alone | of_two | of_four) == 4
+
+
+def test_a_gpu_has_verdicts_of_its_own(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, keys = torch.device("cuda", 0), {proof_key(checkpoint, Profile())}
+    chip = {"major": 9, "minor": 0, "multi_processor_count": 132, "total_memory": 2**37}
+    for changed in ({}, {"multi_processor_count": 114}, {"name": "another"}):
+        found = SimpleNamespace(**{"name": "H200", **chip, **changed})
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=found: found)
+        keys.add(proof_key(checkpoint, Profile(), device=gpu))
+    assert len(keys) == 4
+
+
+def test_memory_that_runs_out_is_no_verdict(
+    checkpoint: Path, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logits, failing = probe._logits, [torch.OutOfMemoryError("of the moment")]
+
+    def short(*args: Any, packed: bool) -> Any:
+        if packed and failing:
+            raise failing.pop()
+        return logits(*args, packed=packed)
+
+    monkeypatch.setattr(probe, "_logits", short)
+    first, second, third = (ways(checkpoint) for _ in range(3))
+    assert "of the moment" in str(first[1]["packing"])
+    assert (second[0], second[1]["packing"]["enabled"], third[0]) == (NOW, True, TODAY)
 
 
 def test_a_refusal_is_kept_and_other_errors_are_not(tmp_path: Path) -> None:

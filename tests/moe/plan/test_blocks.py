@@ -9,6 +9,7 @@ import pytest
 from moe.commands.plan import command
 from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, UniformRouting, estimate_decode
 from moe.commands.plan.rank_command import NETWORK, plan_many
+from moe.commands.plan.speeds import MachineSpeeds
 from moe.errors import UnsupportedModelError
 from moe.settings import Profile
 from moe.settings.profile import load_profile
@@ -39,8 +40,8 @@ def test_a_step_reads_all_canvases_and_a_block_takes_several() -> None:
 def test_the_plan_counts_canvases_and_the_passes_of_the_schedule(
     path: Path, most: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10))
-    monkeypatch.setattr(command, "product_speed", lambda _: 1e11)
+    monkeypatch.setattr(MachineSpeeds, "steps", lambda *_: Bandwidths(1e10))
+    monkeypatch.setattr(MachineSpeeds, "products", lambda _: 1e11)
     own = {} if most is None else {"lossless": False, "diffusion.max_steps": most}
     made = command.plan_speed(path, load_profile(overrides=own))
     canvas, passes = SIZES[1]["canvas"], (most or STEPS) + 1

@@ -179,7 +179,7 @@ def test_the_speed_of_weights_is_that_of_products_with_them(
 ) -> None:
     monkeypatch.setattr(speeds, "SAMPLE_BYTES", 1 << 20)
     monkeypatch.setattr(speeds, "memory_speed", lambda _: 1e9)
-    found = speeds.step_speeds(torch.device("cpu"), bits)
+    found = speeds.MachineSpeeds(torch.device("cpu"), keep=False).steps(bits)
     assert (found.memory == 1e9) == (bits == 16)
     assert 1e7 < found.memory < 1e13
     assert (found.layer_s, found.row_s) == (speeds.LAYER_S, speeds.ROW_S)

@@ -16,6 +16,7 @@ from examples.models.tiny import tiny_model
 from experts.manifest import is_store, read_manifest
 from moe.cli import main
 from moe.commands.plan.decode_speed import Bandwidths
+from moe.commands.plan.speeds import MachineSpeeds
 from moe.commands.run import choice, command, facts
 from moe.settings.profile import load_profile, parse_assignments
 from tests.fake_hub import FakeHub
@@ -35,7 +36,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
         return 0
 
     monkeypatch.setattr(command, "serve", serve)
-    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10, 1e9))
+    monkeypatch.setattr(MachineSpeeds, "steps", lambda *_: Bandwidths(1e10, 1e9))
     monkeypatch.setattr(choice, "SMALL", {"checkpoint": 0, "GGUF file": 0})
     monkeypatch.setattr(choice, "LIKE_A_STORE", 0)
     monkeypatch.setattr(facts, "cache_root", lambda: tmp_path / "cache")
@@ -45,7 +46,7 @@ def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Served:
 def test_the_shipped_model_is_served_as_it_is(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10, 1e9))
+    monkeypatch.setattr(MachineSpeeds, "steps", lambda *_: Bandwidths(1e10, 1e9))
     demo = str(Path(__file__).parents[3] / "examples" / "demo-model")
     assert main(["run", demo, "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -111,7 +112,7 @@ def test_what_the_user_sets_is_kept(
 def test_the_command_that_is_shown_sets_what_the_user_set(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "step_speeds", lambda *_: Bandwidths(1e10, 1e9))
+    monkeypatch.setattr(MachineSpeeds, "steps", lambda *_: Bandwidths(1e10, 1e9))
     values = ["memory.device_gib=null", "lossless=false", "generation.temperature=1.0e-7"]
     values += ["routing.policies=[top_k:2, top_p:0.5]", "server.page=true"]
     overrides = [part for value in values for part in ("--set", value)]
