@@ -242,6 +242,18 @@ void Pass::attend_given() {
   attend_latent_heads();
 }
 
+// The same of prompts, in parallel regions of its own. False: no memory.
+bool Pass::attend_given_prompts() {
+#pragma omp parallel num_threads(threads)
+  if (a().expansion) {
+    turning.run(B, [&](long b) { turn_latent(b); });
+    turning_queries.run(B, [&](long b) { turn_latent_queries(b); });
+  } else {
+    turn_all();
+  }
+  return attend_prompts();
+}
+
 void Pass::run() {
   entering.run(B, [&](long b) { begin(b); });
   if (!layer) return run_head();

@@ -77,7 +77,8 @@ struct Prompts {
 
 struct Step {
   int64_t rows, hidden, layers;  // B; H; layers that have a cache
-  float *x, *h, *beside;         // (B, H) residual; a block's input; output of `down`
+  float *x, *h, *beside;         // (B, H) residual; a block's input; output of `down`, of a program final
+                                 // hidden states
   const int64_t* tokens;         // (B,)
   const int64_t* position;       // (B,) of the new token
   const int64_t* capacity;       // (B,) tokens of the blocks of its caches
@@ -211,6 +212,7 @@ struct Pass {
   bool attend_prompts();
   void leave();
   void attend_given();
+  bool attend_given_prompts();
   void attend_all();
   void attend_heads();
   void project_latents();

@@ -33,6 +33,8 @@ class Space(IntEnum):
     WEIGHTS = 9
     ROUTED = 10
     LOGITS = 11
+    FINAL = 12
+    KEPT = 13
 
 
 class Element(IntEnum):
@@ -99,6 +101,9 @@ class Code(IntEnum):
     XOR = 46
     REMAINDER = 47
     SINKHORN = 48
+    NORM = 49
+    SOFTMAX = 50
+    ROTATE = 51
 
 
 class Kind(IntEnum):
@@ -182,7 +187,7 @@ class RecurredRecord(Record, struct="program::Recurred"):
         *pointers("call"),
         ("rows", PlaceRecord * 5),
         *((name, PlaceRecord) for name in ("before", "after", "out")),
-        *numbers("kind", "inputs"),
+        *numbers("kind", "inputs", "together"),
     )
 
 
@@ -194,15 +199,16 @@ class ProgramRecord(Record, struct="program::Program"):
     _fields_ = (
         *pointers("instructions", "products", "attention", "recurrent", "indexers"),
         *pointers("selections", "stages", "segments"),
-        *sizes("count", "row_bytes", "work"),
+        *sizes("count", "row_bytes", "kept_bytes", "logit_bytes", "tail", "work"),
     )
 
 
 class StatesRecord(Record, struct="program::States"):
     _fields_ = (
-        *pointers("before", "after", "tokens", "sequence"),
+        *pointers("before", "after", "to_kept", "tokens", "sequence"),
         *sizes("sequences"),
-        *pointers("memory"),
+        *pointers("memory", "kept"),
+        *sizes("chunk"),
     )
 
 

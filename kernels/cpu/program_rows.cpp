@@ -1,4 +1,4 @@
-// The instructions of a program for one row: elementwise operations with broadcasting, reductions,
+// The instructions of a program for some rows: elementwise operations with broadcasting, reductions,
 // choices and small products, on strided operands. Each computes in float32; elementwise operations
 // on integers alone compute with integers of 64 bits, which wrap.
 #include "program.h"
@@ -12,21 +12,33 @@ namespace {
 
 constexpr long BLOCK = 128;  // elements of the last dimension at a time
 
-// Calls body(offsets) for each position of the first `dims` dimensions; offsets in elements.
+// Elements of an operand from one row to the next.
+long row_step(const Place& p) {
+  constexpr long BYTES[] = {sizeof(float), sizeof(int64_t), sizeof(uint8_t)};
+  const bool fixed = p.space == CONSTANT || p.space == BEFORE || p.space == AFTER;
+  return fixed ? 0 : p.pitch / BYTES[p.element];
+}
+
+// Calls body(offsets) for each row and position of the first `dims` dimensions; offsets in elements.
 template <int N, class Body>
-void each_outer(const Instruction& i, int dims, const Operand* const (&operands)[N],
-                const Body& body) {
-  long at[N] = {}, index[DIMS] = {};
-  for (;;) {
-    body(at);
-    int d = dims - 1;
-    for (; d >= 0; --d) {
-      for (int n = 0; n < N; ++n) at[n] += operands[n]->strides[d];
-      if (++index[d] < i.sizes[d]) break;
-      for (int n = 0; n < N; ++n) at[n] -= operands[n]->strides[d] * i.sizes[d];
-      index[d] = 0;
+void each_outer(const Rows& rows, const Instruction& i, int dims,
+                const Operand* const (&operands)[N], const Body& body) {
+  long step[N];
+  for (int n = 0; n < N; ++n) step[n] = row_step(operands[n]->place);
+  for (long r = 0; r < rows.count; ++r) {
+    long at[N], index[DIMS] = {};
+    for (int n = 0; n < N; ++n) at[n] = r * step[n];
+    for (;;) {
+      body(at);
+      int d = dims - 1;
+      for (; d >= 0; --d) {
+        for (int n = 0; n < N; ++n) at[n] += operands[n]->strides[d];
+        if (++index[d] < i.sizes[d]) break;
+        for (int n = 0; n < N; ++n) at[n] -= operands[n]->strides[d] * i.sizes[d];
+        index[d] = 0;
+      }
+      if (d < 0) break;
     }
-    if (d < 0) return;
   }
 }
 
@@ -109,11 +121,11 @@ struct Narrow {
 };
 
 template <int N, class F>
-void each_narrow(const Row& row, const Instruction& i, const Operand* const (&operands)[N + 1],
+void each_narrow(const Rows& row, const Instruction& i, const Operand* const (&operands)[N + 1],
                  void* const (&base)[N + 1], const F& f) {
   const Narrow narrow{i};
   const bool direct = narrow.dense(i.out);
-  each_outer(i, i.dims - 2, operands, [&](const long* at) {
+  each_outer(row, i, i.dims - 2, operands, [&](const long* at) {
     alignas(64) float held[N + 1][BLOCK + LANES];
     for (long r = 0; r < narrow.rows(); r += narrow.most) {
       const long rows = std::min(narrow.rows() - r, narrow.most), n = rows * narrow.n;
@@ -134,7 +146,7 @@ void each_narrow(const Row& row, const Instruction& i, const Operand* const (&op
 
 // out = f(operands) over all elements; f takes and gives vectors.
 template <int N, class F>
-void each(const Row& row, const Instruction& i, const Operand* const (&in)[N], const F& f) {
+void each(const Rows& row, const Instruction& i, const Operand* const (&in)[N], const F& f) {
   const Operand* operands[N + 1] = {&i.out};
   void* base[N + 1] = {row.at<void>(i.out.place)};
   for (int n = 0; n < N; ++n) operands[n + 1] = in[n], base[n + 1] = row.at<void>(in[n]->place);
@@ -142,7 +154,7 @@ void each(const Row& row, const Instruction& i, const Operand* const (&in)[N], c
   const int last = i.dims - 1;
   const long count = i.sizes[last], stride = i.out.strides[last];
   const bool direct = i.out.place.element == FLOAT && stride == 1;
-  each_outer(i, last, operands, [&](const long* at) {
+  each_outer(row, i, last, operands, [&](const long* at) {
     alignas(64) float held[N + 1][BLOCK];
     for (long c = 0; c < count; c += BLOCK) {
       const long n = count - c < BLOCK ? count - c : BLOCK;
@@ -163,12 +175,12 @@ void each(const Row& row, const Instruction& i, const Operand* const (&in)[N], c
 }
 
 template <class F>
-void unary(const Row& row, const Instruction& i, const F& f) {
+void unary(const Rows& row, const Instruction& i, const F& f) {
   each<1>(row, i, {&i.a}, [&](const vf* x) { return f(x[0]); });
 }
 
 template <class F>
-void binary(const Row& row, const Instruction& i, const F& f) {
+void binary(const Rows& row, const Instruction& i, const F& f) {
   each<2>(row, i, {&i.a, &i.b}, [&](const vf* x) { return f(x[0], x[1]); });
 }
 
@@ -193,11 +205,11 @@ float soft_plus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
 // The same of a short last dimension, for many outputs at a time.
 template <class F>
-void fold_narrow(const Row& row, const Instruction& i, float start, const F& f) {
+void fold_narrow(const Rows& row, const Instruction& i, float start, const F& f) {
   const int last = i.dims - 1, outer = last - 1;
   const Operand* operands[2] = {&i.out, &i.a};
   void *out = row.at<void>(i.out.place), *a = row.at<void>(i.a.place);
-  each_outer(i, outer, operands, [&](const long* at) {
+  each_outer(row, i, outer, operands, [&](const long* at) {
     alignas(64) float sum[BLOCK], held[BLOCK];
     for (long r = 0; r < i.sizes[outer]; r += BLOCK) {
       const long n = std::min(i.sizes[outer] - r, BLOCK);
@@ -214,13 +226,13 @@ void fold_narrow(const Row& row, const Instruction& i, float start, const F& f) 
 
 // out = the fold of a's last dimension, in one fixed order.
 template <class F>
-void fold(const Row& row, const Instruction& i, float start, const F& f) {
+void fold(const Rows& row, const Instruction& i, float start, const F& f) {
   if (Narrow::fits(i)) return fold_narrow(row, i, start, f);
   const int last = i.dims - 1;
   const long count = i.sizes[last], stride = i.a.strides[last];
   const Operand* operands[2] = {&i.out, &i.a};
   void *out = row.at<void>(i.out.place), *a = row.at<void>(i.a.place);
-  each_outer(i, last, operands, [&](const long* at) {
+  each_outer(row, i, last, operands, [&](const long* at) {
     alignas(64) float held[BLOCK];
     vf sum = splat(start);
     float left = start;
@@ -236,12 +248,12 @@ void fold(const Row& row, const Instruction& i, float start, const F& f) {
   });
 }
 
-void sinkhorn(const Row& row, const Instruction& i) {
+void sinkhorn(const Rows& row, const Instruction& i) {
   const Operand* const operands[] = {&i.out, &i.a};
   float *out = row.at(i.out.place), *a = row.at(i.a.place);
   const int last = i.dims - 1;
   const long n = i.sizes[last - 1], m = i.sizes[last];
-  each_outer(i, i.dims - 2, operands, [&](const long* at) {
+  each_outer(row, i, i.dims - 2, operands, [&](const long* at) {
     float x[SQUARE], sum[SQUARE];
     for (long r = 0; r < n; ++r)
       for (long c = 0; c < m; ++c)
@@ -260,11 +272,11 @@ void sinkhorn(const Row& row, const Instruction& i) {
   });
 }
 
-void cumulate(const Row& row, const Instruction& i) {
+void cumulate(const Rows& row, const Instruction& i) {
   const int last = i.dims - 1;
   const Operand* operands[2] = {&i.out, &i.a};
   void *out = row.at<void>(i.out.place), *a = row.at<void>(i.a.place);
-  each_outer(i, last, operands, [&](const long* at) {
+  each_outer(row, i, last, operands, [&](const long* at) {
     float sum = 0;
     for (long c = 0; c < i.sizes[last]; ++c) {
       sum += scalar(i.a, a, at[1] + c * i.a.strides[last]);
@@ -274,30 +286,88 @@ void cumulate(const Row& row, const Instruction& i) {
 }
 
 // The `count` largest (or smallest) of a's last dimension, best first; of equal ones the first.
-void top(const Row& row, const Instruction& i) {
+void top(const Rows& row, const Instruction& i) {
   const int last = i.dims - 1;
   const long n = i.sizes[last];
   const Operand* operands[3] = {&i.out, &i.a, &i.c};
   void *out = row.at<void>(i.out.place), *a = row.at<void>(i.a.place);
   void* ids = row.at<void>(i.c.place);
   const float sign = i.number < 0 ? -1 : 1;
-  std::vector<float> left(n);
-  each_outer(i, last, operands, [&](const long* at) {
+  std::vector<float> left(n), found(i.count);
+  std::vector<int64_t> best(i.count);
+  each_outer(row, i, last, operands, [&](const long* at) {
     for (long c = 0; c < n; ++c) left[c] = sign * scalar(i.a, a, at[1] + c * i.a.strides[last]);
-    std::vector<bool> taken(n);
+    decode::largest_of(left.data(), n, i.count, found.data(), best.data());
     for (long k = 0; k < i.count; ++k) {
-      long best = -1;
-      for (long c = 0; c < n; ++c)
-        if (!taken[c] && (best < 0 || decode::above(left[c], left[best]))) best = c;
-      taken[best] = true;
-      put(i.out, out, at[0] + k * i.out.strides[last], sign * left[best]);
-      put(i.c, ids, at[2] + k * i.c.strides[last], best);
+      put(i.out, out, at[0] + k * i.out.strides[last], sign * found[k]);
+      put(i.c, ids, at[2] + k * i.c.strides[last], best[k]);
+    }
+  });
+}
+
+void norm(const Rows& row, const Instruction& i) {
+  const int last = i.dims - 1;
+  const long n = i.sizes[last], whole = n / LANES * LANES;
+  const Operand* operands[3] = {&i.out, &i.a, &i.b};
+  float *out = row.at(i.out.place), *a = row.at(i.a.place), *b = row.at(i.b.place);
+  each_outer(row, i, last, operands, [&](const long* at) {
+    const float *from = a + at[1], *weight = b + at[2];
+    vf squares[2] = {};
+    for (long c = 0; c < whole; c += LANES) {
+      const vf x = load<vf>(from + c);
+      squares[c / LANES % 2] += x * x;
+    }
+    float sum = decode::total(squares[0] + squares[1]);
+    for (long c = whole; c < n; ++c) sum += from[c] * from[c];
+    const float scale = 1.0f / std::sqrt(sum / n + i.number);
+    for (long c = 0; c < n; c += LANES) {
+      const vf x = load_as_fp32(from + c, n - c) * scale;
+      store_fp32_as(out + at[0] + c, i.count ? x * load_as_fp32(weight + c, n - c) : x, n - c);
+    }
+  });
+}
+
+void softmax(const Rows& row, const Instruction& i) {
+  const int last = i.dims - 1;
+  const long n = i.sizes[last];
+  const Operand* operands[2] = {&i.out, &i.a};
+  float *out = row.at(i.out.place), *a = row.at(i.a.place);
+  each_outer(row, i, last, operands, [&](const long* at) {
+    const float* from = a + at[1];
+    float *to = out + at[0], high = -INFINITY, sum = 0;
+    for (long c = 0; c < n; ++c) high = from[c] > high ? from[c] : high;
+    for (long c = 0; c < n; c += LANES) {
+      const vf x = load_as_fp32(from + c, n - c) - high;
+      store_fp32_as(to + c, x < -87 ? vf{} : exp_lanes(x), n - c);
+    }
+    for (long c = 0; c < n; ++c) sum += to[c];
+    for (long c = 0; c < n; ++c) to[c] /= sum;
+  });
+}
+
+void rotate(const Rows& row, const Instruction& i) {
+  const int last = i.dims - 1;
+  const long half = i.sizes[last] / 2;
+  const Operand* operands[4] = {&i.out, &i.a, &i.b, &i.c};
+  float *out = row.at(i.out.place), *a = row.at(i.a.place);
+  float *cos = row.at(i.b.place), *sin = row.at(i.c.place);
+  each_outer(row, i, last, operands, [&](const long* at) {
+    for (long c = 0; c < half; c += LANES) {
+      const long n = half - c;
+      const auto both = [&](const float* x, long of) {
+        return std::pair{load_as_fp32(x + of + c, n), load_as_fp32(x + of + half + c, n)};
+      };
+      const auto [x, y] = both(a, at[1]);
+      const auto [cos_x, cos_y] = both(cos, at[2]);
+      const auto [sin_x, sin_y] = both(sin, at[3]);
+      store_fp32_as(out + at[0] + c, x * cos_x - y * sin_x, n);
+      store_fp32_as(out + at[0] + half + c, y * cos_y + x * sin_y, n);
     }
   });
 }
 
 // GATHER: out = a[b], SCATTER: out[b] = or += a; `count` lies between two indexed elements.
-void at_index(const Row& row, const Instruction& i) {
+void at_index(const Rows& row, const Instruction& i) {
   const int last = i.dims - 1;
   const bool gather = i.code == GATHER;
   const Operand& moved = gather ? i.a : i.out;
@@ -305,7 +375,7 @@ void at_index(const Row& row, const Instruction& i) {
   const Operand* operands[3] = {&moved, &other, &i.b};
   void *indexed = row.at<void>(moved.place), *plain = row.at<void>(other.place);
   void* index = row.at<void>(i.b.place);
-  each_outer(i, last, operands, [&](const long* at) {
+  each_outer(row, i, last, operands, [&](const long* at) {
     for (long c = 0; c < i.sizes[last]; ++c) {
       const long chosen = integer(i.b, index, at[2] + c * i.b.strides[last]);
       const long there = at[0] + c * moved.strides[last] + chosen * i.count;
@@ -323,14 +393,14 @@ void at_index(const Row& row, const Instruction& i) {
 }
 
 // out (m, n) = a (m, k) b (k, n) for each position of the dimensions before; floats only.
-void matmul(const Row& row, const Instruction& i) {
+void matmul(const Rows& row, const Instruction& i) {
   const int n_dim = i.dims - 2, k_dim = i.dims - 1;
   const long N = i.sizes[n_dim], K = i.sizes[k_dim];
   const Operand* operands[3] = {&i.out, &i.a, &i.b};
   float *out = row.at(i.out.place), *a = row.at(i.a.place), *b = row.at(i.b.place);
   const long out_n = i.out.strides[n_dim], a_k = i.a.strides[k_dim], b_k = i.b.strides[k_dim];
   const long b_n = i.b.strides[n_dim];
-  each_outer(i, n_dim, operands, [&](const long* at) {
+  each_outer(row, i, n_dim, operands, [&](const long* at) {
     float* to = out + at[0];
     const float *x = a + at[1], *y = b + at[2];
     if (a_k == 1 && b_k == 1 && out_n == 1)
@@ -391,11 +461,11 @@ int64_t of_integers(int32_t code, const int64_t* x) {
   }
 }
 
-void integers(const Row& row, const Instruction& i, int count) {
+void integers(const Rows& row, const Instruction& i, int count) {
   const Operand* operands[4] = {&i.out, &i.a, &i.b, &i.c};
   void* base[4];
   for (int n = 0; n <= count; ++n) base[n] = row.at<void>(operands[n]->place);
-  each_outer(i, i.dims, operands, [&](const long* at) {
+  each_outer(row, i, i.dims, operands, [&](const long* at) {
     int64_t x[3] = {};
     for (int n = 0; n < count; ++n) x[n] = integer(*operands[n + 1], base[n + 1], at[n + 1]);
     const int64_t made = of_integers(i.code, x);
@@ -406,8 +476,8 @@ void integers(const Row& row, const Instruction& i, int count) {
 
 }  // namespace
 
-void Row::run(const Instruction& i) const {
-  const Row& row = *this;
+void Rows::run(const Instruction& i) const {
+  const Rows& row = *this;
   if (i.out.place.element != FLOAT)
     if (const int count = integer_inputs(i)) return integers(row, i, count);
   switch (i.code) {
@@ -471,13 +541,21 @@ void Row::run(const Instruction& i) const {
       const float* from = at(i.a.place);
       char* to = at<char>(i.out.place);
       const QuantizedRows codes = place_rows(to, width, group);
-      for (long n = 0; n < i.count; ++n)
+      for (long n = 0; n < count * i.count; ++n)
         quantize_row(from + n * width, width, group, codes.from(n));
       return;
     }
     case SINKHORN: return sinkhorn(row, i);
-    case SORT_CHOICE:
-      return decode::sort_choice(i.count, at<int64_t>(i.a.place), at(i.b.place));
+    case SORT_CHOICE: {
+      int64_t* ids = at<int64_t>(i.a.place);
+      float* weights = at(i.b.place);
+      for (long r = 0; r < count; ++r)
+        decode::sort_choice(i.count, ids + r * row_step(i.a.place), weights + r * row_step(i.b.place));
+      return;
+    }
+    case NORM: return norm(row, i);
+    case SOFTMAX: return softmax(row, i);
+    case ROTATE: return rotate(row, i);
   }
 }
 

@@ -23,7 +23,14 @@ from moe.decode.compiled import DescribedStep
 from moe.decode.lower import operation_names
 from moe.decode.program import Program
 from moe.decode.prompts import fuse_prompts
-from moe.decode.proof import prove, prove_prompts, prove_traced
+from moe.decode.proof import (
+    caches_of,
+    prove,
+    prove_prompts,
+    prove_traced,
+    tolerance_of,
+    traced_tolerance,
+)
 from moe.decode.records import DescriptionRecords
 from moe.decode.step import CompiledExperts, DecodeForward, through_lane, why_outside
 from moe.decode.trace import trace
@@ -192,7 +199,8 @@ def _compiled_prompts(
         return why_not
 
     def holds() -> bool:
-        prove_prompts(backbone, description, step.prompts, pool)
+        caches, tolerance = caches_of(description), tolerance_of(description)
+        prove_prompts(backbone, caches, tolerance, step.prompts, pool)
         return True
 
     try:
@@ -216,7 +224,23 @@ def _traced_step(
     proof = partial(prove_traced, backbone, step, program.layers, program.latents, every)
     reason = current_proofs().recall("traced step", outline(traced), str, proof, NotDescribed)
     forward = DecodeForward(step, experts, why_not, order)
-    return forward, f"traced, {reason}; {forward.where}"
+    try:
+        holds = partial(_prompts_proven, backbone, kernel, program, step)
+        recall("traced prompts", outline(traced), bool, holds, NotDescribed)
+    except Exception as error:  # as in `enable_fused`: an architecture may do anything
+        how = f"prompts left to transformers: {type(error).__name__}: {error}"
+    else:
+        routed, how = through_lane(experts.run), "prompts compiled"
+        backbone.prompt_forward = lambda work: step.prompts(work, routed)
+    return forward, f"traced, {reason}; {how}; {forward.where}"
+
+
+def _prompts_proven(
+    backbone: Backbone, kernel: NativeKernels, program: Program, step: TracedStep
+) -> bool:
+    pool = BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(32)), Windows())
+    prove_prompts(backbone, program.layers, traced_tolerance(backbone), step.prompts, pool)
+    return True
 
 
 def _compiled_experts(

@@ -1,9 +1,10 @@
-"""A decode program: lowered operations in stages, their memory, and the records for C++.
+"""A program: lowered operations in stages, their memory, and the records for C++.
 
 A stage is a run of instructions for each row, the products of all rows that are ready together, one
 attention or one recurrent layer (kernels/cpu/program.h). `Program` orders the units of a `Lowering`
 by what they read and write, gives every buffer a place in a step's memory that it shares with
-buffers whose lives do not overlap, and writes the records.
+buffers whose lives do not overlap, and writes the records. The same program reads prompts, whose
+tokens are rows that follow each other.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from kernels.cpu.program import Code, Element, Kind, Space
 from kernels.cpu.recurrence import NativeCall
 from moe.decode.copies import disjoint, parts_read, parts_written, without_copies
 from moe.decode.lower import Lowering
+from moe.decode.patterns import with_patterns
 from moe.decode.recorder import DecodeTrace, Value
 from moe.decode.records import DescriptionRecords
 from moe.decode.units import (
@@ -48,9 +50,10 @@ from moe.decode.units import (
     writes_of,
 )
 from moe.describe.description import NotDescribed
-from moe.kv.cache import LayerKey, StateKey
+from moe.kv.cache import LayerKey, Shape, StateKey
 
 _ALIGNED = 64
+_SPLIT = 512  # keys of a split, as in kernels/cpu/heads.h
 _STATES = (Space.BEFORE, Space.AFTER)
 _UNEVEN = (Code.TOP, Code.QUANTISE)  # outputs have other sizes than inputs
 
@@ -86,7 +89,9 @@ class Program:
         hidden: size of the rows that experts read.
         layers: what keeps rows in a sequence's cache, by its index in the records.
         states: of the recurrent layers.
+        shapes: of the rows of each of them, and how many tokens a row stands for.
         rotations: the tables that indexers rotate their keys by, and the records that point there.
+        final_width: H of the final hidden states that it hands on; 0: it does not.
     """
 
     def __init__(self, trace: DecodeTrace, records: DescriptionRecords) -> None:
@@ -95,8 +100,10 @@ class Program:
         self.states = StateLayout(trace.before)
         self._place_states(trace, lowering)
         self._place_logits(trace, lowering)
+        self._place_hidden(trace, lowering)
         self._lowering = lowering
         units = without_copies(lowering.units, lowering.spaces, set(self._before))
+        units = with_patterns(units, set(lowering.spaces))
         units = _with_intervals(units, lowering.spaces)
         self.experts = [unit for unit in units if isinstance(unit, ExpertsOf)]
         sizes = {(unit.hidden, unit.top_k) for unit in self.experts}
@@ -106,9 +113,11 @@ class Program:
         assert trace.logits is not None
         self.vocabulary = trace.logits.meta.shape[-1]
         self.layers: list[LayerKey] = []
+        self.shapes: dict[LayerKey, tuple[Shape, int]] = {}
         self._stages = _stages(units, set(self._before))
         self._check_states()
-        self._bases, self._row_bytes = self._places()
+        self._pitches = self._find_pitches()
+        self._bases, self._row_bytes, self._kept_bytes = self._places()
         self.record = self._write()
 
     @property
@@ -118,6 +127,18 @@ class Program:
             unit.attends.latents for (unit, *_) in self._stages if isinstance(unit, AttentionOf)
         ]
         return {latents.leaf: latents.expansion for latents in found if latents is not None}
+
+    def scratch_bytes(self, tokens: int) -> int:
+        """About what a row needs beside its own memory where it has so many tokens before it."""
+        splits, sizes = -(-tokens // _SPLIT), [0]
+        for unit, *_ in self._stages:
+            if isinstance(unit, AttentionOf) and not unit.attends_together:
+                latents, (heads, _) = unit.attends.latents, unit.query.meta.shape
+                size = unit.value.meta.shape[1] if latents is None else latents.expansion.shape[2]
+                sizes.append(4 * heads * size * (splits + 1))
+            elif isinstance(unit, IndexerOf):
+                sizes.append(4 * tokens)
+        return max(sizes)
 
     def _place_states(self, trace: DecodeTrace, lowering: Lowering) -> None:
         """New states are made in place, where they are buffers of their own."""
@@ -147,6 +168,14 @@ class Program:
             logits = made
         lowering.spaces[logits.buffer] = Space.LOGITS
 
+    def _place_hidden(self, trace: DecodeTrace, lowering: Lowering) -> None:
+        self.final_width = 0
+        if trace.hidden is not None:
+            final = lowering.fresh(trace.hidden.meta.shape)
+            lowering.emit(Code.COPY, final, trace.hidden)
+            lowering.spaces[final.buffer] = Space.FINAL
+            self.final_width = trace.hidden.meta.shape[-1]
+
     def _check_states(self) -> None:
         """Rows of one sequence follow each other within a stage only: a state must be whole before
         a later row reads it."""
@@ -164,15 +193,24 @@ class Program:
             if last.get(offset, 0) > first[offset]:
                 raise NotDescribed("a recurrent state is read and written in different stages")
 
-    def _places(self) -> tuple[dict[int, int], int]:
-        """Offset of each buffer in a row's memory, and the size of that memory."""
+    def _places(self) -> tuple[dict[int, int], int, int]:
+        """Offset of each buffer in a row's memory of its space, and the sizes of these memories:
+        of what lasts until the next layer of experts, and of what lasts longer (`Space.KEPT`)."""
         lives: dict[int, list[int]] = {}
+        of_stage = list(accumulate(isinstance(stage[0], ExpertsOf) for stage in self._stages))
         for index, stage in enumerate(self._stages):
             for unit in stage:
                 for buffer in (*reads_of(unit), *writes_of(unit)):
                     if buffer not in self._lowering.spaces:
                         lives.setdefault(buffer, [index, index])[1] = index
-        self._pitches = self._find_pitches()
+        kept = {buffer for buffer, (a, b) in lives.items() if of_stage[a] != of_stage[b]}
+        self._lowering.spaces.update(dict.fromkeys(kept, Space.KEPT))
+        parts = [{b: life for b, life in lives.items() if (b in kept) == own} for own in (0, 1)]
+        (rows, row_bytes), (others, kept_bytes) = map(self._placed, parts)
+        return rows | others, row_bytes, kept_bytes
+
+    def _placed(self, lives: Mapping[int, Sequence[int]]) -> tuple[dict[int, int], int]:
+        """Places for buffers, by their first and last stage, and the end of all."""
         bases, end, taken = dict[int, int](), 0, list[tuple[int, int, int]]()
         for buffer, (first, last) in sorted(lives.items(), key=lambda item: item[1][0]):
             taken = [place for place in taken if place[2] >= first]
@@ -214,17 +252,19 @@ class Program:
             Selection: self._selection,
         }
         records: dict[Kind, list[Any]] = {kind: [] for kind, _ in _STAGES.values()}
-        stages, segments, work = list[Any](), [0], 0
+        stages, segments, work, tail = list[Any](), [0], 0, 0
         for stage in self._stages:
             own = type(stage[0])
             if own is ExpertsOf:
-                segments.append(len(stages))
+                segments.append(tail := len(stages))
                 continue
             kind, _ = _STAGES[own]
             begin = len(records[kind])
             records[kind] += map(record_of[own], stage)
             ordered = kind == Kind.ROWS and any(map(self._touches_states, stage))
             stages.append(native.StageRecord(begin, len(records[kind]), kind, ordered))
+            if not all(map(self._only_makes_logits, stage)):
+                tail = len(stages)
             work += sum(map(_multiplications, stage))
         ends = integers([*segments, len(stages)])
         arrays = {kind: native.array(record, records[kind]) for kind, record in _STAGES.values()}
@@ -236,7 +276,14 @@ class Program:
         ]
         kept = [*arrays.values(), native.array(native.StageRecord, stages), ends]
         self._kept += kept
-        return native.ProgramRecord(*map(addressof, kept), len(self.experts), self._row_bytes, work)
+        sizes = self._row_bytes, self._kept_bytes, 4 * self.vocabulary, tail, work
+        return native.ProgramRecord(*map(addressof, kept), len(self.experts), *sizes)
+
+    def _only_makes_logits(self, unit: Unit) -> bool:
+        """Nothing but logits may depend on it, if that holds for all units behind it."""
+        spaces = {self._lowering.spaces.get(buffer, Space.ROW) for buffer in writes_of(unit)}
+        alone = isinstance(unit, Instruction | Product | Selection)
+        return alone and spaces <= {Space.ROW, Space.KEPT, Space.LOGITS}
 
     def _touches_states(self, unit: Unit) -> bool:
         return any(buffer in self._offsets for buffer in (*reads_of(unit), *writes_of(unit)))
@@ -267,7 +314,7 @@ class Program:
         if space in _STATES:
             return native.PlaceRecord(0, 0, offset + self._offsets[x.buffer], space, element)
         count = x.meta.untyped_storage().nbytes() // x.meta.dtype.itemsize
-        if space is Space.ROW:
+        if space in (Space.ROW, Space.KEPT):
             pitch = self._pitches[x.buffer]
             return native.PlaceRecord(self._bases[x.buffer], pitch, offset, space, element)
         return native.PlaceRecord(0, count * element.bytes, offset, space, element)
@@ -312,8 +359,9 @@ class Program:
         layer, attends = DecoderLayerRecord(), unit.attends
         layer.attention = self._records.given_attention(
             self._cache(attends.layer), unit.query.meta.shape, unit.key.meta.shape,
-            unit.value.meta.shape, attends.view, attends.latents and attends.latents.expansion,
+            unit.value.meta.shape, attends.view, attends.latents,
         )  # fmt: skip
+        self._shape_of_attention(unit)
         places = (self._place(x) for x in (unit.query, unit.key, unit.value, unit.out))
         extras = unit.chosen, unit.sinks, unit.bias, unit.entry
         others = (self._place_or_none(x) for x in extras)
@@ -325,10 +373,20 @@ class Program:
             layer, *places, *others, most, reach, attends.pool, entries, rate
         )
 
+    def _shape_of_attention(self, unit: AttentionOf) -> None:
+        (heads, key), (_, value) = unit.key.meta.shape, unit.value.meta.shape
+        if unit.attends.latents is not None:
+            key -= value
+        self.shapes[unit.attends.layer] = Shape(heads, key, value), 1
+        if unit.attends.entries is not None:
+            cache, rate = unit.attends.entries
+            self.shapes[cache] = Shape(1, key, 0), rate
+
     def _indexer(self, unit: IndexerOf) -> native.IndexedRecord:
         heads, indexer = unit.weights.meta.numel(), unit.indexer
         bias = None if indexer.bias is None else indexer.bias.float().contiguous()
         self._kept.append(bias)
+        self.shapes[indexer.cache] = Shape(1, unit.key.meta.numel(), 0), indexer.rate
         record = native.IndexerRecord(
             self._cache(indexer.cache), heads, unit.query.meta.numel() // heads, indexer.top_k,
             indexer.rate, indexer.pool, unit.key.meta.numel(),
@@ -346,8 +404,16 @@ class Program:
         return native.RecurredRecord(
             addressof(call.record), (native.PlaceRecord * 5)(*rows), before,
             self._place(unit.after), self._place(unit.out),
-            native.RECURRENT_KINDS.index(type(call.record)), len(rows),
+            native.RECURRENT_KINDS.index(type(call.record)), len(rows), self._follow_each_other(unit),
         )  # fmt: skip
+
+    def _follow_each_other(self, unit: Recurrent) -> bool:
+        """One call can take many tokens: each one's state is that of the one before, and what they
+        make lies side by side."""
+        states = [None if x is None else self._lowering.spaces.get(x.buffer) for x in
+                  (unit.before, unit.after)]  # fmt: skip
+        one = unit.recurrence.out[:2] == (1, 1)
+        return states == [*_STATES] and one and is_whole(unit.out)
 
     def _cache(self, layer: LayerKey) -> int:
         if layer not in self.layers:

@@ -87,12 +87,17 @@ def prove_traced(
         layers: attention layers with a cache.
         latent: of each module that expands latents, its weight ``(heads, rows, R)``.
     """
-    quantized = any(isinstance(module, QuantizedLinear) for module in backbone.model.modules())
-    tolerance, lengths = QUANTIZED if quantized else EXACT, PROMPT_LENGTHS
+    tolerance, lengths = traced_tolerance(backbone), PROMPT_LENGTHS
     if every > 1:
         lengths = (*lengths[:-1], -(-lengths[-1] // every) * every - 2)
     with _whole_expansions(backbone, latent):
         return _prove(backbone, step, layers, tolerance, lengths=lengths)
+
+
+def traced_tolerance(backbone: Backbone) -> Tolerance:
+    """How far a step of a recorded token may be from transformers' forward."""
+    quantized = any(isinstance(module, QuantizedLinear) for module in backbone.model.modules())
+    return QUANTIZED if quantized else EXACT
 
 
 def _prove(
@@ -122,9 +127,16 @@ def _prove(
 
 @torch.inference_mode()
 def prove_prompts(
-    backbone: Backbone, description: Description, step: StepFunction, pool: BlockPool
+    backbone: Backbone,
+    layers: Sequence[LayerKey],
+    tolerance: Tolerance,
+    step: StepFunction,
+    pool: BlockPool,
 ) -> None:
     """Read prompts both ways, the step's into blocks of ``pool``, and then more tokens of each.
+
+    Args:
+        layers: attention layers with a cache.
 
     Raises:
         NotDescribed: they disagree.
@@ -132,7 +144,7 @@ def prove_prompts(
     for attempt in range(TRIES):
         theirs, ours = read_prompts(backbone, [backbone], step, pool, attempt)
         try:
-            compare(theirs, ours, caches_of(description), tolerance_of(description))
+            compare(theirs, ours, layers, tolerance)
             return
         except NotDescribed as error:
             failure = error

@@ -78,6 +78,7 @@ class DecodeTrace:
         inputs: buffers that are given: embedding, token id, position.
         before, after: each recurrent state of the sequence before the token and after it.
         logits: ``(..., V)`` of the token.
+        hidden: ``(..., H)``, its final hidden state; None: the token does not have one.
     """
 
     operations: list[Operation] = field(default_factory=list)
@@ -85,6 +86,7 @@ class DecodeTrace:
     before: dict[StateKey, Value] = field(default_factory=dict)
     after: dict[StateKey, Value] = field(default_factory=dict)
     logits: Value | None = None
+    hidden: Value | None = None
 
 
 class Recorder(TorchDispatchMode):

@@ -19,6 +19,7 @@ from kernels.cpu.activation import Activation
 from kernels.cpu.experts import plan_matrix
 from kernels.cpu.interface import DTYPES
 from kernels.cpu.streaming import LayerBuffers
+from moe.decode.history import Latents
 from moe.describe import description as d
 from moe.describe.description import NotDescribed
 from moe.describe.parts import describe_projection
@@ -127,17 +128,19 @@ class DescriptionRecords:
         key: Size,
         value: Size,
         view: d.View,
-        expansion: Tensor | None,
+        latents: Latents | None,
     ) -> native.AttentionRecord:
-        """Attention of given queries ``(heads, D)``, keys ``(N, D)`` and values ``(N, V)``; with an
-        expansion, of latents and rotated keys ``(1, R + T)``, and the latter ``(1, T)``."""
+        """Attention of given queries ``(heads, D)``, keys ``(N, D)`` and values ``(N, V)``; where
+        latents are expanded, of those and rotated keys ``(1, R + T)``, and the latter ``(1, T)``."""
+        expansion = None if latents is None else latents.expansion
         record = native.AttentionRecord(
             **dict.fromkeys(("q_a", "q", "k", "v", "o", "kv_b"), _absent()),
             cache=cache, heads=query[0], kv_heads=key[0], head_dim=query[1], value_dim=value[1],
             scale=view.scale, softcap=view.softcap or 0.0, window=view.span,
             sinks=self._floats(view.sinks), **self._expansion(expansion),
         )  # fmt: skip
-        if expansion is not None:
+        if latents is not None and expansion is not None:
+            record.kv_b = self.matrix(describe_projection(latents.leaf))
             record.latent, record.rotation.size = expansion.shape[2], value[1]
             record.plain_dim = query[1] - value[1]
             record.value_dim = expansion.shape[1] - record.plain_dim
@@ -221,7 +224,7 @@ class CompiledPass:
         moe_layers, top_k: the shape of expert ids and weights; these tensors are new in each step,
             so that routings may be kept.
         kept: what else the record points to.
-        states: of the rows, for the step that made this pass.
+        made: what else the rows make, for the step that made this pass.
 
     Attributes:
         done: layers that are done.
@@ -239,11 +242,11 @@ class CompiledPass:
         moe_layers: int,
         top_k: int,
         kept: object,
-        states: object = None,
+        made: object = None,
     ) -> None:
         count = len(h_BH)
         self._kernel, self._record, self._kept = kernel, record, kept
-        self.states = states
+        self.made = made
         self.h_BH, self._h = h_BH, h_BH.data_ptr()
         self._routed_BH = routed_BH
         self.logits_BV = torch.empty(logits_shape, dtype=torch.float32)

@@ -121,10 +121,16 @@ def _trace(backbone: Backbone, known: Collection[str], tokens: int) -> DecodeTra
         for module, forward in _recorded_forwards(backbone, recorder):
             stack.enter_context(_replaced(module, forward))
         stack.enter_context(_recording(backbone, recorder, cache))
+        final = list[Tensor]()
+        hook = backbone.model.get_decoder().register_forward_hook(
+            lambda _module, _inputs, output: final.append(output[0])
+        )
+        stack.callback(hook.remove)
         output = backbone.model(
             input_ids=ids, position_ids=positions, **{CACHE_ARGUMENT: cache}, use_cache=True
         )
         logits = recorder.value(output.logits[0, -1].float())
+        hidden = recorder.value(final[-1][0, -1].float()) if final else None
         states = cache.states[0].get(1, {})
         for own in own_layers:
             states |= cache.states_after(own)
@@ -132,6 +138,7 @@ def _trace(backbone: Backbone, known: Collection[str], tokens: int) -> DecodeTra
     if not isinstance(logits, Value):
         raise NotDescribed("logits do not depend on the token")
     done.logits = logits
+    done.hidden = hidden if isinstance(hidden, Value) else None
     for key, state in states.items():
         value = recorder.value(state)
         assert isinstance(value, Value)

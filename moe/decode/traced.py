@@ -1,7 +1,8 @@
 """The decode step of a traced model: a program that C++ runs from one layer of experts to the next.
 
 It serves models that no description covers: hybrids, recurrent layers, gates between the heads and
-the output, parallel blocks. See `moe.decode.trace` for how the program is made.
+the output, parallel blocks. See `moe.decode.trace` for how the program is made. The same program
+reads prompts: all their tokens are rows, and those of a sequence attend together.
 Legend: B rows, each one new token; a sequence may have several, at successive positions.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import Array, addressof
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +23,20 @@ from moe.decode.compiled import (
     PATIENCE,
     CachePlaces,
     CompiledStep,
+    PromptSpans,
     RotaryRecords,
     TokenEmbedding,
 )
 from moe.decode.program import Program, StateLayout
 from moe.decode.records import CompiledPass
-from moe.decode.step import CompiledExperts, split_logits
+from moe.decode.step import CompiledExperts, RoutedExperts, split_logits
+from moe.kv.blocks import BlockKVCache
 from moe.kv.cache import KVCache, SequenceCache, StateKey, States
-from moe.network.packed_pass import Work
+from moe.network.packed_pass import Work, keep_hidden_rows
+
+CHUNK_BYTES = 32 << 20
+"""Of a prompt's rows on their way from one layer of experts to the next."""
+_CHUNK_ROWS = (16, 512)  # at least, so that weights are not read for a few rows, and at most
 
 
 class TracedStep(CompiledStep):
@@ -44,7 +52,18 @@ class TracedStep(CompiledStep):
         self._program, self._embedding = program, TokenEmbedding(embedding)
         self._free = FreeStates(program.states.size)
         self._tables = RotaryRecords(program.rotations)
+        self.keeps_hidden = program.final_width > 0
         super().__init__(kernel, [unit.layer for unit in program.experts], program.top_k, inside)
+
+    def prompts(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
+        """Logits of each piece of work, which are prompts or parts of them; a token's bits do not
+        depend on how its prompt is cut. Calls ``routed`` at every MoE layer."""
+        for item in work:
+            assert isinstance(item.cache, BlockKVCache)
+            for layer, (shape, rate) in self._program.shapes.items():
+                item.cache.expect(layer, shape, rate)
+        step = self._begin(work, PromptSpans(work))
+        return self._finish(work, step, routed, step.go(self._stopping))
 
     def takes(self, work: Sequence[Work]) -> bool:
         """Whether all sequences have all states: a state may begin with its first entry only."""
@@ -63,31 +82,46 @@ class TracedStep(CompiledStep):
             self._embedding.address, len(experts), self._top_k, PATIENCE,
         )  # fmt: skip
 
-    def _begin(self, work: Sequence[Work]) -> CompiledPass:
-        program, places = self._program, CachePlaces(work, self._program.layers)
+    def _begin(self, work: Sequence[Work], prompts: PromptSpans | None = None) -> CompiledPass:
+        program, caches = self._program, self._program.layers
+        places = CachePlaces(work, caches, prompts=prompts is not None)
         self._tables.reserve(places.end)
         rows, width = places.rows, self._embedding.width
         x_BH, (h_BH, routed_BH) = torch.empty(rows, width), torch.empty(2, rows, program.hidden)
+        final_BH = torch.empty(rows, program.final_width)  # alone, as sequences may keep it
         self._embedding.fill(places, x_BH)
-        states = RowStates(work, program.states, self._free)
-        memory = torch.empty(rows * program.record.row_bytes, dtype=torch.uint8)
-        own = states.record(places.tokens, memory)
+        states = RowStates(work, program.states, self._free, all_kept=prompts is None)
+        chunk = rows if prompts is None else min(rows, self._chunk_rows(places.end))
+        memory = torch.empty(chunk * program.record.row_bytes, dtype=torch.uint8)
+        lasting = torch.empty(rows * program.record.kept_bytes, dtype=torch.uint8)
+        own = states.record(places.tokens, memory, lasting, chunk)
         record = native.StepRecord(
-            rows, width, len(program.layers), x_BH.data_ptr(), h_BH.data_ptr(), None,
+            rows, width, len(caches), x_BH.data_ptr(), h_BH.data_ptr(), final_BH.data_ptr(),
             *places.pointers, addressof(own), *places.seen, *places.formats,
-            torch.get_num_threads(), places.bounds,
+            torch.get_num_threads(), places.bounds, None,
+            None if prompts is None else addressof(prompts.record),
         )  # fmt: skip
-        kept = x_BH, places, states, memory, own
-        sizes = (rows, program.vocabulary), self._moe_layers[-1], self._top_k
-        return CompiledPass(self._kernel, record, h_BH, routed_BH, *sizes, kept, states)
+        kept = x_BH, places, memory, lasting, own, prompts
+        logits = rows if prompts is None else len(prompts.wanted)
+        sizes = (logits, program.vocabulary), self._moe_layers[-1], self._top_k
+        made = _Made(states, final_BH)
+        return CompiledPass(self._kernel, record, h_BH, routed_BH, *sizes, kept, made)
+
+    def _chunk_rows(self, end: int) -> int:
+        """Rows of a prompt of ``end`` tokens that go through a segment together."""
+        least, most = _CHUNK_ROWS
+        a_row = self._program.record.row_bytes + self._program.scratch_bytes(end)
+        return max(least, min(most, CHUNK_BYTES // a_row))
 
     def _end(self, work: Sequence[Work], step: CompiledPass) -> list[Tensor]:
         sizes = [len(item.token_ids) for item in work]
-        states = step.states
-        assert isinstance(states, RowStates)
-        for item, size, after in zip(work, sizes, states.after_each(sizes), strict=True):
+        made = step.made
+        assert isinstance(made, _Made)
+        for item, size, after in zip(work, sizes, made.states.after_each, strict=True):
             assert isinstance(item.cache, KVCache)
-            item.cache.advance(after, size)
+            item.cache.advance(after, size, item.snapshots)
+        if self.keeps_hidden:
+            keep_hidden_rows(work, made.final_BH)
         return split_logits(work, step.logits_BV)
 
 
@@ -125,45 +159,73 @@ class FlatStates(Mapping[StateKey, Tensor]):
         self._free.give(self.memory, self._rows)
 
 
+class _Made(NamedTuple):
+    """What a step leaves beside its logits."""
+
+    states: RowStates
+    final_BH: Tensor
+
+
 class RowStates:
     """The states that each row of a step reads and writes: those of the row before it in its
-    sequence, or of the sequence."""
+    sequence, or of the sequence.
 
-    def __init__(self, work: Sequence[Work], layout: StateLayout, free: FreeStates) -> None:
+    Args:
+        all_kept: the sequences keep the states after each row; else those of `Work.snapshots` and
+            of the last row, and the rows between share memory by turns.
+
+    Attributes:
+        after_each: of each sequence, the states that it keeps by how many of its rows are read;
+            none without recurrent layers.
+    """
+
+    def __init__(
+        self, work: Sequence[Work], layout: StateLayout, free: FreeStates, *, all_kept: bool
+    ) -> None:
         sizes = [len(item.token_ids) for item in work]
         self._starts = np.array([0, *accumulate(sizes)], np.int64)
         rows = int(self._starts[-1])
-        self._rows: list[FlatStates] = []
-        self._before: list[FlatStates] = []
-        if layout.size:
-            for item, size in zip(work, sizes, strict=True):
-                assert isinstance(item.cache, KVCache)
-                own = _flat(item.cache.states, layout, free, rows)
-                made = [FlatStates(layout, free.take(), free, rows) for _ in range(size)]
-                self._before += [own, *made[:-1]]
-                self._rows += made
-        self._pointers = [
-            np.array([states.memory.data_ptr() for states in each], np.int64)
-            for each in (self._before, self._rows)
-        ]
+        self._before, self._after, self._to_kept = np.ones((3, rows), np.int64)
+        self.after_each: list[dict[int, FlatStates]] = []
+        self._alive: list[FlatStates] = []
 
-    def record(self, tokens: np.ndarray, memory: Tensor) -> StatesRecord:
-        before, after = (array.ctypes.data for array in self._pointers)
-        starts = self._starts
-        addresses = before, after, tokens.ctypes.data, starts.ctypes.data
-        return StatesRecord(*addresses, len(starts) - 1, memory.data_ptr())
+        def made() -> FlatStates:
+            return FlatStates(layout, free.take(), free, rows)
 
-    def after_each(self, sizes: Sequence[int]) -> Iterator[Mapping[int, States]]:
-        """Yield each sequence's states by how many of its rows are read; none without recurrent
-        layers."""
-        for start, size in zip(self._starts, sizes, strict=False):
-            yield dict(enumerate(self._rows[start : start + size], 1))
+        for item, start, size in zip(work, self._starts, sizes, strict=False):
+            assert isinstance(item.cache, KVCache)
+            ends = {*range(1, size + 1)} if all_kept else {*item.snapshots, size}
+            kept = {end: made() for end in sorted(ends) if 0 < end <= size} if layout.size else {}
+            self.after_each.append(kept)
+            if not layout.size:
+                continue
+            own, end = _flat(item.cache.states, layout, free, rows), start + size
+            between = [made() for _ in range(2 if len(kept) < size else 0)]
+            self._alive += [own, *between]
+            places = [each.memory.data_ptr() for each in between]
+            for turn, place in enumerate(places):
+                self._after[start + turn : end : 2] = place
+            ends_of = np.array([*kept], np.int64)
+            self._after[start + ends_of - 1] = [each.memory.data_ptr() for each in kept.values()]
+            self._before[start] = own.memory.data_ptr()
+            self._before[start + 1 : end] = self._after[start : end - 1]
+            at = np.arange(size)
+            self._to_kept[start:end] = ends_of[np.searchsorted(ends_of, at, side="right")] - at
+
+    def record(
+        self, tokens: np.ndarray, memory: Tensor, kept_memory: Tensor, chunk: int
+    ) -> StatesRecord:
+        arrays = self._before, self._after, self._to_kept, tokens, self._starts
+        addresses = [array.ctypes.data for array in arrays]
+        places = memory.data_ptr(), kept_memory.data_ptr()
+        return StatesRecord(*addresses, len(self._starts) - 1, *places, chunk)
 
 
 def _flat(states: States, layout: StateLayout, free: FreeStates, rows: int) -> FlatStates:
+    """A sequence's states; zeros where it has none yet."""
     if isinstance(states, FlatStates) and states._layout is layout:
         return states
     made = FlatStates(layout, free.take(), free, rows)
     for key in layout.offsets:
-        made[key].copy_(states[key])
+        made[key].copy_(states[key]) if key in states else made[key].zero_()
     return made

@@ -76,6 +76,12 @@ class AttentionOf:
     bias: Value | None
     entry: Value | None
 
+    @property
+    def attends_together(self) -> bool:
+        """The new tokens of a prompt can attend together: to what they see by the same rule."""
+        own = self.chosen, self.sinks, self.bias, self.entry
+        return all(each is None for each in own)
+
 
 @dataclass(frozen=True)
 class IndexerOf:
@@ -128,6 +134,13 @@ def is_whole(x: Value) -> bool:
     return x.meta.is_contiguous() and x.meta.numel() == count
 
 
+_FIXED_DIMS = {Code.MATMUL: 2, Code.SINKHORN: 2} | dict.fromkeys(
+    (Code.TOP, Code.CUMULATE, Code.SUM, Code.LARGEST, Code.SMALLEST, Code.NORM, Code.SOFTMAX,
+     Code.ROTATE), 1,
+)  # fmt: skip
+"""The last dimensions that an instruction means by themselves."""
+
+
 def collapsed(
     unit: Instruction,
 ) -> tuple[list[int], list[list[int]]]:
@@ -142,9 +155,7 @@ def collapsed(
         return list(unit.sizes), [[0] * len(unit.sizes) for _ in operands]
     strides = [list((x.meta if isinstance(x, Value) else x).stride()) for x in operands]
     sizes = list(unit.sizes)
-    fixed = {Code.MATMUL: 2, Code.SINKHORN: 2, Code.TOP: 1, Code.CUMULATE: 1}.get(unit.code, 0)
-    if unit.code in (Code.SUM, Code.LARGEST, Code.SMALLEST):
-        fixed = 1
+    fixed = _FIXED_DIMS.get(unit.code, 0)
     d = len(sizes) - 1 - fixed
     while d >= 0:
         if sizes[d] == 1:

@@ -482,6 +482,18 @@ class BlockKVCache(KVCache):
             self._pool.learn(layer, shape)
             self._place()
 
+    def expect(self, layer: LayerKey, shape: Shape, rate: int = 1) -> None:
+        """Compiled code is about to write a layer's rows of this shape, which stand for ``rate``
+        tokens each."""
+        if not isinstance(layer, tuple):
+            self.give_shape(layer, shape)
+        elif layer not in self._layers:
+            keys, values = (torch.empty(1, shape.heads, 0, size) for size in shape[1:])
+            if rate > 1:
+                self.write_entries(layer, keys, rate, 0)
+            else:
+                super().write(layer, keys, values)
+
     def read(self, layer: LayerKey, end: int, begin: int = 0) -> tuple[Tensor, Tensor]:
         """Copies ``(1, N, end - begin, D)`` of keys and values: float32, or the GPU's dtype."""
         if layer not in self._shapes:
