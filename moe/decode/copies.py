@@ -305,7 +305,8 @@ def _strides_alike(one: Value, other: Value) -> bool:
 
 def _needed(units: Sequence[Unit], spaces: Mapping[int, Space]) -> list[Unit]:
     """The units whose results are used, in order."""
-    wanted = {buffer for buffer, space in spaces.items() if space in (Space.AFTER, Space.LOGITS)}
+    results = (Space.AFTER, Space.LOGITS, Space.FINAL)
+    wanted = {buffer for buffer, space in spaces.items() if space in results}
     kept: list[Unit] = []
     for unit in reversed(units):
         always = isinstance(unit, ExpertsOf | AttentionOf | IndexerOf)

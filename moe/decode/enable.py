@@ -30,6 +30,7 @@ from moe.decode.proof import (
     prove_traced,
     tolerance_of,
     traced_tolerance,
+    whole_expansions,
 )
 from moe.decode.records import DescriptionRecords
 from moe.decode.step import CompiledExperts, DecodeForward, through_lane, why_outside
@@ -221,12 +222,12 @@ def _traced_step(
     embedding = backbone.model.get_input_embeddings()
     step = TracedStep(program, embedding, kernel.decode, inside)
     every = lcm(*(own.rate for own in backbone.own_cache.layers.values()))
-    proof = partial(prove_traced, backbone, step, program.layers, program.latents, every)
+    proof = partial(prove_traced, backbone, step, program.layers, program.latents(), every)
     reason = current_proofs().recall("traced step", outline(traced), str, proof, NotDescribed)
     forward = DecodeForward(step, experts, why_not, order)
     try:
         holds = partial(_prompts_proven, backbone, kernel, program, step)
-        recall("traced prompts", outline(traced), bool, holds, NotDescribed)
+        current_proofs().recall("traced prompts", outline(traced), bool, holds, NotDescribed)
     except Exception as error:  # as in `enable_fused`: an architecture may do anything
         how = f"prompts left to transformers: {type(error).__name__}: {error}"
     else:
@@ -239,7 +240,8 @@ def _prompts_proven(
     backbone: Backbone, kernel: NativeKernels, program: Program, step: TracedStep
 ) -> bool:
     pool = BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(32)), Windows())
-    prove_prompts(backbone, program.layers, traced_tolerance(backbone), step.prompts, pool)
+    with whole_expansions(backbone, program.latents(prompts=True)):
+        prove_prompts(backbone, program.layers, traced_tolerance(backbone), step.prompts, pool)
     return True
 
 

@@ -1,5 +1,5 @@
-"""Finds what the field has a name for among the instructions of a decode program: norms, softmax and
-rotary positions, each of which torch writes as some operations.
+"""Finds norms, softmax and rotary positions among the instructions of a program: torch writes each
+of them as some operations.
 
 `with_patterns` makes one instruction of each. It looks at runs of instructions as a model's code
 leaves them; what is written otherwise stays as it is, and computes the same.
@@ -20,7 +20,7 @@ from moe.decode.units import Instruction, Operand, Unit, element_of, reads_of, w
 
 
 class _Pattern(NamedTuple):
-    """Codes that follow each other, and what makes one instruction of them; None: they are others."""
+    """Codes that follow each other, and what makes one instruction of such a run, if it can."""
 
     codes: tuple[Code, ...]
     joined: Callable[[Sequence[Instruction]], Instruction | None]

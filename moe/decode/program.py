@@ -120,12 +120,14 @@ class Program:
         self._bases, self._row_bytes, self._kept_bytes = self._places()
         self.record = self._write()
 
-    @property
-    def latents(self) -> dict[nn.Module, Tensor]:
-        """The weight ``(heads, rows, R)`` of each module that expands latents."""
-        found = [
-            unit.attends.latents for (unit, *_) in self._stages if isinstance(unit, AttentionOf)
-        ]
+    def latents(self, *, prompts: bool = False) -> dict[nn.Module, Tensor]:
+        """The weight ``(heads, rows, R)`` of each module that expands latents.
+
+        Args:
+            prompts: only of those that expand them by this weight in prompts, too.
+        """
+        attentions = [unit for unit, *_ in self._stages if isinstance(unit, AttentionOf)]
+        found = [x.attends.latents for x in attentions if not (prompts and x.attends_together)]
         return {latents.leaf: latents.expansion for latents in found if latents is not None}
 
     def scratch_bytes(self, tokens: int) -> int:
@@ -359,7 +361,7 @@ class Program:
         layer, attends = DecoderLayerRecord(), unit.attends
         layer.attention = self._records.given_attention(
             self._cache(attends.layer), unit.query.meta.shape, unit.key.meta.shape,
-            unit.value.meta.shape, attends.view, attends.latents,
+            unit.value.meta.shape, attends.view, attends.latents, unit.attends_together,
         )  # fmt: skip
         self._shape_of_attention(unit)
         places = (self._place(x) for x in (unit.query, unit.key, unit.value, unit.out))
@@ -404,7 +406,8 @@ class Program:
         return native.RecurredRecord(
             addressof(call.record), (native.PlaceRecord * 5)(*rows), before,
             self._place(unit.after), self._place(unit.out),
-            native.RECURRENT_KINDS.index(type(call.record)), len(rows), self._follow_each_other(unit),
+            native.RECURRENT_KINDS.index(type(call.record)), len(rows),
+            self._follow_each_other(unit),
         )  # fmt: skip
 
     def _follow_each_other(self, unit: Recurrent) -> bool:

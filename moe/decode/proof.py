@@ -67,7 +67,7 @@ def prove(backbone: Backbone, description: Description, step: StepFunction) -> s
     latent = {a.kv_b_leaf: a.kv_b for a in attentions if isinstance(a, LatentAttention)}
     tolerance = tolerance_of(description)
     locate = partial(_first_difference, backbone, description, tolerance=tolerance)
-    with _whole_expansions(backbone, latent):
+    with whole_expansions(backbone, latent):
         return _prove(backbone, step, caches_of(description), tolerance, locate)
 
 
@@ -90,7 +90,7 @@ def prove_traced(
     tolerance, lengths = traced_tolerance(backbone), PROMPT_LENGTHS
     if every > 1:
         lengths = (*lengths[:-1], -(-lengths[-1] // every) * every - 2)
-    with _whole_expansions(backbone, latent):
+    with whole_expansions(backbone, latent):
         return _prove(backbone, step, layers, tolerance, lengths=lengths)
 
 
@@ -180,7 +180,7 @@ def read_prompts(
 
 
 @contextmanager
-def _whole_expansions(backbone: Backbone, whole: Mapping[nn.Module, Tensor]) -> Iterator[None]:
+def whole_expansions(backbone: Backbone, whole: Mapping[nn.Module, Tensor]) -> Iterator[None]:
     """Let transformers expand latents as the step does: unquantized."""
     places = [
         (parent, name, child)

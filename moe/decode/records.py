@@ -129,9 +129,14 @@ class DescriptionRecords:
         value: Size,
         view: d.View,
         latents: Latents | None,
+        together: bool,
     ) -> native.AttentionRecord:
         """Attention of given queries ``(heads, D)``, keys ``(N, D)`` and values ``(N, V)``; where
-        latents are expanded, of those and rotated keys ``(1, R + T)``, and the latter ``(1, T)``."""
+        latents are expanded, of those and rotated keys ``(1, R + T)``, and the latter ``(1, T)``.
+
+        Args:
+            together: the new tokens of a prompt attend together.
+        """
         expansion = None if latents is None else latents.expansion
         record = native.AttentionRecord(
             **dict.fromkeys(("q_a", "q", "k", "v", "o", "kv_b"), _absent()),
@@ -140,7 +145,8 @@ class DescriptionRecords:
             sinks=self._floats(view.sinks), **self._expansion(expansion),
         )  # fmt: skip
         if latents is not None and expansion is not None:
-            record.kv_b = self.matrix(describe_projection(latents.leaf))
+            if together:
+                record.kv_b = self.matrix(describe_projection(latents.leaf))
             record.latent, record.rotation.size = expansion.shape[2], value[1]
             record.plain_dim = query[1] - value[1]
             record.value_dim = expansion.shape[1] - record.plain_dim

@@ -23,10 +23,10 @@ in lockstep         `DecodeStep.in_lockstep`    the same where ranks share the e
                                                 code
 ==================  ==========================  ====================================================
 
-`Backbone.lanes` chooses the first way, `DecodeForward` the others. Prompts are read by described
-layers with a call per MoE layer (compiled ones on a CPU, `moe.decode.device_prompts` on a GPU), or
-through transformers' layers: all prompts of a model in the same way, as how a prompt is cut must
-not change its bits.
+`Backbone.lanes` chooses the first way, `DecodeForward` the others. Prompts are read with a call per
+MoE layer by a recorded token's program or by described layers (compiled on a CPU,
+`moe.decode.device_prompts` on a GPU), or through transformers' layers: all prompts of a model in
+the same way, as how a prompt is cut must not change its bits.
 Legend: B rows, each one new token; H hidden, V vocabulary.
 """
 

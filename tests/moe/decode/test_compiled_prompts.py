@@ -61,6 +61,16 @@ def logits_of(model: MoE, *prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         ("glm4_moe_lite", 16, PLANES | {"model.trunk_bits": 4}, None),
         pytest.param("deepseek_v2", 8, FLOATS, (0.5, 0.15), marks=pytest.mark.deep),
         pytest.param("glm4_moe_lite", 4, FLOATS, (0.5, 0.15), marks=pytest.mark.deep),
+        # Programs: recurrent layers of each kind, chunks, sparse attention, windows.
+        ("qwen3_next", 32, FLOATS, (1, 2e-4)),
+        ("deepseek_v32", 32, FLOATS, (0.9, 1e-4)),
+        pytest.param("qwen3_next", 8, PLANES, (0.5, 0.15), marks=pytest.mark.deep),
+        pytest.param("deepseek_v32", 16, PLANES, None, marks=pytest.mark.deep),
+        pytest.param("kimi_linear", 32, FLOATS, (1, 2e-4), marks=pytest.mark.deep),
+        pytest.param("minimax", 32, FLOATS, (1, 2e-4), marks=pytest.mark.deep),
+        pytest.param("llama4_text", 32, FLOATS, (1, 2e-4), marks=pytest.mark.deep),
+        pytest.param("gemma4_text", 32, FLOATS, (0.9, 5e-4), marks=pytest.mark.deep),
+        pytest.param("nemotron_h", 16, PLANES, None, marks=pytest.mark.deep),
     ],
 )
 def test_how_prompts_are_cut_and_what_is_beside_them_changes_no_bit(

@@ -18,6 +18,9 @@ def with_mtp(kind: str, folder: Path) -> tuple[Any, Any]:
     """Save a tiny model with such a layer; returns transformers' model and its `MtpModel`."""
     network = tiny_model(kind)
     network.config.num_mtp_layers = 1
+    for name in ("layer_types", "mlp_layer_types"):  # as the last of the model's layers
+        if (kinds := getattr(network.config, name, None)) is not None:
+            setattr(network.config, f"mtp_{name}", kinds[-1:])
     network.save_pretrained(folder)
     layer = MtpModel(network, 1).eval()
     for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:

@@ -33,6 +33,8 @@ from tests.moe.test_offload import SMALL, budget
 from tests.readbacks import readbacks
 
 KINDS = ["deepseek_v3", "glm4_moe"]
+TRACED = [*KINDS, "qwen3_next"]
+"""With a model whose steps are those of a recorded token."""
 PROMPTS = [[5, 9, 3, 77, 21, 9, 3, 60], [4, 100, 17], [33] * 5]
 WHOLE: dict[str, Any] = {"model": {"expert_dtype": "float32"}}
 MTP = {"mode": "mtp", "max_depth": 3}
@@ -58,7 +60,7 @@ def tokens_of(model: MoE, prompts: Sequence[list[int]] = PROMPTS) -> list[list[i
     return [list(c.token_ids) for c in model.generate(list(prompts), greedy())]
 
 
-@pytest.mark.parametrize("kind", deep_except(["deepseek_v3"], KINDS))
+@pytest.mark.parametrize("kind", deep_except(["deepseek_v3", "qwen3_next"], TRACED))
 def test_a_draft_is_what_transformers_own_layer_says(kind: str, tmp_path: Path) -> None:
     """In one pass over a prompt, and in steps over what comes behind it."""
     network, layer = with_mtp(kind, tmp_path / "model")
@@ -74,7 +76,7 @@ def test_a_draft_is_what_transformers_own_layer_says(kind: str, tmp_path: Path) 
             assert (logits[-1] - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", deep_except(["deepseek_v3"], KINDS))
+@pytest.mark.parametrize("kind", deep_except(["deepseek_v3", "qwen3_next"], TRACED))
 def test_its_cache_follows_what_the_model_accepts(kind: str, tmp_path: Path) -> None:
     """Behind steps whose drafts were rejected, it drafts as if it read the whole text at once."""
     network, layer = with_mtp(kind, tmp_path / "model")
@@ -229,7 +231,9 @@ def test_a_known_beginning_keeps_the_layers_rows(tmp_path: Path) -> None:
         assert torch.equal(values, theirs[1])
 
 
-@pytest.mark.parametrize("kind", deep_except(["deepseek_v3"], KINDS))
+@pytest.mark.parametrize(
+    "kind", deep_except(["deepseek_v3", "qwen3_next"], [*TRACED, "glm_moe_dsa"])
+)
 def test_tokens_are_those_of_no_drafts(kind: str, tmp_path: Path) -> None:
     with_mtp(kind, tmp_path / "model")
     plain = MoE.from_pretrained(tmp_path / "model", SMALL | WHOLE)
