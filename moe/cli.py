@@ -11,7 +11,6 @@ import argparse
 import atexit
 import io
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 from moe import __version__
 from moe.cache_dir.exported_names import keep_names
 from moe.commands import arguments, subcommands
+from moe.commands.printable import printable
 from moe.commands.usage import Parser
 from moe.deferred import defer
 from moe.errors import MoEError, ProfileError, RankLostError
@@ -75,9 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(error: Exception) -> None:
-    """Print an error without control characters: files and hubs have a say in some."""
-    text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda one: repr(one[0])[1:-1], str(error))
-    print(f"moe: {text}", file=sys.stderr)
+    print(f"moe: {printable(str(error))}", file=sys.stderr)
 
 
 def command(run: Callable[[], int] = main) -> NoReturn:

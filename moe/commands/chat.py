@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from moe.commands.printable import printable
 from moe.commands.terminal import RunStats, load, run, write_out
 from moe.errors import BusyError, ContextError, RequestError
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
 from moe.text.chat import REASONING_KEY
 from moe.text.tool_calls.reasoning import ReasoningParser
-
-_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def chat(
@@ -62,7 +61,7 @@ def chat(
                 model.codec.encode([*leading, _question("Hello.", shown)])
             except (RequestError, BusyError) as error:
                 shown.clear()
-                print(f"moe: {error}", file=sys.stderr)
+                print(f"moe: {printable(str(error))}", file=sys.stderr)
         elif line:
             stats = _answer(model, history, _question(line, shown)) or stats
             shown.clear()
@@ -111,7 +110,7 @@ class _AnswerPrinter:
 
     def _write(self, thought: str, said: str) -> None:
         if thought:
-            write_out(f"{_DIM}{thought}{_PLAIN}" if sys.stdout.isatty() else thought)
+            write_out(thought, dimmed=True)
         if said:
             write_out("\n\n" + said if self.thought and not self.said else said)
         self.thought += thought
@@ -130,7 +129,7 @@ def _answer(
     except (RequestError, BusyError) as error:
         full = isinstance(error, ContextError) and len(history) > 1
         way_out = "; /reset forgets the conversation" if full else ""
-        print(f"moe: {error}{way_out}", file=sys.stderr)
+        print(f"moe: {printable(str(error))}{way_out}", file=sys.stderr)
         return None
     except KeyboardInterrupt:
         print("\n(interrupted; this turn is forgotten)")

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from moe.commands.printable import printable
 from moe.completion import Completion, collect
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
@@ -126,14 +127,22 @@ def generate(
     return 0
 
 
-def write_out(text: str) -> None:
+def write_out(text: str, *, dimmed: bool = False) -> None:
+    """Write a model's text: to a terminal `printable`, to a file or pipe as it is.
+
+    Args:
+        dimmed: on a terminal, in a weaker colour.
+    """
+    if sys.stdout.isatty():
+        text = printable(text)
+        text = f"\x1b[2m{text}\x1b[0m" if dimmed else text
     print(text, end="", flush=True)
 
 
 def load(name: str | Path, profile: LoadedProfile) -> MoE:
     model = MoE.from_pretrained(name, profile, progress=sys.stderr.isatty())
     for notice in model.notices:
-        print(f"moe: {notice}", file=sys.stderr)
+        print(f"moe: {printable(notice)}", file=sys.stderr)
     return model
 
 

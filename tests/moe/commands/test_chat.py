@@ -26,6 +26,13 @@ QUESTION: dict[str, object] = {"role": "user", "content": "Rain?"}
         (QWEN3_OPENED, "Hm.</think>Yes.", "Hm.\n\nYes.\n", "\x1b[2mHm.\x1b[0m\n\nYes.\n"),
         (QWEN3, "Yes.", "Yes.\n", "Yes.\n"),
         (HERMES, "Yes.", "Yes.\n", "Yes.\n"),
+        (HERMES, "\x1b[2J\tY\r\x9b!\a", "\x1b[2J\tY\r\x9b!\a\n", "\\x1b[2J\tY\\r\\x9b!\\x07\n"),
+        (
+            QWEN3,
+            "<think>\x1b]0;a\a</think>Y",
+            "\x1b]0;a\a\n\nY\n",
+            "\x1b[2m\\x1b]0;a\\x07\x1b[0m\n\nY\n",
+        ),
     ],
 )
 @pytest.mark.parametrize("is_terminal", [False, True])
@@ -53,8 +60,9 @@ def test_thoughts_are_dimmed_and_kept_apart(
     assert capsys.readouterr().out.replace("\x1b[0m\x1b[2m", "") == (
         dimmed if is_terminal else plain
     )
-    thought = {"reasoning_content": "Hm."} if "Hm." in text else {}
-    assert history == [QUESTION, {"role": "assistant", "content": "Yes.", **thought}]
+    thought, _, said = plain.removesuffix("\n").rpartition("\n\n")
+    kept = {"reasoning_content": thought} if thought else {}
+    assert history == [QUESTION, {"role": "assistant", "content": said, **kept}]
 
 
 @pytest.mark.parametrize("turns", [0, 1])
