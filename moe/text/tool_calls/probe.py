@@ -16,7 +16,7 @@ from typing import Any
 from moe.errors import RequestError
 from moe.helpers import HelperLimitError
 from moe.text.chat import REASONING_KEY, MessageDict
-from moe.text.tool_calls.format import CallFormat, Channels, NamedBody
+from moe.text.tool_calls.format import BracedBody, CallFormat, Channels, NamedBody
 from moe.text.tool_calls.read_back import Answers, Render
 from moe.text.tool_calls.spots import Spot, assemble, departs, locate
 
@@ -126,7 +126,7 @@ class _ToolProbe:
                     made = assemble(text, begin, calls, self._tail(text[calls[-1].end :], end))
                     made = None if made is None else self._by_id(made)
                     if made is not None:
-                        yield self._finished(made, as_text, lead)
+                        yield from self._finished(made, as_text, lead)
 
     def _has_notation(self) -> bool:
         """Return whether the template writes arguments that are objects in a notation of its own:
@@ -134,8 +134,9 @@ class _ToolProbe:
         name, arguments = _FIRST
         text = self._try([_user(), _calling("", False, 1, self._ids)]) or ""
         at = text.find(name)
-        shapeless = at >= 0 and locate(text, at, name, arguments) is None
-        return shapeless and arguments["key_one"] in text and str(arguments) not in text
+        spot = None if at < 0 else locate(text, at, name, arguments)
+        own = at >= 0 and (spot is None or isinstance(spot.body, BracedBody))
+        return own and arguments["key_one"] in text and str(arguments) not in text
 
     def _by_id(self, made: CallFormat) -> CallFormat | None:
         """The format if calls are written by their ids, which have names and numbers; or if the
@@ -269,13 +270,12 @@ class _ToolProbe:
         ends = [tail.find(token) for token in known]
         return tail[: min((at for at in ends if at >= 0), default=len(tail))]
 
-    def _finished(self, made: CallFormat, as_text: bool, lead: str) -> CallFormat:
-        """The format with the content that the template accepts for an answer without text."""
+    def _finished(self, made: CallFormat, as_text: bool, lead: str) -> Iterator[CallFormat]:
+        """The format with what the template may accept as the content of an answer without text."""
         for content in (None, ""):
             spots = self._answer(content, as_text, lead)
             if spots is not None and "None" not in spots[0][spots[1] : spots[2][0].begin]:
-                break
-        return replace(made, arguments_as_text=as_text, no_content=content)
+                yield replace(made, arguments_as_text=as_text, no_content=content)
 
     def _try(self, messages: Sequence[MessageDict], **options: Any) -> str | None:
         calling = any(message.get("tool_calls") for message in messages)

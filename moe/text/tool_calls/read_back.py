@@ -22,6 +22,7 @@ from moe.text.tool_calls.spots import departs
 Render = Callable[..., str]
 """Renders messages as text; takes the options of `moe.text.chat.render`. Raises `RequestError`."""
 
+_ASKED = {"role": "user", "content": "probe question"}
 _NAME, _OTHER = "probe_first", "probe_second"
 _TYPES = {"key_one": "string", "key_two": "object", "key_six": "number", "key_seven": "string"}
 _SCHEMA = {"type": "object", "properties": {key: {"type": kind} for key, kind in _TYPES.items()}}
@@ -30,14 +31,19 @@ _STRING, _NUMBER, _OBJECT = (
     {"key_six": 31337},
     {"key_two": {"in": [True]}},
 )
-_CASES: dict[str, list[tuple[str, dict[str, Any]]]] = {
+_QUOTES = {"key_one": 'it\'s "a", \\n `b`'}
+_Calls = list[tuple[str, dict[str, Any]]]
+_CASES: dict[str, _Calls] = {
     "an argument that is a string": [(_NAME, _STRING)],
+    "a string with quotes": [(_NAME, _QUOTES)],
     "arguments of which a number is the first": [(_NAME, _NUMBER | {"key_seven": "7"})],
     "an argument that is an object": [(_NAME, _STRING | _OBJECT)],
     "no arguments": [(_NAME, {})],
 }
-_SEVERAL = "two calls"
-_TWO: list[tuple[str, dict[str, Any]]] = [(_NAME, _OBJECT | _NUMBER), (_OTHER, _STRING)]
+_SEVERAL: dict[str, _Calls] = {
+    "two calls": [(_NAME, _OBJECT | _NUMBER), (_OTHER, _STRING)],
+    "three calls": [(_NAME, _STRING), (_OTHER, {}), (_NAME, _NUMBER)],
+}
 
 
 class Answers:
@@ -79,25 +85,22 @@ class Answers:
 
     def unread(self, format: CallFormat) -> str:
         """A case of calls that the template writes and the format does not read; or ""."""
-        cases = _CASES | ({_SEVERAL: _TWO} if format.several else {})
-        return next((case for case, calls in cases.items() if not self._reads(format, calls)), "")
+        cases = _CASES | (_SEVERAL if format.several else {})
+        for case, calls in cases.items():
+            if not self._reads(format, [_ASKED], calls):
+                return case
+        earlier: _Calls = [(_NAME, _STRING)]
+        result = {"role": "tool", "tool_call_id": _id(0, 0), "name": _NAME, "content": "7"}
+        history = [_ASKED, _answer(format, earlier, 0), result]
+        return "" if self._reads(format, history, earlier) else "a call after another's result"
 
-    def _reads(self, format: CallFormat, calls: list[tuple[str, dict[str, Any]]]) -> bool:
-        asked = {"role": "user", "content": "probe question"}
-        made = [
-            {
-                "id": f"other000{index}",
-                "type": "function",
-                "function": {"name": name, "arguments": json.dumps(given)},
-            }
-            for index, (name, given) in enumerate(calls)
-        ]
-        answer = {"role": "assistant", "content": format.no_content, "tool_calls": made}
-        text = self.written(with_calls([asked, answer], format), format.literals)
+    def _reads(self, format: CallFormat, before: list[MessageDict], calls: _Calls) -> bool:
+        answer = _answer(format, calls, len(before))
+        text = self.written(with_calls([*before, answer], format), format.literals)
         if text is None:
             return False
         read, behind = _calls_in(text, format)
-        return read == calls and behind.strip() in ("", self._turn_end(asked))
+        return read == calls and behind.strip() in ("", self._turn_end(_ASKED))
 
     def _turn_end(self, asked: MessageDict) -> str:
         """Return the text that the template writes after an answer without calls: it may end in no
@@ -105,6 +108,22 @@ class Answers:
         said = "probe answer"
         text = self.written([asked, {"role": "assistant", "content": said}], ())
         return "" if text is None else text.rpartition(said)[2].strip()
+
+
+def _answer(format: CallFormat, calls: _Calls, turn: int) -> MessageDict:
+    made = [
+        {
+            "id": _id(turn, index),
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(given)},
+        }
+        for index, (name, given) in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": format.no_content, "tool_calls": made}
+
+
+def _id(turn: int, index: int) -> str:
+    return f"other00{turn}{index}"
 
 
 def _calls_in(text: str, format: CallFormat) -> tuple[list[tuple[str, dict[str, Any]]], str]:

@@ -274,6 +274,14 @@ REFUSES_CALLS = HERMES.replace(
     "{%- if message.tool_calls %}{{ [].append(1) }}{%- endif %}"
     "{%- for call in message.tool_calls or [] %}",
 )
+QUOTED = BRACED["gemma"].replace('<|"|>', "'")
+READS_EARLIER = HERMES.replace(
+    "{{- message.content or '' }}",
+    "{%- if not loop.last %}{{- message.content.split('</think>')[-1] }}"
+    "{%- elif message.content %}{{- message.content }}{%- endif %}",
+)
+NUMBERED_BEFORE = HERMES.replace("'<tool_call>\\n", "'<tool_call ' + (loop.index | string) + '>")
+PYTHONS_DICT = HERMES.replace("call.arguments | tojson", "call.arguments | string")
 UNKNOWN = {
     "pythonic": (PYTHONIC, "does not write calls of earlier answers, or not as JSON"),
     "no tools": (NO_TOOLS, "does not tell the model about tools"),
@@ -282,6 +290,7 @@ UNKNOWN = {
     "ends inside": (ENDS_INSIDE, "writes of an argument that is a string is not read back"),
     "strings as json": (STRINGS_AS_JSON, "does not write calls of earlier answers, or not as"),
     "a notation": (NOTATION, "does not write calls of earlier answers, or not as JSON"),
+    "quotes in quotes": (QUOTED, "of a string with quotes is not read back"),
     "refuses": (REFUSES_CALLS, "(access to attribute 'append' of 'list' object is unsafe.)"),
 }
 SPECIAL = (

@@ -16,6 +16,12 @@ from moe.text.tool_calls.notation import from_notation
 from moe.text.tool_calls.parser import CallParser, ParsedCall, from_text
 from moe.text.tool_calls.probe import probe_tools
 from moe.text.tool_calls.spots import departs
+from tests.moe.text.tool_calls.templates import (
+    HERMES,
+    NUMBERED_BEFORE,
+    PYTHONS_DICT,
+    READS_EARLIER,
+)
 from tests.moe.text.tool_calls.test_calls import renderer
 from tests.world.files import LLAMA_CPP
 
@@ -118,6 +124,26 @@ def test_real_templates_of_these_kinds_are_not_refused(kind: str) -> None:
     special = sorted({*TOKEN.findall(source), *TOKENS_OF_MISTRAL.findall(source)})
     render = renderer(source)
     assert probe_tools(render, special, end_of(render, special)).format is not None
+
+
+def test_an_earlier_answer_may_need_a_text_where_the_last_one_needs_none() -> None:
+    """As Qwen's QwQ: without it, the prompt behind the first result of a tool is refused."""
+    format = probe_tools(renderer(READS_EARLIER), ["<|im_end|>"], ["<|im_end|>"]).format
+    assert format is not None
+    assert format.no_content == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "several", "as_text"),
+    [(NUMBERED_BEFORE, False, False), (PYTHONS_DICT, True, True), (HERMES, True, False)],
+)
+def test_what_reads_one_call_may_not_read_the_third(
+    template: str, several: bool, as_text: bool
+) -> None:
+    """Two calls are what the probe has seen; Python's text of a dict has quotes of two kinds."""
+    format = probe_tools(renderer(template), ["<|im_end|>"], ["<|im_end|>"]).format
+    assert format is not None
+    assert (format.several, format.arguments_as_text) == (several, as_text)
 
 
 @pytest.mark.parametrize(
