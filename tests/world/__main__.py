@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -39,7 +40,7 @@ from tests.world.scripted import World, checkpoint, serving
 
 TEMPLATE = "models/templates/Qwen-Qwen3-0.6B.jinja"
 CONTEXT = 200_000
-SECONDS = 400
+SECONDS = 900
 
 
 @dataclass
@@ -114,11 +115,12 @@ def start(client: Client, world: World, place: Path) -> tuple[str, int | None, P
             **{name: os.environ[name] for name in ("LANG", "SSL_CERT_FILE") if name in os.environ},
             **{"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(home), "NO_COLOR": "1"},
             **{"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "FILES": address},
-            **{"OMP_NUM_THREADS": "1", "TERM": "dumb"},
+            **{"OMP_NUM_THREADS": "1", "TERM": "dumb", "PORT": free_port()},
         }
         # The last line of what is shown starts the client; a function of that name adds to it.
         program = commands[-1].strip().replace("\\\n", " ").splitlines()[-1].split()[0]
-        adds = f'{program}() {{ command {program} "$@" {client.arguments}; }}\n'
+        arguments = at(client.arguments, world.url, **words)
+        adds = f'{program}() {{ command {program} "$@" {arguments}; }}\n'
         return bounded(["bash", "-c", adds + "\n".join(commands)], folder, environ) + (folder,)
 
 
@@ -142,6 +144,13 @@ def bounded(argv: list[str], folder: Path, environ: dict[str, str]) -> tuple[str
         output, _ = process.communicate()
         code = None
     return output.decode(errors="replace"), code
+
+
+def free_port() -> str:
+    """A port of 127.0.0.1 that nobody listens on, for clients that are servers, too."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def write(file: Path, text: str) -> None:

@@ -13,6 +13,7 @@ from tests.world.recipes import Block, Recipe
 from tests.world.scripted import Exchange
 
 ROOT = Path(__file__).parents[2]
+PROGRAMS = Path(__file__).parent / "programs"
 WORD = "albatross"
 FILE = "notes/word.txt"
 QUESTION = f"Read {FILE} and tell me the word in it."
@@ -78,7 +79,7 @@ class Client:
         """What is written and run, for the address and the model of recipes."""
         if isinstance(self.starts, Recipe):
             return self.starts.blocks
-        program = Path(__file__).parent / "programs" / self.starts
+        program = PROGRAMS / self.starts
         runner = "node" if program.suffix == ".mjs" else "python"
         # Node looks for packages from the program's own folder upwards.
         shown = f"export ADDRESS={recipes.ADDRESS} MODEL=MODEL\n"
@@ -221,6 +222,15 @@ CLIENTS = (
         *("aider", "aider", "aider-chat", recipes.AIDER),
         check=edited,
         arguments=f"--message '{EDIT}' --yes-always --no-git --edit-format whole {FILE}",
+    ),
+    Client(
+        *("Open WebUI", "open-webui", "open-webui", recipes.OPEN_WEBUI),
+        check=round_of_a_tool,
+        arguments=(
+            f"--port $PORT & python open_webui.py MODEL '{QUESTION}'; code=$?; kill $!; wait; "
+            "exit $code"
+        ),
+        files={"open_webui.py": (PROGRAMS / "open_webui.py").read_text()},
     ),
     Client(*("LangChain", "python", "langchain-openai", recipes.LANGCHAIN), check=round_of_a_tool),
     Client("openai (Python)", "python", "openai", "openai_sdk.py", round_of_a_tool),

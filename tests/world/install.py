@@ -79,6 +79,7 @@ FOLDERS: dict[str, PyPI | Npm] = {
     "node": Npm(("openai", "@anthropic-ai/sdk")),
     "python": PyPI(("openai", "anthropic", "litellm", "langchain-openai")),
     "aider": PyPI(("aider-chat",)),
+    "open-webui": PyPI(("open-webui",), needs_torch=True),
     "lm-eval": PyPI(("lm-eval[api]",), needs_torch=True),
     "loads": PyPI(("guidellm", "llama-benchy"), needs_torch=True),
 }

@@ -139,11 +139,12 @@ aider --model openai/MODEL --analytics-disable --no-check-update --no-show-model
 
 OPEN_WEBUI = Recipe(
     "Open WebUI",
-    "`make world` does not run this one, whose installation is several gigabytes.",
+    "",
     (
         Block(
             "sh",
             f"""\
+export DATA_DIR=~/.open-webui
 export OPENAI_API_BASE_URL={ADDRESS}/v1
 export OPENAI_API_KEY=none
 export ENABLE_OLLAMA_API=false
