@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from moe.server.answers import EmittedCall
-from moe.server.bodies import RequestBody, ResentBody
+from moe.server.bodies import RequestBody, ResentBody, ResentMessage
 from moe.server.contents import document_text, image_url, result_of, text_of, unread
 from moe.server.errors import APIError
 from moe.server.fields import (
@@ -164,7 +164,7 @@ def _readable(block: Any, ignored: Ignored, *, said: bool) -> Any:
     return block if text is None else {"type": "text", "text": text}
 
 
-class InputMessage(ResentBody):
+class InputMessage(ResentMessage):
     place = "messages."
     labels = frozenset({"id", "model", "stop_reason", "stop_sequence", "type", "usage"})
 
@@ -172,14 +172,6 @@ class InputMessage(ResentBody):
     content: Annotated[Items[ContentBlock], BeforeValidator(_blocks)] = Field(
         json_schema_extra=text_or
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _allow_silence(cls, value: Any, info: ValidationInfo) -> Any:
-        """An answer may have said nothing."""
-        if info.context is None or not isinstance(value, dict) or value.get("content"):
-            return value
-        return value | {"content": ""} if value.get("role") == "assistant" else value
 
     @model_validator(mode="after")
     def _check_blocks(self) -> InputMessage:
@@ -272,16 +264,7 @@ class MessagesMetadata(RequestBody):
 
 
 class MessagesChat(ChatRequest):
-    """A chat that can ask for reasoning without an effort."""
-
     effort_name = "output_config.effort"
-    thinking_name = "thinking"
-
-    thinking: bool | None = None
-
-    @property
-    def asked_to_think(self) -> bool | None:
-        return super().asked_to_think if self.thinking is None else self.thinking
 
 
 class CountTokensRequest(TranslatedRequest):
@@ -305,17 +288,9 @@ class CountTokensRequest(TranslatedRequest):
     cache_control: dict[str, Any] | None = None
     """Has no effect: the prefix cache finds prefixes by their tokens."""
 
-    @property
-    def _thinks(self) -> bool | None:
-        asked = self.thinking
-        return None if asked is None or asked.type == "adaptive" else asked.type == "enabled"
-
     def _chat_fields(self) -> Json:
-        asked, thinks = self.output_config, self._thinks
-        off = thinks is False and asked.effort is not None and self.ignored is not None
-        effort = None if off else asked.effort  # how much to think does not matter then
-        if None not in (effort, thinks) and thinks != (effort != "none"):
-            raise ValueError("thinking and output_config.effort contradict each other")
+        asked, thinking = self.output_config, self.thinking
+        switch = None if thinking is None or thinking.type == "adaptive" else thinking.type
         format = {"name": "answer", "schema": asked.format.schema_} if asked.format else None
         return {
             name: getattr(self, name) for name in ("model", "cache_salt", "priority", "timeout")
@@ -326,9 +301,9 @@ class CountTokensRequest(TranslatedRequest):
             "tool_choice": self.tool_choice.chat,
             "parallel_tool_calls": not self.tool_choice.disable_parallel_tool_use,
             "response_format": format and {"type": "json_schema", "json_schema": format},
-            "reasoning_effort": effort,
-            "thinking": thinks,
-            "thinking_token_budget": self.thinking and self.thinking.budget_tokens,
+            "reasoning_effort": asked.effort,
+            "thinking": None if switch is None else switch == "enabled",
+            "thinking_token_budget": thinking and thinking.budget_tokens,
         }
 
 

@@ -228,6 +228,18 @@ class ResentBody(RequestBody):
         return value
 
 
+class ResentMessage(ResentBody):
+    """A message that a client sends back: an answer, or a tool's result, may have said nothing."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _allow_silence(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.context is None or not isinstance(value, dict):
+            return value
+        silent = value.get("content") in (None, []) and value.get("role") in ("assistant", "tool")
+        return value | {"content": ""} if silent else value
+
+
 class StreamOptions(RequestBody):
     place = "stream_options."
     labels = frozenset({"include_obfuscation"})

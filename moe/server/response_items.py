@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, Tag, ValidationInfo, WithJsonSchema, model_validator
 
-from moe.server.bodies import ResentBody
+from moe.server.bodies import ResentBody, ResentMessage
 from moe.server.contents import content_of, result_of, text_of
 from moe.server.fields import Json, by_type
 from moe.server.ignored import Ignored
@@ -49,23 +49,15 @@ class InputItemBase(ResentBody):
     """Has no effect."""
 
 
-class MessageItem(InputItemBase):
+class MessageItem(ResentMessage, InputItemBase):
     type: Literal["message"] = "message"
     role: str = Field(min_length=1, max_length=64)
-    """Who speaks; developer is the same as system."""
+    """Who speaks."""
     content: ItemContent
     """Text, or parts of the type ``input_text``, ``output_text`` or ``input_image`` (with a data
     URL as its ``image_url``)."""
     phase: Literal["commentary", "final_answer"] | None = None
     """Has no effect."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _allow_silence(cls, value: Any, info: ValidationInfo) -> Any:
-        """An answer may have said nothing."""
-        if info.context is None or not isinstance(value, dict) or value.get("content"):
-            return value
-        return value | {"content": ""} if value.get("role") == "assistant" else value
 
 
 class ReasoningItem(InputItemBase):
@@ -171,7 +163,7 @@ def chat_messages(
     answering = False  # whether the last turn is the model's, and still open
     for item in items:
         if isinstance(item, MessageItem) and item.role != "assistant":
-            _add_message(turns, item)
+            turns.append(_turn(item.role, item.content))
         elif isinstance(item, FunctionOutputItem):
             turns.append(_turn("tool", item.output) | {"tool_call_id": item.call_id})
         else:
@@ -183,7 +175,7 @@ def chat_messages(
         answering = False
     for turn in turns:
         if not any(isinstance(content, list) for content in turn["content"]):
-            turn["content"] = ("\n\n" if turn["role"] == "system" else "").join(turn["content"])
+            turn["content"] = "".join(turn["content"])
         else:
             turn["content"] = [part for content in turn["content"] for part in _parts(content)]
     return turns
@@ -195,15 +187,6 @@ def _parts(content: str | list[Json]) -> list[Json]:
 
 def _turn(role: str, *contents: str | list[Json]) -> Json:
     return {"role": role, "content": list(contents)}
-
-
-def _add_message(turns: list[Json], item: MessageItem) -> None:
-    """Add a message. Leading system messages become one: most chat templates accept only one."""
-    role = "system" if item.role == "developer" else item.role
-    if role == "system" and len(turns) == 1 and turns[0]["role"] == "system":
-        turns[0]["content"].append(item.content)
-    else:
-        turns.append(_turn(role, item.content))
 
 
 def _goes_on(turn: Json, item: MessageItem | ReasoningItem | FunctionCallItem) -> bool:

@@ -30,11 +30,10 @@ from moe.server.openai.request import ChatRequest
 from moe.server.openai.tools import (
     MAX_TOOLS,
     NamedFunction,
-    check_choice_of_client,
     custom_input,
     function_of,
-    narrowed,
     run_by_client,
+    with_plain_choice,
 )
 from moe.server.response_items import InputItem, chat_messages, read_items
 from moe.server.response_tools import AnyTool, NamedTool, names_of, tools_by_name
@@ -149,16 +148,7 @@ class InputTokensRequest(TranslatedRequest):
     @model_validator(mode="before")
     @classmethod
     def _read_choice(cls, value: Any) -> Any:
-        choice = value.get("tool_choice") if isinstance(value, dict) else None
-        if not isinstance(choice, dict):
-            return value
-        check_choice_of_client(choice)
-        kind = choice.get("type")
-        if kind == "allowed_tools":
-            return narrowed(value, choice, names_of)
-        if kind == "custom":
-            return value | {"tool_choice": choice | {"type": "function"}}
-        return value
+        return with_plain_choice(value, names_of)
 
     @property
     def named_tools(self) -> dict[str, NamedTool]:

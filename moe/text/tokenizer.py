@@ -225,6 +225,14 @@ class TextCodec:
             return ReasoningSupport(None, template)
         return probe_reasoning(template)
 
+    def template_mentions(self, name: str) -> bool:
+        """Whether the chat template may read a variable: its source has the name, or is unknown."""
+        template = None if self.tokenizer is None else self.tokenizer.chat_template
+        return (
+            not isinstance(template, str)
+            or re.search(rf"\b{re.escape(name)}\b", template) is not None
+        )
+
     @cached_property
     def call_tokens(self) -> dict[str, int]:
         """Texts and ids of the special tokens with which the model writes calls."""

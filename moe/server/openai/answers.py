@@ -210,7 +210,8 @@ class ChatAnswer(OpenAIAnswer):
         piece = self._parsers[index].take(part.text, part.finish_reason)
         text = "".join(part for part in piece.parts if isinstance(part, str))
         calls = [part for part in piece.parts if isinstance(part, EmittedCall)]
-        names = ("reasoning_content", "reasoning") if piece.reasoning else ()
+        told = piece.reasoning and self._chat.include_reasoning
+        names = ("reasoning_content", "reasoning") if told else ()
         reasoning = dict.fromkeys(names, piece.reasoning)
         return text, calls, reasoning, {"finish_reason": piece.finish_reason}
 

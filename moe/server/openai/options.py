@@ -6,22 +6,22 @@ Each option is a base class with its fields, and with what they mean for one mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, ValidationInfo, model_validator
 
 from moe.sampling.params import MAX_SOURCE, Structure, ThinkingBudget
 from moe.server.answers import AnswerParser, EmittedCall
 from moe.server.bodies import RequestBody
 from moe.server.errors import APIError
-from moe.server.fields import MAX_INT, NO_LIMIT, at_most, wish
+from moe.server.fields import MAX_INT, NO_LIMIT, Json, at_most, wish
 from moe.server.ignored import Ignored
 from moe.server.openai.tools import ToolBody
 from moe.text.tokenizer import TextCodec
 from moe.text.tool_calls.grammar import CAN_FOLLOW, after_reasoning
-from moe.text.tool_calls.reasoning import ReasoningParser, ReasoningSupport
+from moe.text.tool_calls.reasoning import SWITCHES, ReasoningParser, ReasoningSupport
 from moe.text.tool_calls.response_template import PREFIX_TOKENS, ResponseTemplate
 
 SourceText = Annotated[str, StringConstraints(min_length=1, max_length=MAX_SOURCE)]
@@ -126,12 +126,13 @@ class ReasoningBody(ToolBody, StructuredBody):
     """
 
     effort_name: ClassVar[str] = "reasoning_effort"
-    thinking_name: ClassVar[str] = "reasoning_effort"
+    thinking_name: ClassVar[str] = "thinking"
 
     chat_template_kwargs: Annotated[dict[TemplateName, TemplateValue], at_most(16)] = Field(
         default_factory=dict, max_length=16
     )
-    """Variables that the model's chat template reads, such as ``enable_thinking``."""
+    """Variables that the model's chat template reads. ``enable_thinking`` and ``thinking`` are
+    wishes: they set whichever of the two it reads."""
     reasoning_effort: Annotated[
         ReasoningEffort | None, wish("reasoning_effort", *EFFORTS, instead="medium")
     ] = None
@@ -139,31 +140,56 @@ class ReasoningBody(ToolBody, StructuredBody):
 
     thinking_token_budget: int | None = Field(default=None, ge=NO_LIMIT, le=MAX_INT)
     """Most tokens of reasoning; then its end is forced. -1: any number."""
+    thinking: bool | None = None
+    """Whether to think; left out: the model's own default. Where unknown fields are taken, it may
+    be an object, ``{"type": "enabled"}`` or ``disabled``, or have the name ``enable_thinking``."""
+    include_reasoning: bool = True
+    """false: answers are reported without their reasoning."""
 
-    @property
-    def asked_to_think(self) -> bool | None:
-        """None: the model's own default."""
-        return None if self.reasoning_effort is None else self.reasoning_effort != "none"
+    @model_validator(mode="before")
+    @classmethod
+    def _read_other_words(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.context is None or not isinstance(value, dict):
+            return value
+        return _in_own_words(value, info.context)
+
+    @model_validator(mode="after")
+    def _check_thinking(self, info: ValidationInfo) -> ReasoningBody:
+        thinking, effort = self.thinking, self.reasoning_effort
+        if thinking is False and info.context is not None:
+            self.reasoning_effort = None  # how much to think does not matter then
+        elif None not in (thinking, effort) and thinking != (effort != "none"):
+            raise ValueError(f"{self.thinking_name} and {self.effort_name} contradict each other")
+        return self
 
     def template_settings(self, codec: TextCodec, ignored: Ignored | None) -> dict[str, object]:
         """Variables for the chat template.
 
         Args:
-            ignored: hears of a wish about reasoning that the template cannot grant; None: it is
-                refused.
+            ignored: hears of variables that the template does not read, and of a wish about
+                reasoning that it cannot grant; None: that is refused.
 
         Raises `APIError` 400 for what cannot be.
         """
         given: dict[str, object] = dict(self.chat_template_kwargs)
         asked: dict[str, object] = {}
-        think, effort = self.asked_to_think, self.reasoning_effort
+        think, effort = self.thinking, self.reasoning_effort
+        name = self.thinking_name if effort is None else self.effort_name
+        if think is None and effort is not None:
+            think = effort != "none"
+        if ignored is not None:
+            unread = [key for key in given if not codec.template_mentions(key)]
+            wishes = [key for key in unread if key in SWITCHES]
+            ignored.add(*(f"chat_template_kwargs.{key}" for key in unread if key not in wishes))
+            if think is None and wishes:
+                think, name = bool(given[wishes[0]]), f"chat_template_kwargs.{wishes[0]}"
         if think is not None and ignored is None:
             asked = _reasoning_variables(codec.reasoning, think, effort)
         elif think is not None and ignored is not None:
             asked = _wished_variables(codec.reasoning, think, effort)
             reasons = codec.reasoning.format is not None  # by itself
             if not asked and (reasons != think or (think and effort is not None)):
-                ignored.add(self.thinking_name if effort is None else self.effort_name)
+                ignored.add(name)
         for name in sorted(given.keys() & asked.keys()):
             if ignored is None or given[name] != asked[name]:
                 message = f"chat_template_kwargs: another field says {name!r}; give one of them"
@@ -239,6 +265,47 @@ class ReasoningBody(ToolBody, StructuredBody):
         """Return whether answers may reason: a grammar or regular expression covers the whole
         answer."""
         return self.structure is None or self.structure.kind in CAN_FOLLOW
+
+
+_SWITCHED = {"enabled": True, "disabled": False}
+_OTHER_WORDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "enable_thinking": ("thinking", lambda value: value),
+    "thinking_budget": ("thinking_token_budget", lambda value: value),
+    "thinking.type": ("thinking", lambda value: _SWITCHED.get(str(value))),
+    "thinking.budget_tokens": ("thinking_token_budget", lambda value: value),
+    "reasoning.effort": ("reasoning_effort", lambda value: value),
+    "reasoning.enabled": ("thinking", lambda value: value),
+    "reasoning.exclude": ("include_reasoning", lambda value: value is not True),
+    "reasoning.max_tokens": ("thinking_token_budget", lambda value: value),
+}
+"""What other servers call a field of `ReasoningBody`: its own name, and its value from theirs."""
+
+
+def _in_own_words(body: Json, ignored: Ignored) -> Json:
+    """The body with what it says of reasoning as `ReasoningBody` has it.
+
+    Raises `ValueError` if it says two things of one field.
+    """
+    said: Json = {}
+    for field in ("enable_thinking", "thinking_budget", "thinking", "reasoning"):
+        value = body.get(field)
+        if isinstance(value, dict) and len(value) <= len(_OTHER_WORDS):
+            said |= {f"{field}.{key}": inner for key, inner in value.items()}
+        elif field in _OTHER_WORDS:
+            said[field] = value
+    taken = {name.partition(".")[0] for name in said}
+    made = {name: value for name, value in body.items() if name not in taken}
+    for other, value in said.items():
+        if value is None:
+            continue
+        if other not in _OTHER_WORDS:
+            ignored.add(other)
+            continue
+        name, read = _OTHER_WORDS[other]
+        own = read(value)
+        if own is not None and made.setdefault(name, own) != own:
+            raise ValueError(f"{other} and another field say two things of {name}; give one")
+    return made
 
 
 def _reasoning_variables(

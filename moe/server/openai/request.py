@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationInfo, model_validator
 
 from moe.sampling.params import MAX_LOGPROBS, MAX_SEED, MAX_SEQUENCES, MIN_SEED
-from moe.server.bodies import EndpointBody, LabelFields, RequestBody, ResentBody, StreamOptions
+from moe.server.bodies import EndpointBody, LabelFields, RequestBody, ResentMessage, StreamOptions
 from moe.server.contents import Content, Text
 from moe.server.fields import (
     MAX_INT,
@@ -31,10 +31,8 @@ from moe.text.chat import REASONING_KEY
 from moe.text.tokenizer import Prompt
 from moe.text.tool_calls.grammar import CAN_FOLLOW
 
-_MAY_BE_EMPTY = ("assistant", "tool")
 
-
-class ChatMessage(ResentBody):
+class ChatMessage(ResentMessage):
     """One message of a chat."""
 
     place = "messages."
@@ -77,9 +75,7 @@ class ChatMessage(ResentBody):
         return made
 
     @model_validator(mode="after")
-    def _check_fields(self, info: ValidationInfo) -> ChatMessage:
-        if info.context is not None and self.content is None and self.role in _MAY_BE_EMPTY:
-            self.content = ""
+    def _check_fields(self) -> ChatMessage:
         if self.tool_calls is not None and self.role != "assistant":
             raise ValueError(f"tool_calls are of role assistant; got role {self.role!r:.80}")
         if self.tool_call_id is not None and self.role != "tool":

@@ -112,14 +112,33 @@ def narrowed(body: Json, allowed: Any, names_of: Callable[[Any], Collection[obje
     return body | {"tools": kept, "tool_choice": mode}
 
 
-def check_choice_of_client(choice: Json) -> None:
-    """Raise `ValueError` if a `tool_choice` asks for a tool that servers run."""
+def with_plain_choice(body: Any, names_of: Callable[[Any], Collection[object]]) -> Any:
+    """The body with a `tool_choice` that is a word or a function: one of the type ``allowed_tools``
+    narrows the tools, and a custom tool is chosen as the function that stands for it.
+
+    Args:
+        names_of: the names of a tool of this dialect.
+
+    Raises `ValueError` if it asks for a tool that servers run.
+    """
+    choice = body.get("tool_choice") if isinstance(body, dict) else None
+    if not isinstance(choice, dict):
+        return body
     kind = choice.get("type")
-    if isinstance(kind, str) and kind not in ("function", "custom", "allowed_tools"):
+    if not isinstance(kind, str):
+        return body
+    if kind not in ("function", "custom", "allowed_tools"):
         raise ValueError(
             f"tool_choice: tools of the type {kind!r:.80} are run by servers, and this one runs "
             "none; choose a function, or leave it out"
         )
+    about = choice.get(kind, choice)  # chats put an object around what Responses say directly
+    if kind == "allowed_tools":
+        return narrowed(body, about, names_of)
+    if kind == "custom" and isinstance(about, dict):
+        plain = choice | {"type": "function"} if about is choice else function_of(**about)
+        return body | {"tool_choice": plain}
+    return body
 
 
 class FunctionDefinition(RequestBody):
@@ -254,16 +273,7 @@ class ToolBody(RequestBody):
     @model_validator(mode="before")
     @classmethod
     def _read_choice(cls, value: Any) -> Any:
-        choice = value.get("tool_choice") if isinstance(value, dict) else None
-        if not isinstance(choice, dict):
-            return value
-        check_choice_of_client(choice)
-        kind = choice.get("type")
-        if kind == "allowed_tools":
-            return narrowed(value, choice.get("allowed_tools"), _chat_names)
-        if kind == "custom" and isinstance(choice.get("custom"), dict):
-            return value | {"tool_choice": function_of(**choice["custom"])}
-        return value
+        return with_plain_choice(value, _chat_names)
 
     @model_validator(mode="after")
     def _check_tools(self) -> ToolBody:

@@ -23,8 +23,8 @@ from moe.text.tool_calls.spots import departs
 
 _KEYS = (REASONING_KEY, "thinking", "reasoning")  # names that templates read a message's by
 # Variables that turn reasoning on: some models reason only then.
-_SWITCHES = ("enable_thinking", "thinking")
-_OPTIONS: tuple[dict[str, Any], ...] = ({}, dict.fromkeys(_SWITCHES, True))
+SWITCHES = ("enable_thinking", "thinking")
+_OPTIONS: tuple[dict[str, Any], ...] = ({}, dict.fromkeys(SWITCHES, True))
 _ASKED, _THOUGHT, _ANSWERED = "probe question", "probe thought", "probe answer"
 _TOOL = "probe_tool"
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -122,7 +122,7 @@ def probe_reasoning(render: Render) -> ReasoningSupport:
             if found is not None:
                 reason = "found by probing the chat template"
                 break
-        switch = next((name for name in _SWITCHES if _reads(render, name, True, False)), None)
+        switch = next((name for name in SWITCHES if _reads(render, name, True, False)), None)
         efforts = _efforts(render)
     except HelperLimitError:
         return ReasoningSupport(None, "the chat template takes too long or too much memory")

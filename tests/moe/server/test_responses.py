@@ -66,7 +66,11 @@ def test_the_tokens_are_those_of_a_chat(client: openai.OpenAI, server: Any) -> N
     turns: Any = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes"}]
     turns.append({"role": "user", "content": "def f("})
     chat = client.chat.completions.create(
-        messages=[{"role": "system", "content": "Be brief\n\nand kind"}, *turns],
+        messages=[
+            {"role": "system", "content": "Be brief"},
+            {"role": "developer", "content": "and kind"},
+            *turns,
+        ],
         max_tokens=12,
         **asked,
     )

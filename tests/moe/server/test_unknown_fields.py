@@ -23,7 +23,13 @@ from moe.server.openai.request import ChatRequest, CompletionRequest
 from moe.server.responses import InputTokensRequest, ResponsesRequest
 from moe.server.unsupported import UNSUPPORTED
 from tests.moe.server.conftest import Say
-from tests.moe.text.tool_calls.reasoning_templates import HARMONY, MINIMAX, QWEN3, QWEN3_OPENED
+from tests.moe.text.tool_calls.reasoning_templates import (
+    DEEPSEEK_31,
+    HARMONY,
+    MINIMAX,
+    QWEN3,
+    QWEN3_OPENED,
+)
 from tests.moe.text.tool_calls.templates import HERMES
 
 TURN: Any = [{"role": "user", "content": "hi"}]
@@ -208,6 +214,11 @@ def test_clients_cannot_fill_the_log_or_the_header(
 
 ALWAYS: Any = {"type": "enabled", "budget_tokens": 1024}
 OFF: Any = {"thinking": {"type": "disabled"}}
+_Z = "chat_template_kwargs.z"
+
+
+def _kwargs(**variables: object) -> Any:
+    return {"chat_template_kwargs": variables}
 
 
 @pytest.mark.parametrize(
@@ -219,6 +230,22 @@ OFF: Any = {"thinking": {"type": "disabled"}}
         (MINIMAX, {"reasoning_effort": "none"}, {}, "reasoning_effort"),
         (HERMES, {"reasoning_effort": "high"}, {}, "reasoning_effort"),
         (HERMES, {"reasoning_effort": "none"}, {}, None),
+        # What other servers call it, and the switch that another template has.
+        (QWEN3_OPENED, {"thinking": False}, {"enable_thinking": False}, None),
+        (QWEN3_OPENED, {"enable_thinking": False}, {"enable_thinking": False}, None),
+        (QWEN3_OPENED, OFF | {"reasoning_effort": "high"}, {"enable_thinking": False}, None),
+        (QWEN3_OPENED, {"thinking": {"type": "auto", "new": 1}}, {}, "thinking.new"),
+        (QWEN3_OPENED, {"reasoning": {"enabled": False}}, {"enable_thinking": False}, None),
+        (QWEN3_OPENED, {"reasoning": {"effort": "none"}}, {"enable_thinking": False}, None),
+        (QWEN3_OPENED, _kwargs(thinking=False), {"enable_thinking": False}, None),
+        (DEEPSEEK_31, _kwargs(enable_thinking=True), {"thinking": True}, None),
+        (DEEPSEEK_31, {"enable_thinking": True}, {"thinking": True}, None),
+        # What no template reads is named, and so is a wish that cannot be granted.
+        (QWEN3_OPENED, _kwargs(enable_thinking=False, z=1), {"enable_thinking": False}, _Z),
+        (MINIMAX, _kwargs(enable_thinking=False), {}, "chat_template_kwargs.enable_thinking"),
+        (MINIMAX, _kwargs(enable_thinking=True), {}, None),
+        (HERMES, _kwargs(enable_thinking=False), {}, None),
+        (MINIMAX, {"enable_thinking": False}, {}, "thinking"),
     ],
 )
 def test_effort_is_a_wish(
@@ -232,6 +259,53 @@ def test_effort_is_a_wish(
     plain = server.http.post("/v1/chat/completions", json=same)
     assert answer.json()["usage"]["prompt_tokens"] == plain.json()["usage"]["prompt_tokens"]
     assert answer.headers.get(HEADER) == named
+
+
+@pytest.mark.parametrize(
+    ("more", "own"),
+    [
+        ({"thinking_budget": 7}, {"thinking_token_budget": 7}),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 7}},
+            {"thinking": True, "thinking_token_budget": 7},
+        ),
+        (
+            {"reasoning": {"max_tokens": 7, "effort": "low", "exclude": True}},
+            {"thinking_token_budget": 7, "reasoning_effort": "low", "include_reasoning": False},
+        ),
+        ({"reasoning": None, "thinking": None, "enable_thinking": None}, {}),
+        ({"reasoning": "high"}, {}),
+    ],
+)
+def test_reasoning_in_the_words_of_other_servers(more: Any, own: Any) -> None:
+    body, named = parsed(ChatRequest, **more)
+    assert body.model_dump() == parsed(ChatRequest, **own)[0].model_dump()
+    assert named == (["reasoning"] if more == {"reasoning": "high"} else [])
+
+
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        ({"thinking": True, "reasoning_effort": "none"}, "contradict each other"),
+        ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "two things of thinking"),
+        ({"thinking_budget": 7, "thinking_token_budget": 8}, "of thinking_token_budget; give one"),
+        ({"enable_thinking": "yes"}, "thinking: Input should be a valid boolean"),
+        ({"thinking": {str(i): i for i in range(99)}}, "thinking: Input should be a valid boolean"),
+    ],
+)
+def test_two_wishes_about_reasoning_are_refused(more: Any, rule: str) -> None:
+    with pytest.raises(APIError, match=rule):
+        parsed(ChatRequest, **more)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_can_be_left_out_of_an_answer(server: Any, say: Say, stream: bool) -> None:
+    say("Hm.</think>Yes.", template=QWEN3_OPENED)
+    body = {"model": "tiny", "messages": TURN, "max_tokens": 99, "stream": stream}
+    told = server.http.post("/v1/chat/completions", json=body | {"include_reasoning": False})
+    assert told.status_code == 200
+    assert '"reasoning' not in told.text
+    assert '"reasoning' in server.http.post("/v1/chat/completions", json=body).text
 
 
 @pytest.mark.parametrize(
