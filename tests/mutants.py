@@ -29,13 +29,15 @@ class Mutant:
     """A change of one place.
 
     Attributes:
-        line: where it is; for people.
+        lines: where a test meets it: its own, or for a limit those that name it.
+        limit: its name, for a mutant of one.
         was: the text there.
         source: the whole module with the change.
         kind: of the change.
     """
 
-    line: int
+    lines: tuple[int, ...]
+    limit: str
     was: str
     source: str
     kind: str
@@ -55,7 +57,19 @@ def mutants_of(source: str, within: str = "") -> Iterator[Mutant]:
     for node in _guards(_part(tree, within)):
         if (change := _change(node)) is not None:
             kind, at, new = change
-            yield Mutant(node.lineno, _text(lines, at), _replaced(lines, at, new), kind)
+            limit = _name(node) if kind == "limit" else ""
+            met = _lines_that_name(tree, limit) if limit else (node.lineno,)
+            yield Mutant(met, limit, _text(lines, at), _replaced(lines, at, new), kind)
+
+
+def _name(limit: ast.stmt) -> str:
+    target, _ = _assigned(limit)
+    return str(getattr(target, "id", ""))
+
+
+def _lines_that_name(tree: ast.Module, limit: str) -> tuple[int, ...]:
+    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == limit)
+    return tuple(sorted({name.lineno for name in names if isinstance(name.ctx, ast.Load)}))
 
 
 def _part(tree: ast.Module, within: str) -> ast.AST:
@@ -109,6 +123,9 @@ def _is_number(value: ast.expr) -> bool:
 def _replaced(lines: list[str], at: ast.AST, new: str) -> str:
     start, stop = _range(lines, at)
     text = "".join(lines).encode()
+    rows = text[start:stop].count(b"\n")  # lines behind it keep their numbers
+    if rows:
+        new = f"({new}{chr(10) * rows})" if isinstance(at, ast.expr) else new + "\n" * rows
     return (text[:start] + new.encode() + text[stop:]).decode()
 
 

@@ -12,6 +12,7 @@ import yaml
 
 from tests.mutants import mutants_of
 from tests.mutations import Promise, promises
+from tests.tries import Trial, try_all
 
 ROOT = Path(__file__).parents[1]
 FAULTS = yaml.safe_load((ROOT / "tests" / "faults.yaml").read_text())
@@ -93,7 +94,37 @@ def f(a):
         {"    pass"},
         {"    pass"},
     ]
+    assert [(mutant.limit, mutant.lines) for mutant in made[:2]] == [("LIMIT", (7,)), ("", (5,))]
     assert [mutant.was for mutant in mutants_of(source, "f")] == [m.was for m in made[1:]]
+
+
+def test_what_becomes_of_mutants(tmp_path: Path) -> None:
+    """Of a function, of a limit that another module has imported, and of a file of a process."""
+    (tmp_path / "guarded.py").write_text(
+        "LIMIT = 5\ndef check(a):\n    if a > LIMIT:\n        raise ValueError(\n            a\n"
+        "        )\n"
+        "    if a == 1:\n        return 1\n    if a == 2:\n        return 2\n    return a\n"
+    )
+    (tmp_path / "test_guarded.py").write_text(
+        "import subprocess, sys\nfrom guarded import LIMIT, check\n"
+        "def test_limit(): assert LIMIT == 5\n"
+        "def test_here():\n"
+        "    try: check(6)\n"
+        "    except ValueError: return\n"
+        "    assert False\n"
+        "def test_there():\n"
+        "    code = 'import guarded, sys; sys.exit(guarded.check(1))'\n"
+        "    assert subprocess.run([sys.executable, '-c', code], cwd='.').returncode == 1\n"
+    )
+    source = (tmp_path / "guarded.py").read_text()
+    made = [
+        Trial(mutant.was, "guarded.py", mutant.source, ("test_guarded.py",), *more)
+        for mutant in mutants_of(source)
+        for more in [(mutant.lines, mutant.limit)]
+    ]
+    became = {trial.name: became for trial, became, _ in try_all(tmp_path, made)}
+    assert list(became.values()) == ["killed", "killed", "SURVIVED", "SURVIVED"], became
+    assert (tmp_path / "guarded.py").read_text() == source
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation["fault"])

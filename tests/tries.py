@@ -1,0 +1,240 @@
+"""Tries mutants with the same tests: each in a fork of a process that has collected the tests.
+
+The fork has the mutant twice: in the file, for processes that a test starts, and in the functions
+that are there, whose code it exchanges. It exchanges limits in all modules that have imported them.
+First the tests run without a mutant. They must pass, and the process notes which of them come to
+which lines: a mutant meets those first, the quickest of them at the beginning.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import pytest
+
+from tests.mutants import digest_of
+
+_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A mutant and the tests that should notice.
+
+    Attributes:
+        file: the module, relative to the tree.
+        source: the mutant.
+        tests: arguments of pytest.
+        lines: tests that come to one of these run first.
+        limit: the name of a number at the top of the module that the mutant changes, or empty.
+    """
+
+    name: str
+    file: str
+    source: str
+    tests: tuple[str, ...]
+    lines: tuple[int, ...] = ()
+    limit: str = ""
+
+    def digest(self, root: Path) -> str:
+        """Changes with the mutant and its tests."""
+        files = sorted({test.partition("::")[0] for test in self.tests if test.endswith(".py")})
+        return digest_of(self.source, *self.tests, *((root / file).read_text() for file in files))
+
+
+def try_all(tree: Path, trials: Sequence[Trial]) -> Iterator[tuple[Trial, str, float]]:
+    """Each trial with what became of its mutant, and the seconds that took.
+
+    A mutant is ``killed``; ``SURVIVED``; or ``hung``: its test noticed, or the machine is busy.
+
+    Args:
+        tree: a copy of the repository, which is changed meanwhile.
+        trials: of the same tests.
+
+    Raises:
+        RuntimeError: the tests fail without a mutant.
+    """
+    told, tells = os.pipe()
+    stem = os.fork()
+    if stem == 0:
+        try:
+            os.close(told)
+            _run(tree, trials, tells)
+        finally:
+            os._exit(3)
+    os.close(tells)
+    with os.fdopen(told) as lines:
+        done = 0
+        for line in lines:
+            yield trials[done], *json.loads(line)
+            done += 1
+    os.waitpid(stem, 0)
+    if done < len(trials):
+        raise RuntimeError(f"without a mutant these tests fail: {' '.join(trials[0].tests)}")
+
+
+def _run(tree: Path, trials: Sequence[Trial], tells: int) -> None:
+    """In a child: pytest on the copy, whose modules nothing has imported yet."""
+    os.chdir(tree)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+    here = str(Path(__file__).parents[1])
+    sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", here))]
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (0, 1, 2):
+        os.dup2(null, stream)
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu"]
+    code = pytest.main([*options, *trials[0].tests], plugins=[_Stem(tree, trials, tells)])
+    os._exit(int(code))
+
+
+class _Stem:
+    """A plugin of pytest that forks where tests would begin: a fork runs them with one mutant."""
+
+    def __init__(self, tree: Path, trials: Sequence[Trial], tells: int) -> None:
+        self._tree, self._trials, self._tells = tree, trials, tells
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> object:
+        reached = self._tree / "reached.json"
+        code = _forked()
+        if code is None:
+            files = {trial.file for trial in self._trials}
+            session.config.pluginmanager.register(_Reach(self._tree, files, reached))
+            return None  # go on
+        if code != 0:
+            return True
+        tests: list[tuple[str, list[list[Any]]]] = json.loads(reached.read_text())
+        for trial in self._trials:
+            begun = time.monotonic()
+            file = self._tree / trial.file
+            was = file.read_text()
+            file.write_text(trial.source)
+            code = _forked()
+            if code is None:
+                _exchange(file, trial)
+                at = [[trial.file, line] for line in trial.lines]
+                first = [test for test, lines in tests if any(line in lines for line in at)]
+                order = {test: number for number, test in enumerate(first)}
+                session.items.sort(key=lambda item: order.get(item.nodeid, len(order)))
+                return None  # go on
+            file.write_text(was)
+            said = _WORDS.get(code, "killed"), round(time.monotonic() - begun, 1)
+            os.write(self._tells, json.dumps(said).encode() + b"\n")
+        return True
+
+
+_HUNG = 1000
+_WORDS = {0: "SURVIVED", 3: "SURVIVED", 4: "SURVIVED", 5: "SURVIVED", _HUNG: "hung"}
+"""Of exit codes of pytest; others are failures, or a death by a signal."""
+
+
+def _forked() -> int | None:
+    """None in the child; its exit code, or `_HUNG`."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        return None
+    until = time.monotonic() + _SECONDS
+    try:
+        while time.monotonic() < until:
+            ended, status = os.waitpid(child, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.02)
+        return _HUNG
+    finally:
+        with suppress(ProcessLookupError):  # the child, and what it has started
+            os.killpg(child, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(child, 0)
+
+
+def _exchange(file: Path, trial: Trial) -> None:
+    """Give functions and limits that are there those of the mutant."""
+    codes = {_key(code): code for code in _codes(compile(trial.source, str(file), "exec"))}
+    gc.unfreeze()  # else `get_objects` leaves out what `tests.conftest` has frozen
+    for function in gc.get_objects():
+        if isinstance(function, FunctionType) and function.__code__.co_filename == str(file):
+            code = codes.get(_key(function.__code__))
+            if code is not None and code != function.__code__:
+                function.__code__ = code
+    if trial.limit:
+        made: dict[str, Any] = {}
+        exec(compile(trial.source, str(file), "exec"), {"__name__": "mutant"}, made)  # noqa: S102
+        modules = [vars(module) for module in sys.modules.values() if hasattr(module, "__dict__")]
+        own = next(each for each in modules if each.get("__file__") == str(file))
+        was = own[trial.limit]
+        for each in modules:
+            if each.get(trial.limit) is was:
+                each[trial.limit] = made[trial.limit]
+
+
+def _key(code: CodeType) -> tuple[str, int]:
+    return code.co_name, code.co_firstlineno
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner
+            yield from _codes(inner)
+
+
+class _Reach:
+    """A plugin of pytest that notes which lines each test runs in this process.
+
+    Args:
+        tree: the folder that pytest runs in.
+        files: the modules, relative to it.
+        result: tests, the quickest first, each with its lines.
+    """
+
+    def __init__(self, tree: Path, files: set[str], result: Path) -> None:
+        self._files = {str(tree / file): file for file in files}
+        self._result = result
+        self._lines: set[tuple[str, int]] = set()
+        self._tests: dict[str, list[tuple[str, int]]] = {}
+        self._seconds: dict[str, float] = defaultdict(float)
+        threading.settrace(self._trace)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        self._lines = set()
+        sys.settrace(self._trace)  # again: a test may have ended it
+        done = yield
+        sys.settrace(None)
+        self._tests[item.nodeid] = sorted(self._lines)
+        return done
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._seconds[report.nodeid] += report.duration
+
+    def pytest_sessionfinish(self) -> None:
+        ordered = sorted(self._tests, key=lambda test: self._seconds[test])
+        self._result.write_text(json.dumps([[test, self._tests[test]] for test in ordered]))
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
+        file = self._files.get(frame.f_code.co_filename)
+        if file is None:
+            return None
+
+        def each(frame: FrameType, event: str, _: Any) -> Any:
+            self._lines.add((file, frame.f_lineno))
+            return each
+
+        return each
