@@ -2,6 +2,9 @@
 
 Callers take turns, each has a share of the threads, and heavy work another, so that short work
 finds a thread whatever else there is. Threads end when nothing was asked of them for a while.
+
+Heavy work of all pools runs Python in one thread at a time: each thread more that wants the
+interpreter delays those of the engine. `without_interpreter` lets the next go on meanwhile.
 """
 
 from __future__ import annotations
@@ -9,9 +12,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,6 +23,33 @@ from moe.errors import BusyError
 Result = TypeVar("Result")
 _REST_S = 10.0
 _NICENESS = 10
+_INTERPRETER = threading.Lock()
+_OWN = threading.local()
+
+
+@contextmanager
+def without_interpreter() -> Iterator[None]:
+    """Let other heavy work run Python while this thread waits, or computes elsewhere."""
+    if not getattr(_OWN, "has_interpreter", False):
+        yield
+        return
+    _OWN.has_interpreter = False
+    _INTERPRETER.release()
+    try:
+        yield
+    finally:
+        _INTERPRETER.acquire()
+        _OWN.has_interpreter = True
+
+
+@contextmanager
+def _with_interpreter() -> Iterator[None]:
+    with _INTERPRETER:
+        _OWN.has_interpreter = True
+        try:
+            yield
+        finally:
+            _OWN.has_interpreter = False
 
 
 class _Task(NamedTuple):
@@ -155,7 +185,8 @@ def _work(task: _Task) -> None:
     if not task.future.set_running_or_notify_cancel():
         return
     try:
-        result = task.work()
+        with _with_interpreter() if task.heavy else nullcontext():
+            result = task.work()
     except Exception as error:
         task.future.set_exception(error)
     except BaseException as error:  # a panic in Rust must not end this thread

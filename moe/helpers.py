@@ -21,6 +21,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from moe.errors import BusyError
+from moe.fair_pool import without_interpreter
 from moe.helper_process import ANSWER, OUT_OF_MEMORY, REQUEST
 
 WALL_SECONDS = 30.0
@@ -78,7 +79,7 @@ class Helpers:
             HelperLimitError: it takes more than it may.
             BusyError: the machine has no process for it, or has ended or stopped two.
         """
-        with self._turns:
+        with without_interpreter(), self._turns:
             try:
                 return self._try(request, memory)
             except _LostError:

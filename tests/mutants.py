@@ -29,15 +29,13 @@ class Mutant:
     """A change of one place.
 
     Attributes:
-        lines: where a test meets it: its own, or for a limit those that name it.
-        limit: its name, for a mutant of one.
+        line: where it is.
         was: the text there.
         source: the whole module with the change.
         kind: of the change.
     """
 
-    lines: tuple[int, ...]
-    limit: str
+    line: int
     was: str
     source: str
     kind: str
@@ -57,19 +55,26 @@ def mutants_of(source: str, within: str = "") -> Iterator[Mutant]:
     for node in _guards(_part(tree, within)):
         if (change := _change(node)) is not None:
             kind, at, new = change
-            limit = _name(node) if kind == "limit" else ""
-            met = _lines_that_name(tree, limit) if limit else (node.lineno,)
-            yield Mutant(met, limit, _text(lines, at), _replaced(lines, at, new), kind)
+            yield Mutant(node.lineno, _text(lines, at), _replaced(lines, at, new), kind)
 
 
-def _name(limit: ast.stmt) -> str:
-    target, _ = _assigned(limit)
-    return str(getattr(target, "id", ""))
+def limits_of(source: str, within: str = "") -> dict[str, float]:
+    """The limits of a module by their names, and their values."""
+    assigned = [_assigned(node) for node in _guards(_part(ast.parse(source), within))]
+    return {
+        target.id: _value(value)
+        for target, value in assigned
+        if isinstance(target, ast.Name) and value is not None and _is_limit(target, value)
+    }
 
 
-def _lines_that_name(tree: ast.Module, limit: str) -> tuple[int, ...]:
-    names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and node.id == limit)
-    return tuple(sorted({name.lineno for name in names if isinstance(name.ctx, ast.Load)}))
+def _value(number: ast.expr) -> float:
+    value: float = eval(compile(ast.Expression(number), "limit", "eval"), {})  # noqa: S307
+    return value
+
+
+def _is_limit(target: ast.Name, value: ast.expr) -> bool:
+    return not target.col_offset and bool(LIMIT.fullmatch(target.id)) and _is_number(value)
 
 
 def _part(tree: ast.Module, within: str) -> ast.AST:
@@ -98,9 +103,7 @@ def _change(node: ast.stmt) -> tuple[str, ast.AST, str] | None:
     target, value = _assigned(node)
     if isinstance(target, ast.Attribute) and BOUNDS.fullmatch(target.attr):
         return "bound", node, "pass"
-    if not isinstance(target, ast.Name) or node.col_offset or not LIMIT.fullmatch(target.id):
-        return None
-    if value is None or not _is_number(value):
+    if not isinstance(target, ast.Name) or value is None or not _is_limit(target, value):
         return None
     return "limit", value, f"1000 * ({ast.unparse(value)})"
 

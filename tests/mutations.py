@@ -33,6 +33,8 @@ from tests.tries import Trial, try_all
 ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("mutations.yaml")
 EQUAL = Path(__file__).with_name("mutations_equal.yaml")
+LIMITS = ("tests/test_faults.py", "-k", "limits")
+"""The numbers of limits are pinned; that a limit holds, the tests of its ``raise`` show."""
 RESULTS = ROOT / "build" / "mutations.json"
 _BEFORE = ("torch", "transformers", "fastapi", "uvicorn", "httpx", "hypothesis", "pytest")
 """Imported once, before any test: half of the time of a short one."""
@@ -87,7 +89,10 @@ def trials() -> Iterator[Trial]:
                 seen[name] = seen.get(name, 0) + 1
                 number = f" ({seen[name]})" if seen[name] > 1 else ""
                 name = f"{promise.name}: {name}{number}"
-                yield Trial(name, file, mutant.source, promise.tests, mutant.lines, mutant.limit)
+                if mutant.kind == "limit":
+                    yield Trial(name, file, mutant.source, LIMITS)
+                else:
+                    yield Trial(name, file, mutant.source, promise.tests, mutant.line)
     rows = {name: f"{promise.name}: " for promise in promises() for name in promise.by_hand}
     for own in yaml.safe_load(LIST.read_text()):
         source = _read(own["file"])
@@ -114,7 +119,7 @@ def main(words: list[str]) -> int:
         shutil.copytree(ROOT, tree, ignore=ignored)
         for name in _BEFORE:
             importlib.import_module(name)
-        for _, same in groupby(left, key=lambda trial: trial.tests):
+        for _, same in groupby(sorted(left, key=_tests_of), key=_tests_of):
             try:
                 for trial, became, seconds in try_all(tree, list(same)):
                     print(f"{became:<8} {trial.name}", flush=True)
@@ -131,6 +136,10 @@ def main(words: list[str]) -> int:
     print("\n".join(f"NOT KILLED {name}" for name in holes))
     print(f"{len(chosen) - len(holes)} of {len(chosen)} killed")
     return int(bool(holes))
+
+
+def _tests_of(trial: Trial) -> tuple[str, ...]:
+    return trial.tests
 
 
 if __name__ == "__main__":

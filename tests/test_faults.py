@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.mutants import mutants_of
+from tests.mutants import limits_of, mutants_of
 from tests.mutations import Promise, promises
 from tests.tries import Trial, try_all
 
@@ -65,6 +65,20 @@ def test_each_promise_has_guards_and_tests(promise: Promise) -> None:
     assert {*promise.by_hand} <= {mutation["fault"] for mutation in MUTATIONS}
 
 
+LIMITS = yaml.safe_load((ROOT / "tests" / "limits.yaml").read_text())
+
+
+@pytest.mark.parametrize("promise", promises(), ids=lambda promise: promise.name)
+def test_limits_of_each_promise(promise: Promise) -> None:
+    """They are as `tests/limits.yaml` says. To change one is to change what is promised."""
+    found: dict[str, dict[str, float]] = {}
+    for guard in promise.guards:
+        file, _, within = guard.partition("::")
+        if limits := limits_of((ROOT / file).read_text(), within):
+            found.setdefault(file, {}).update(limits)
+    assert found == {file: LIMITS.get(file) for file in found}
+
+
 def test_a_mutant_is_without_one_guard() -> None:
     source = """
 LIMIT = 5 << 2
@@ -94,20 +108,20 @@ def f(a):
         {"    pass"},
         {"    pass"},
     ]
-    assert [(mutant.limit, mutant.lines) for mutant in made[:2]] == [("LIMIT", (7,)), ("", (5,))]
+    assert limits_of(source) == {"LIMIT": 20}
     assert [mutant.was for mutant in mutants_of(source, "f")] == [m.was for m in made[1:]]
 
 
+@pytest.mark.deep
 def test_what_becomes_of_mutants(tmp_path: Path) -> None:
-    """Of a function, of a limit that another module has imported, and of a file of a process."""
+    """Of a function, and of a file of a process."""
     (tmp_path / "guarded.py").write_text(
-        "LIMIT = 5\ndef check(a):\n    if a > LIMIT:\n        raise ValueError(\n            a\n"
-        "        )\n"
-        "    if a == 1:\n        return 1\n    if a == 2:\n        return 2\n    return a\n"
+        "def check(a):\n    if a > 5:\n"
+        "        raise ValueError(\n            a\n        )\n"
+        "    if a == 1:\n        return 1\n    if a == 2:\n        return 2\n    return a + 1\n"
     )
     (tmp_path / "test_guarded.py").write_text(
-        "import subprocess, sys\nfrom guarded import LIMIT, check\n"
-        "def test_limit(): assert LIMIT == 5\n"
+        "import subprocess, sys\nfrom guarded import check\n"
         "def test_here():\n"
         "    try: check(6)\n"
         "    except ValueError: return\n"
@@ -118,13 +132,14 @@ def test_what_becomes_of_mutants(tmp_path: Path) -> None:
     )
     source = (tmp_path / "guarded.py").read_text()
     made = [
-        Trial(mutant.was, "guarded.py", mutant.source, ("test_guarded.py",), *more)
+        Trial(mutant.was, "guarded.py", mutant.source, ("test_guarded.py",), mutant.line)
         for mutant in mutants_of(source)
-        for more in [(mutant.lines, mutant.limit)]
     ]
-    became = {trial.name: became for trial, became, _ in try_all(tmp_path, made)}
-    assert list(became.values()) == ["killed", "killed", "SURVIVED", "SURVIVED"], became
+    assert [became for _, became, _ in try_all(tmp_path, made)] == ["killed", "killed", "SURVIVED"]
     assert (tmp_path / "guarded.py").read_text() == source
+    (tmp_path / "test_guarded.py").write_text("def test_red(): assert False\n")
+    with pytest.raises(RuntimeError, match=r"^without a mutant these tests fail: test_guarded.py$"):
+        list(try_all(tmp_path, made))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation["fault"])

@@ -1,9 +1,9 @@
 """Tries mutants with the same tests: each in a fork of a process that has collected the tests.
 
 The fork has the mutant twice: in the file, for processes that a test starts, and in the functions
-that are there, whose code it exchanges. It exchanges limits in all modules that have imported them.
-First the tests run without a mutant. They must pass, and the process notes which of them come to
-which lines: a mutant meets those first, the quickest of them at the beginning.
+that are there, whose code it exchanges. First the tests run without a mutant. They must pass, and
+the process notes which of them come to which lines: a mutant meets those first, the quickest of
+them at the beginning.
 """
 
 from __future__ import annotations
@@ -38,16 +38,14 @@ class Trial:
         file: the module, relative to the tree.
         source: the mutant.
         tests: arguments of pytest.
-        lines: tests that come to one of these run first.
-        limit: the name of a number at the top of the module that the mutant changes, or empty.
+        line: of the module; tests that come to it run first. 0: none.
     """
 
     name: str
     file: str
     source: str
     tests: tuple[str, ...]
-    lines: tuple[int, ...] = ()
-    limit: str = ""
+    line: int = 0
 
     def digest(self, root: Path) -> str:
         """Changes with the mutant and its tests."""
@@ -127,8 +125,7 @@ class _Stem:
             code = _forked()
             if code is None:
                 _exchange(file, trial)
-                at = [[trial.file, line] for line in trial.lines]
-                first = [test for test, lines in tests if any(line in lines for line in at)]
+                first = [test for test, lines in tests if [trial.file, trial.line] in lines]
                 order = {test: number for number, test in enumerate(first)}
                 session.items.sort(key=lambda item: order.get(item.nodeid, len(order)))
                 return None  # go on
@@ -165,7 +162,7 @@ def _forked() -> int | None:
 
 
 def _exchange(file: Path, trial: Trial) -> None:
-    """Give functions and limits that are there those of the mutant."""
+    """Give the functions that are there the code of the mutant."""
     codes = {_key(code): code for code in _codes(compile(trial.source, str(file), "exec"))}
     gc.unfreeze()  # else `get_objects` leaves out what `tests.conftest` has frozen
     for function in gc.get_objects():
@@ -173,15 +170,6 @@ def _exchange(file: Path, trial: Trial) -> None:
             code = codes.get(_key(function.__code__))
             if code is not None and code != function.__code__:
                 function.__code__ = code
-    if trial.limit:
-        made: dict[str, Any] = {}
-        exec(compile(trial.source, str(file), "exec"), {"__name__": "mutant"}, made)  # noqa: S102
-        modules = [vars(module) for module in sys.modules.values() if hasattr(module, "__dict__")]
-        own = next(each for each in modules if each.get("__file__") == str(file))
-        was = own[trial.limit]
-        for each in modules:
-            if each.get(trial.limit) is was:
-                each[trial.limit] = made[trial.limit]
 
 
 def _key(code: CodeType) -> tuple[str, int]:

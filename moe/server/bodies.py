@@ -10,7 +10,7 @@ import asyncio
 import re
 import reprlib
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -205,16 +205,17 @@ class RequestBody(BaseModel):
     def _check_fields_known(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(check_size(value, MAX_FIELDS), dict) or info.context is None:
             return value
-        unknown = value.keys() - cls._known_fields()
+        unknown = value.keys() - _known_fields(cls)
         if not unknown:
             return value
         named = ((key, value[key]) for key in value if key in unknown - cls.labels)
         info.context.add(*(f"{cls.place}{name}" for name in nameable(named)))
         return {key: v for key, v in value.items() if key not in unknown}
 
-    @classmethod
-    def _known_fields(cls) -> set[str]:
-        return {field.alias or name for name, field in cls.model_fields.items()}
+
+@cache
+def _known_fields(model: type[RequestBody]) -> set[str]:
+    return {field.alias or name for name, field in model.model_fields.items()}
 
 
 class ResentBody(RequestBody):

@@ -15,8 +15,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from moe.fair_pool import without_interpreter
+
 if TYPE_CHECKING:
-    from tokenizers import AddedToken, Tokenizer
+    from tokenizers import AddedToken, Encoding, Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 Ranges = Sequence[tuple[int, int]]
@@ -104,11 +106,11 @@ class ControlTokens:
         """
         if self._backend is None or not ranges:
             return token_ids
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = _encoding(self._backend, text)
         if encoding.ids != token_ids:
             return token_ids
         made: list[int] = []
-        for part in self._parts(token_ids, encoding.offsets, ranges, len(text)):
+        for part in self._parts(token_ids, encoding, ranges, len(text)):
             ids = token_ids[part.begin : part.end]
             if part.spelled:
                 ids = self._blind.encode(text[part.start : part.stop], inside=part.start > 0)
@@ -120,7 +122,7 @@ class ControlTokens:
     def _parts(
         self,
         token_ids: Sequence[int],
-        offsets: Sequence[tuple[int, int]],
+        encoding: Encoding,
         ranges: Ranges,
         length: int,
     ) -> Iterator[_Part]:
@@ -130,7 +132,7 @@ class ControlTokens:
         for at, token_id in enumerate(token_ids):
             if token_id not in self._ids:
                 continue
-            first, last = offsets[at]
+            first, last = encoding.token_to_chars(at) or (start, start)
             index = bisect_right(ends, first)  # the first range that ends behind its beginning
             if index < len(ranges) and ranges[index][0] < last:
                 spelled = True
@@ -145,6 +147,13 @@ class ControlTokens:
         assert self._backend is not None
         added = {i: token for i, token in self._added.items() if i not in self._ids}
         return _Blind(self._backend, added)
+
+
+def _encoding(tokenizer: Tokenizer, text: str) -> Encoding:
+    """Of a text, without the interpreter, which ``tokenizer.encode`` holds to its end."""
+    with without_interpreter():
+        (encoding,) = tokenizer.encode_batch([text], add_special_tokens=False)
+    return encoding
 
 
 class _Part(NamedTuple):
@@ -183,6 +192,5 @@ class _Blind:
     def encode(self, text: str, *, inside: bool) -> list[int]:
         """The tokens of a text between two control tokens; `inside`: it does not begin a prompt."""
         lead = self._cut if inside else ""
-        encoding = self._own.encode(f"{lead}{text}{self._cut}", add_special_tokens=False)
-        ids = encoding.ids[inside:-1]
+        ids = _encoding(self._own, f"{lead}{text}{self._cut}").ids[inside:-1]
         return [self._ids.get(token_id, token_id) for token_id in ids]

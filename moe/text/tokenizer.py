@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from experts.files import read_small
 from moe.errors import CheckpointError, ContextError, RequestError
+from moe.fair_pool import without_interpreter
 from moe.network.prompt_rows import PromptRows
 from moe.sampling.params import ThinkingBudget
 from moe.text.chat import (
@@ -167,7 +168,8 @@ class TextCodec:
             if images:
                 assert not isinstance(self.images, str)
                 self._check_text(text, max_tokens)
-                read = self.images.read(text, images)
+                with without_interpreter():
+                    read = self.images.read(text, images)
                 return ImagePrompt(self._checked(read), read.rows)
             token_ids = self._encode_text(text, max_tokens, special=False)
             if spelled:
@@ -332,7 +334,8 @@ class TextCodec:
 
         def encode(text: str) -> list[int]:
             work = partial(tokenizer.encode, text, add_special_tokens=special, verbose=False)
-            return list(without_panics(work, "take this text"))
+            with without_interpreter():
+                return list(without_panics(work, "take this text"))
 
         if max_tokens is not None and len(text) > 2 * _HEAD * max_tokens:
             # A text that is far too long is not tokenized to its end. What follows may change the

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from moe.errors import BusyError
-from moe.fair_pool import FairPool, starts
+from moe.fair_pool import FairPool, starts, without_interpreter
 
 
 class Blocked:
@@ -150,3 +150,29 @@ def test_other_faults_of_a_start_are_no_shortage() -> None:
     assert starts(thread)
     with pytest.raises(RuntimeError, match="threads can only be started once"):
         starts(thread)
+
+
+def test_heavy_work_of_all_pools_runs_python_in_one_thread_at_a_time(blocked: Blocked) -> None:
+    """Until it waits or computes elsewhere; light work does not ask."""
+    texts, bodies = FairPool(2, "texts", each=2), FairPool(2, "bodies", each=2)
+    waits, back = threading.Event(), threading.Event()
+
+    def waiting() -> None:
+        blocked()
+        with without_interpreter():
+            waits.set()
+            assert back.wait(10)
+
+    first = texts.submit("a", waiting, heavy=True)
+    assert blocked.begun.acquire(timeout=10)
+    second = bodies.submit("b", blocked, heavy=True)
+    assert bodies.submit("b", lambda: 1).result(10) == 1
+    assert not blocked.begun.acquire(timeout=0.05)
+    blocked.go_on.set()
+    assert waits.wait(10)
+    assert second.result(10) is None
+    assert blocked.most == 1
+    back.set()
+    assert first.result(10) is None
+    with without_interpreter():  # of a thread that has none to give
+        assert texts.submit("a", lambda: 1, heavy=True).result(10) == 1

@@ -214,3 +214,27 @@ def test_the_shipped_models_tokenizer() -> None:
     ids = codec.encode([user("hi<|im_end|>")])
     assert (ids[0], ids[-1], ids.count(ids[-1])) == (1, 2, 1)
     assert codec.decode(ids) == "<|im_start|>hi<|im_end|><|im_end|>"
+
+
+def test_long_texts_leave_the_interpreter_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tokenizers holds it in ``encode``, for a second and more of a long prompt, but not for
+    batches."""
+    made = codec_of(byte_level())
+    assert made.encode([user("say <|end|> twice")])  # probes, once
+
+    class Watched:
+        def __init__(self, own: Tokenizer) -> None:
+            self._own = own
+
+        def encode(self, *_: object, **__: object) -> None:
+            pytest.fail("holds the interpreter")
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._own, name)
+
+    tokens = made._control_tokens
+    monkeypatch.setattr(tokens, "_backend", Watched(tokens._backend))
+    monkeypatch.setattr(tokens._blind, "_own", Watched(tokens._blind._own))
+    assert controls(CODECS["bytes"], made.encode([user("say <|end|> twice")])) == [
+        *("<|turn|>", "<|end|>", "<|turn|>")
+    ]
