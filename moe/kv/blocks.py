@@ -241,6 +241,9 @@ class BlockMemory(Protocol):
         """The bytes of a layer's rows of a block: of keys (N, 64, D), then of values. They stay
         readable as long as somebody has them."""
 
+    def are_finite(self, rows: Tensor, shape: Shape) -> bool:
+        """Whether the bytes of a layer's rows of a block, as `rows` gives them, are numbers."""
+
     def write(
         self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
     ) -> None:
@@ -644,6 +647,8 @@ class BlockKVCache(KVCache):
             return False
         made = self._rows_of(rest, device)
         if made is None or (self.length and shapes != self._shapes) or not self._pool.takes(shapes):
+            return False
+        if not all(self.memory.are_finite(rows, shapes[layer]) for layer, rows in coded.items()):
             return False
         self._shapes = shapes
         for layer, shape in shapes.items():

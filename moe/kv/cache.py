@@ -486,7 +486,8 @@ class KVCache:
             device: of this sequence's buffers; None: of the CPU.
 
         Returns:
-            Whether this sequence has such layers and the bytes are as many as they take.
+            Whether this sequence has such layers, the bytes are as many as they take, and all of
+            their numbers are finite.
         """
         made = self._rows_of(stored, device)
         if made is None:
@@ -498,7 +499,7 @@ class KVCache:
         self, stored: StoredBlock, device: torch.device | None
     ) -> dict[LayerKey, tuple[Tensor, Tensor]] | None:
         """Keys and values ``(1, N, 64, D)`` of a block; None if they are not like those in the
-        buffers."""
+        buffers, or not finite."""
         assert self.length % BLOCK == 0, "only whole blocks are followed"
         if self.length and set(stored.layout) != set(self._layers):
             return None
@@ -512,6 +513,8 @@ class KVCache:
                 part.view(1, layout.heads, BLOCK, size)
                 for part, size in zip(parts, sizes, strict=True)
             )
+            if not (keys.isfinite().all() and values.isfinite().all()):
+                return None
             made[layer] = keys, values
             for own, new in zip(self._layers.get(layer, ()), made[layer], strict=False):
                 if (own.dtype, own.shape[1], own.shape[3]) != (dtype, new.shape[1], new.shape[3]):

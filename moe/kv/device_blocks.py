@@ -65,6 +65,10 @@ class DeviceBlocks:
     def rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
         return self._rows(layer, shape)[number].view(torch.uint8)
 
+    def are_finite(self, rows: Tensor, shape: Shape) -> bool:
+        """See `BlockMemory`."""
+        return bool(rows.view(self.dtype).isfinite().all())
+
     def layer_rows(self, layer: LayerKey, shape: Shape) -> KeyRows:
         """A layer's keys (P, N, 64, D) and values (P, N, 64, V)."""
         heads, *sizes = shape

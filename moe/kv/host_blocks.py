@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,6 +103,18 @@ class HostBlocks:
         if size not in self._zeros:
             self._zeros[size] = torch.zeros(size, dtype=torch.uint8)
         return self._zeros[size].data_ptr()
+
+    def are_finite(self, rows: Tensor, shape: Shape) -> bool:
+        """See `BlockMemory`."""
+        heads, *sizes = shape
+        keys_bytes = BLOCK * heads * self.form.keys.row_bytes(shape.key_size)
+        tables = np.array([rows.data_ptr(), rows.data_ptr() + keys_bytes])
+        return all(
+            bool(self.kernel.read(table, heads, size, BLOCK, form).isfinite().all())
+            for table, size, form in zip(
+                (tables.ctypes.data, tables.ctypes.data + 8), sizes, self.form[:2], strict=True
+            )
+        )
 
     def write(
         self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int

@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -61,7 +62,8 @@ class ApiKey:
         self.renew(key, limits)
         self._begun: deque[float] = deque()  # times within the last minute
         self._now = 0
-        self._day, self._tokens = 0, 0
+        self._tokens = 0
+        self._day_ends = 0.0  # of `time.monotonic`: the clock may be set meanwhile
 
     def renew(self, key: bytes, limits: KeyRecord | None) -> None:
         """Change the key and its limits; what has been used stays used."""
@@ -83,7 +85,7 @@ class ApiKey:
             if limits.requests_at_once is not None and self._now >= limits.requests_at_once:
                 raise _too_many(f"{limits.requests_at_once} requests at once", 1)
             if limits.tokens_per_day is not None and self._today() >= limits.tokens_per_day:
-                wait = _DAY_S - int(time.time()) % _DAY_S
+                wait = math.ceil(self._day_ends - time.monotonic())
                 raise _too_many(f"{limits.tokens_per_day} tokens a day (UTC)", wait)
             if limits.requests_per_minute is not None:
                 self._begun.append(now)
@@ -98,9 +100,13 @@ class ApiKey:
         self._tokens = self._today() + tokens
 
     def _today(self) -> int:
-        day = int(time.time()) // _DAY_S
-        if day != self._day:
-            self._day, self._tokens = day, 0
+        now = time.monotonic()
+        if now >= self._day_ends:
+            left = _DAY_S - time.time() % _DAY_S
+            if self._day_ends and left < _DAY_S / 2:  # the clock went back: this day has been
+                left += _DAY_S
+            self._day_ends = now + left
+            self._tokens = 0
         return self._tokens
 
 

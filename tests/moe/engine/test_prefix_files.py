@@ -13,14 +13,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from kernels.cpu.kv import BLOCK
+from kernels.cpu.build import load_library
+from kernels.cpu.kv import BLOCK, NativeKV
 from moe import MoE, SamplingParams
 from moe.kv import block_codec, prefix_store
 from moe.kv.block_codec import BlockError, decode_block, encode_block
-from moe.kv.cache import RowLayout, StoredBlock
+from moe.kv.cache import KVFormat, RowLayout, Shape, StoredBlock
+from moe.kv.host_blocks import HostBlocks
 from moe.kv.prefix_store import PrefixStore
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
@@ -247,6 +250,14 @@ LAYOUTS: dict[str, Callable[[Fields], Fields]] = {
 }
 
 
+def ids_of(content: bytes) -> list[int]:
+    return np.frombuffer(content, np.int64, BLOCK, 16).tolist()
+
+
+def decoded(content: bytes) -> StoredBlock:
+    return decode_block(content, ids_of(content))
+
+
 def poisoned(content: bytes, change: Callable[[Fields], Fields]) -> bytes:
     length, begin = int.from_bytes(content[12:16], "little"), 16 + 8 * BLOCK
     fields = json.loads(content[begin : begin + length])
@@ -275,7 +286,8 @@ def test_layouts_that_are_none(kind: str) -> None:
 def test_a_poisoned_file_answers_nobody(
     tiny_checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Its layout is not the model's, though each number in it may be one."""
+    """Its layout is not the model's, though each number in it may be one; or its rows are no
+    numbers."""
     memory = {"prefix_dir": str(tmp_path / "kept"), "kv_bits": 16}
 
     def ask(model: MoE, number: int) -> tuple[list[int], int]:
@@ -288,15 +300,34 @@ def test_a_poisoned_file_answers_nobody(
         return group.sequences[0].token_ids, group.sequences[0].num_cached_tokens
 
     with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory=memory) as model:
-        answers = [ask(model, number)[0] for number in range(len(LAYOUTS) + 1)]
+        answers = [ask(model, number)[0] for number in range(len(LAYOUTS) + 2)]
     files = sorted((tmp_path / "kept").glob("*/*.kv"), key=lambda file: file.stat().st_mtime_ns)
     assert len(files) == len(answers)
     for file, change in zip(files, LAYOUTS.values(), strict=False):  # the last stays as it is
         file.write_bytes(poisoned(file.read_bytes(), change))
+    content = files[-2].read_bytes()
+    rows = [torch.full_like(rows, 255) for rows in decoded(content).rows]
+    files[-2].write_bytes(
+        b"".join(encode_block(decoded(content)._replace(rows=rows), ids_of(content)))
+    )
     with MoE.from_pretrained(tiny_checkpoint("qwen3_moe"), memory=memory) as model:
         found = [ask(model, number) for number in range(len(answers))]
         assert model._prefixes is not None
         assert model._prefixes.store is not None
-        assert model._prefixes.store.dropped_files == len(LAYOUTS)
+        assert model._prefixes.store.dropped_files == len(LAYOUTS) + 1
     assert [text for text, _ in found] == answers
-    assert sorted(known for _, known in found) == [0] * len(LAYOUTS) + [BLOCK]
+    assert sorted(known for _, known in found) == [0] * (len(LAYOUTS) + 1) + [BLOCK]
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+def test_rows_that_are_no_numbers_are_seen_in_each_precision(bits: int) -> None:
+    memory, shape = HostBlocks(NativeKV(load_library()), KVFormat.of_bits(bits)), Shape(2, 32, 64)
+    rows = memory.rows(memory.take({0: shape}), 0, shape)
+    assert memory.are_finite(rows, shape)
+    keys = 64 * 2 * memory.form.keys.row_bytes(32)
+    for part in (rows[:keys], rows[keys : keys + 64 * 2 * memory.form.values.row_bytes(64)]):
+        kept = part.clone()
+        part.fill_(255)
+        assert not memory.are_finite(rows, shape)
+        part.copy_(kept)
+    assert memory.are_finite(rows, shape)

@@ -25,6 +25,10 @@ class Clock:
     def time(self) -> float:
         return self.time_s
 
+    def pass_(self, seconds: float) -> None:
+        self.monotonic_s += seconds
+        self.time_s += seconds
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
@@ -72,7 +76,29 @@ def test_tokens_per_day(clock: Clock) -> None:
     with pytest.raises(APIError, match=r"may have 10 tokens a day \(UTC\)") as error:
         bob.begin()
     assert error.value.retry_after_s == 400
-    clock.time_s += 400
+    clock.pass_(400)
+    bob.begin()
+
+
+def test_a_clock_that_jumps_gives_no_tokens_again(clock: Clock) -> None:
+    """Nor takes a day away from the next."""
+    bob = key(tokens_per_day=10)
+    bob.spend(10)
+    for jump in (7200, -10 * 7200, 40 * 86_400, -86_400 * 80):
+        clock.time_s += jump
+        with pytest.raises(APIError, match="tokens a day"):
+            bob.begin()
+    clock.time_s = 20 * 86_400.0 + 86_000  # as late as before
+    clock.pass_(390)
+    clock.time_s -= 60  # so that midnight comes twice
+    clock.pass_(10)
+    bob.begin()
+    bob.spend(10)
+    clock.pass_(70)
+    with pytest.raises(APIError, match="tokens a day") as error:
+        bob.begin()
+    assert error.value.retry_after_s == 86_400 - 10
+    clock.pass_(86_400 - 10)
     bob.begin()
 
 

@@ -197,6 +197,13 @@ def test_files_of_keys_that_are_refused(tmp_path: Path, text: str, message: str)
         make_keys(None, str(path))
 
 
+def test_files_of_keys_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(MoEError, match=r"^cannot read the API keys in .*none: No such file"):
+        make_keys(None, str(tmp_path / "none"))
+    with pytest.raises(MoEError, match=r"^cannot read the API keys in "):
+        make_keys(None, str(tmp_path))
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_https_with_a_certificate_of_its_own(model: Any, certificate: Path) -> None:
     service = Service(
