@@ -53,7 +53,12 @@ def test_a_caller_has_its_share_of_the_threads(blocked: Blocked) -> None:
 
 def test_heavy_work_of_many_callers_leaves_threads_for_light_work(blocked: Blocked) -> None:
     pool = FairPool(4, "test", each=2, heavy=2)
-    futures = [pool.submit(caller, blocked, heavy=True) for caller in range(20)]
+
+    def waiting() -> None:
+        with without_interpreter():
+            blocked()
+
+    futures = [pool.submit(caller, waiting, heavy=True) for caller in range(20)]
     assert pool.submit("other", lambda: 1).result(10) == 1
     assert pool.submit(3, lambda: 2).result(10) == 2  # it passes the heavy work of its caller
     blocked.go_on.set()
