@@ -55,7 +55,7 @@ from moe.network.denoise import Acceptance
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules
-from moe.notices import notices_of, tensor_notices, why_no_prefix_store
+from moe.notices import card_notices, notices_of, tensor_notices, why_no_prefix_store
 from moe.sampling.constraint import Structures
 from moe.settings import Profile
 from moe.settings.device import use_device
@@ -255,6 +255,7 @@ def _prepare(
         loaded,
         prefix_key=prefix_key(read.path, profile, read.device, kv.bits) if stored else "",
         notices=[
+            *card_notices(read.path),
             *notices_of(loaded, profile, ranks),
             *tensor_notices(read.differences),
             *decoding_notices(planned.config, profile.model.expert_bits, planned.weights.kept),

@@ -3,6 +3,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import yaml
+
+from experts.files import read_small
 from moe.decode.enable import FUSED_OFF, Fused
 from moe.describe.probe import Packing
 from moe.engine.borrowing import borrowing_notice
@@ -11,6 +16,9 @@ from moe.loaded import LoadedModel
 from moe.loading.load import LoadReport
 from moe.settings import Profile
 from moe.text.tokenizer import TextCodec
+
+CARD = "README.md"
+_LONGEST_NOTICE, _LONGEST_HEADER = 200, 16_384
 
 
 def notices_of(loaded: LoadedModel, profile: Profile, ranks: int) -> list[str]:
@@ -57,6 +65,20 @@ def pass_notices(
     if codec.tokenizer is None:
         made.append(f"prompts can only be token ids: {codec.no_tokenizer_reason}")
     return made
+
+
+def card_notices(directory: Path) -> list[str]:
+    """What the card of a model (README.md) says to its users, as ``notice`` in its YAML header."""
+    try:
+        _, header, _ = read_small(directory / CARD).decode().split("---\n", 2)
+        about = yaml.load(header, Loader=yaml.BaseLoader) if len(header) < _LONGEST_HEADER else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return []  # nobody has checked it, and nothing depends on it
+    said = about.get("notice") if isinstance(about, dict) else None
+    if not isinstance(said, str):
+        return []
+    text = " ".join("".join(filter(str.isprintable, said.replace("\n", " "))).split())
+    return [f"the model's card says: {text[:_LONGEST_NOTICE]}"]
 
 
 def tensor_notices(report: LoadReport) -> list[str]:

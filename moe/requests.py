@@ -20,7 +20,7 @@ from moe.text.generation_config import GENERATION_CONFIG, ModelSampling
 from moe.text.tokenizer import ImagePrompt, Prompt, is_chat
 
 CONTINUATION = 128
-"""Most new tokens after a text prompt under ``max_new_tokens: auto``."""
+"""Most new tokens after a text prompt under ``max_new_tokens: auto``, if the model says nothing."""
 _ONE_BY_ONE = (
     *(
         "structure",
@@ -168,6 +168,7 @@ class Defaults:
 
     def __init__(self, settings: GenerationSettings, own: ModelSampling) -> None:
         self._settings = settings
+        self._new_tokens_of_model = own.values.get("max_new_tokens")
         self.origins: dict[str, dict[str, Any]] = {}
         for name, neutral in _NEUTRAL.items():
             value, origin = getattr(settings, name), "profile"
@@ -198,7 +199,8 @@ class Defaults:
     def _new_tokens(self, chat: bool, room: int) -> int:
         most = self._settings.max_new_tokens
         if most == "auto":
-            most = None if chat else CONTINUATION
+            own = self._new_tokens_of_model if self._settings.config == "auto" else None
+            most = own or (None if chat else CONTINUATION)
         return room if most is None else min(most, room)
 
 

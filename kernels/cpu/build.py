@@ -20,6 +20,8 @@ import os
 import platform
 import shutil
 import stat
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +33,7 @@ from kernels.cpu.compiler import BuildError
 from kernels.cpu.interface import check_layouts, compiled_layouts
 
 _KEPT = 12  # three versions of the four that tests build
+_SAY_EACH_S = 10.0
 _logger = logging.getLogger("moe")
 
 
@@ -71,12 +74,37 @@ def _built(target: Sequence[str]) -> Path:
     if not library.exists():
         with _alone(directory):
             if not library.exists():
-                _logger.warning("compiling the CPU kernels for this machine, once; takes minutes")
-                compiler.compile_library(command, target, library)
+                say = _Progress(len(compiler.sources()))
+                compiler.compile_library(command, target, library, on_file=say.on_file)
                 _prune(directory.parent)
     with suppress(OSError):  # a read-only cache
         os.utime(directory)
     return library
+
+
+class _Progress:
+    """Says that the kernels are compiled, at once and then each ten seconds.
+
+    Args:
+        files: to compile.
+    """
+
+    def __init__(self, files: int) -> None:
+        self._files, self._done, self._said = files, 0, time.monotonic()
+        self._lock = threading.Lock()
+        _logger.warning(
+            "compiling the CPU kernels for this machine, once: %d files, a few minutes "
+            "(a wheel has them compiled)",
+            files,
+        )
+
+    def on_file(self) -> None:
+        """A file is compiled."""
+        with self._lock:
+            self._done += 1
+            if time.monotonic() - self._said >= _SAY_EACH_S:
+                self._said = time.monotonic()
+                _logger.warning("compiled %d of %d files", self._done, self._files)
 
 
 def _key(command: list[str], target: Sequence[str]) -> str:

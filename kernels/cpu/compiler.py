@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,12 +148,17 @@ def run(command: Sequence[str]) -> str:
 
 
 def compile_library(
-    compiler: Sequence[str], target: Sequence[str], library: Path, link: Sequence[str] = ()
+    compiler: Sequence[str],
+    target: Sequence[str],
+    library: Path,
+    link: Sequence[str] = (),
+    on_file: Callable[[], object] = lambda: None,
 ) -> None:
     """Compile all sources for the instruction set of the flags ``target``; the file appears whole.
 
     Args:
         link: further flags of the last call.
+        on_file: called in a thread of the pool whenever a source is compiled.
 
     Raises:
         BuildError: a compiler's call failed.
@@ -165,6 +170,7 @@ def compile_library(
         def compiled(source: Path) -> str:
             to = str(Path(scratch) / f"{source.stem}.o")
             run([*call, "-c", str(source), "-o", to])
+            on_file()
             return to
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -114,8 +114,8 @@ def check_dense(config: Mapping[str, Any], file: Path) -> None:
     """
     if _is_dense(config):
         raise UnsupportedModelError(
-            f"{file}: models of model_type {config['model_type']!r} have no experts, so there is "
-            "nothing for this engine to take over; dense models are not supported"
+            f"{file}: {config['model_type']!r} is a dense model: it has no experts, which are what "
+            "moe takes over; llama.cpp, Ollama and vLLM run dense models"
         )
 
 

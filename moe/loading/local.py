@@ -6,11 +6,14 @@ builds networks.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from moe.errors import CheckpointError, UnsupportedModelError
 from moe.loading.config_file import check_dense, check_sizes, read_json
 from moe.loading.remote.names import HubName
+
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_model(model: str | Path) -> None:
@@ -27,9 +30,23 @@ def check_model(model: str | Path) -> None:
         _check_gguf(found)
         return
     file = found / "config.json"
+    if not file.exists():
+        _check_adapter(found)
     config = read_json(file)
     check_sizes(config, file)
     check_dense(config, file)
+
+
+def _check_adapter(directory: Path) -> None:
+    """Raise `UnsupportedModelError` for a directory that holds an adapter and no model."""
+    file = directory / ADAPTER_CONFIG
+    if file.exists():
+        base = read_json(file).get("base_model_name_or_path")
+        of = repr(base) if isinstance(base, str) and len(base) < 200 else "its base model"
+        raise UnsupportedModelError(
+            f"{directory} is an adapter (LoRA) for {of}, not a model: merge it into that model "
+            "(peft's merge_and_unload), save the result, and give its directory"
+        )
 
 
 def _check_gguf(file: Path) -> None:
@@ -65,9 +82,22 @@ def locate(model: str | Path) -> Path | HubName:
     if name is None:
         raise CheckpointError(
             f"no model directory {str(model)!r} (looked in {Path.cwd()}), and it is not a hub id "
-            "(organisation/name, organisation/name:QUANT, either with @REVISION); check the path"
+            "(organisation/name, organisation/name:QUANT, either with @REVISION); "
+            + _what_else(str(model))
         )
     return name
+
+
+def _what_else(model: str) -> str:
+    """What a name that is no model's may have been meant for."""
+    if model.isdecimal():
+        return f"a port is given by --port {model}"
+    on_hub = re.fullmatch(r"(?:https?://)?(?:hf\.co|huggingface\.co)/([^/\s]+/[^/\s]+)/?", model)
+    if on_hub is not None:
+        return f"write {on_hub[1]}"
+    if "/" not in model and not Path(model).suffix:
+        return "Ollama's names mean nothing here: write the organisation, too, or check the path"
+    return "check the path"
 
 
 def _look_up(model: str | Path) -> tuple[Path, bool, bool]:

@@ -96,7 +96,8 @@ class Guard:
                 key.end()
             route = getattr(scope.get("route"), "path", "none")
             self._metrics.requests.labels(route, str(status or 499)).inc()
-            noted.end(scope, status or 499, key.name if key else None)
+            looks = scope["method"] == "GET" and (scope["path"] in PUBLIC_PATHS or status < 400)
+            noted.end(scope, status or 499, key.name if key else None, looks=looks)
 
     def _admit(self, scope: Scope) -> ApiKey | None:
         """The key of a request, which has begun with it; None where none is needed.

@@ -42,7 +42,9 @@ class RequestLog:
     def __init__(self) -> None:
         self._start = time.perf_counter()
 
-    def end(self, scope: Mapping[str, Any], status: int, key: str | None) -> None:
+    def end(
+        self, scope: Mapping[str, Any], status: int, key: str | None, *, looks: bool = False
+    ) -> None:
         """Write the line of a request that has ended.
 
         Args:
@@ -50,10 +52,11 @@ class RequestLog:
                 its tokens; ``error``, the `APIError` that it was answered with.
             status: of the answer; 499: the client left before there was one.
             key: the name of the client's API key.
+            looks: it only looks, as monitors do: shown at the level debug.
         """
         method, job = scope["method"], scope["job"]
         error = scope["error"] or (job and job.error)
-        level = logging.INFO if status >= 400 or method != "GET" else logging.DEBUG
+        level = logging.DEBUG if looks else logging.INFO
         if not _logger.isEnabledFor(level):
             return
         fields: dict[str, Any] = {

@@ -100,8 +100,8 @@ class GenerationSettings(Settings):
     off: ignore that file."""
 
     max_new_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    """Most tokens to generate. null: until the context or the KV cache is full. auto: that for
-    chats, which a model ends by itself, and 128 for other prompts."""
+    """Most tokens to generate. null: until the context or the KV cache is full. auto: the model's
+    own value, else null for chats, which a model ends by itself, and 128 for other prompts."""
 
     temperature: float | None = Field(default=None, ge=0.0)
     """Divisor of the logits before sampling. 0: always the most likely token (greedy). null: the

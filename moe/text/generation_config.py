@@ -12,7 +12,7 @@ from moe.errors import CheckpointError, RequestError
 from moe.sampling.params import SamplingParams
 
 GENERATION_CONFIG = "generation_config.json"
-_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+_NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class ModelSampling:
     """A model's own sampling defaults.
 
     Attributes:
-        values: those of `temperature`, `top_p`, `top_k`, `min_p` and `repetition_penalty` that it
-            has.
+        values: those of `temperature`, `top_p`, `top_k`, `min_p`, `repetition_penalty` and
+            `max_new_tokens` that it has.
         notices: a sentence for each value that is not valid and not used.
     """
 

@@ -130,7 +130,7 @@ def test_torch_and_the_kernel_share_one_openmp_runtime() -> None:
 def test_the_cache_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load_library()
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(compiler, "compile_library", refuse)
@@ -144,7 +144,11 @@ def test_a_build_drops_the_libraries_not_used_for_longest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = load_library()._name
-    monkeypatch.setattr(compiler, "compile_library", lambda *to: shutil.copy(built, to[-1]))
+
+    def copy(command: object, target: object, library: Path, **_: object) -> None:
+        shutil.copy(built, library)
+
+    monkeypatch.setattr(compiler, "compile_library", copy)
     monkeypatch.setattr(build, "_KEPT", 3)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     root = tmp_path / "moe-inference"
@@ -262,3 +266,15 @@ def test_the_library_of_a_wheel_needs_no_compiler(
     assert load_library()._name == str(tmp_path / f"{variant.name}.so")
     with pytest.raises(BuildError, match="no-such-compiler"):
         load_library(("-march=native",))  # asked for by name: built
+
+
+def test_compiling_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "_SAY_EACH_S", 0.0)
+    progress = build._Progress(2)
+    progress.on_file()
+    progress.on_file()
+    first, *rest = [record.getMessage() for record in caplog.records]
+    assert "once: 2 files, a few minutes (a wheel has them compiled)" in first
+    assert rest == ["compiled 1 of 2 files", "compiled 2 of 2 files"]

@@ -63,9 +63,9 @@ from moe.settings import ModelSettings
 
 COPIED = (
     *("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt", "*.tiktoken"),
-    *("LICENSE*", "NOTICE*"),
+    *("LICENSE*", "NOTICE*", "README.md"),
 )
-"""Configuration, tokenizer, chat templates, licence."""
+"""Configuration, tokenizer, chat templates, licence, card."""
 NOT_COPIED = ("*.safetensors.index.json", MANIFEST_NAME)
 CALIBRATED = "a calibration says nothing about its experts"
 PRECISION_KEYS = ("expert_bits", "trunk_bits", "head_bits")

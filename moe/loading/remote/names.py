@@ -31,7 +31,7 @@ SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 """Names of the parts of one GGUF file."""
 PATTERNS = (
     *("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"),
-    *("LICENSE*", "NOTICE*"),
+    *("LICENSE*", "NOTICE*", "README.md"),
 )
 """Files that are downloaded of safetensors repositories: never pickles (``*.bin``, ``*.pt``)."""
 COPIES = ("original/*", "consolidated*", "onnx/*", "openvino/*")

@@ -97,8 +97,8 @@ def test_what_cannot_work_is_refused_before_torch_is_imported(command: tuple[str
 def test_a_dense_model_is_refused_before_torch_is_imported(command: str, dense: str) -> None:
     code, said, modules = run(command, dense, *(["--prompt", "x"] * (command == "generate")))
     assert code == "2"
-    assert "models of model_type 'llama' have no experts" in said
-    assert "dense models are not supported" in said
+    assert "'llama' is a dense model: it has no experts" in said
+    assert "llama.cpp, Ollama and vLLM run dense models" in said
     assert not modules & HEAVY
 
 

@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 
 from moe import MoE
 from moe.errors import CheckpointError
+from moe.notices import card_notices
+from moe.requests import Defaults
 from moe.sampling.params import SamplingParams
+from moe.settings import GenerationSettings
 from moe.text.generation_config import GENERATION_CONFIG, ModelSampling
 
 QWEN3 = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
@@ -30,7 +33,7 @@ NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         ({"do_sample": False, "temperature": 0.6}, {"temperature": 0.0}),
         ({"do_sample": True, "min_p": 0.1}, {"temperature": 1.0, "min_p": 0.1}),
         ({"temperature": 0.3, "repetition_penalty": 1.1}, None),
-        ({"top_k": None, "max_new_tokens": 7}, {}),
+        ({"top_k": None, "max_new_tokens": 7}, {"max_new_tokens": 7}),
     ],
 )
 def test_what_it_names_counts(config: dict[str, Any], values: dict[str, Any] | None) -> None:
@@ -101,3 +104,39 @@ def test_the_file_may_be_absent(tmp_path: Path) -> None:
     assert ModelSampling.from_directory(tmp_path) == ModelSampling()
     (tmp_path / GENERATION_CONFIG).write_text(json.dumps(QWEN3))
     assert ModelSampling.from_directory(tmp_path).values["top_k"] == 20
+
+
+def test_how_long_answers_are_is_the_models_say_under_auto() -> None:
+    own = ModelSampling.of({"max_new_tokens": 9})
+    defaults = Defaults(GenerationSettings(), own)
+    for chat in (True, False):
+        assert defaults.params(chat=chat, room=100).max_new_tokens == 9
+        assert defaults.params(chat=chat, room=5).max_new_tokens == 5
+        assert defaults.params(chat=chat, room=100, max_new_tokens=50).max_new_tokens == 50
+    for settings in (GenerationSettings(max_new_tokens=None), GenerationSettings(config="off")):
+        assert Defaults(settings, own).params(chat=True, room=100).max_new_tokens == 100
+    (notice,) = ModelSampling.of({"max_new_tokens": "9"}).notices
+    assert "the value is not used" in notice
+
+
+@pytest.mark.parametrize(
+    ("card", "said"),
+    [
+        ("---\nnotice: made\n  for tests\n---\n# Card", "made for tests"),
+        ("---\nnotice: a\x1b[31mb\n---\n", None),  # YAML has no control characters
+        ('---\nnotice: "a\\e[31mb"\n---\n', "a[31mb"),
+        (f"---\nnotice: {'x' * 999}\n---\n", "x" * 200),
+        ("---\nlicense: mit\n---\n", None),
+        ("---\nnotice: [1]\n---\n", None),
+        ("---\nnotice: !!python/object/apply:os.system ['true']\n---\n", None),
+        ("---\n" + "[" * 9999 + "\n---\n", None),
+        (f"---\nnotice: x\n{'#' * 20_000}\n---\n", None),
+        ("# Card", None),
+        ("---\nnotice: x", None),
+        ("", None),
+    ],
+)
+def test_a_card_may_have_a_notice(tmp_path: Path, card: str, said: str | None) -> None:
+    (tmp_path / "README.md").write_text(card)
+    assert card_notices(tmp_path) == ([f"the model's card says: {said}"] if said else [])
+    assert card_notices(tmp_path / "nowhere") == []

@@ -128,7 +128,7 @@ def test_text_has_the_same_fields(tmp_path: Path) -> None:
     with write_log("info", str(path), "text"):
         scope = {"method": "POST", "job": None, "error": APIError(429, "a b"), "request_id": "id"}
         RequestLog().end(scope, 429, "ann")
-        RequestLog().end(scope | {"method": "GET", "error": None}, 200, None)
+        RequestLog().end(scope | {"method": "GET", "error": None}, 503, None, looks=True)
         logging.getLogger("moe").warning("a notice")
         logging.getLogger("others").info("nothing")
     request, notice = path.read_text().splitlines()
