@@ -4,9 +4,9 @@
 
 Clients ask for long answers to short prompts, one after another, while prompts of many tokens come
 in between. The same requests go, in turns, to one engine with two threads, and to a decode server
-with a prefill server behind it (`parallel.role`), of one thread each. TBT is the time between two
-tokens of the clients' answers, TTFT that to the long prompts' first token. Servers whose turn it is
-not are stopped. The last line is one JSON object.
+with a prefill server behind it (`methods.prefill_apart`), of one thread each. TBT is the time
+between two tokens of the clients' answers, TTFT that to the long prompts' first token. Servers
+whose turn it is not are stopped. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ def measure(rounds: int, clients: int, prompt: int, answers: int, num_longs: int
             return stack.enter_context(made)
 
         one = start(2)
-        prefill = start(1, "parallel.role=prefill")
-        servers = f"parallel.prefill_servers=[{prefill.endpoint.url}]"
-        decode = start(1, "parallel.role=decode", servers, "parallel.prefill_tokens=256")
+        key = "methods.prefill_apart"
+        prefill = start(1, f"{key}.role=prefill")
+        servers = f"{key}.servers=[{prefill.endpoint.url}]"
+        decode = start(1, f"{key}.role=decode", servers, f"{key}.tokens=256")
         sides = {ONE: [one], APART: [decode, prefill]}
         for number in range(-1, rounds):  # the first is not counted
             for side in (ONE, APART) if number % 2 else (APART, ONE):

@@ -1,5 +1,5 @@
 """One block of keys and values as bytes: a file of `moe.kv.prefix_store`, and a part of what a
-prefill server sends (`moe.server.remote_prefill`).
+prefill server sends (`methods.prefill_apart`).
 
 `encode_block` writes, in this order: `MAGIC`, the CRC-32 of all that follows and the length of the
 layout (4 bytes each, little-endian), the 64 token ids (int64), the layout (JSON: of each layer its

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from moe import __version__
 from moe.errors import BusyError, RequestError
-from moe.server import experts_stream, image_links, page, remote_prefill, routes
+from moe.server import experts_stream, image_links, page, routes
 from moe.server.anthropic import MessagesRequest
 from moe.server.bodies import nested_schemas
 from moe.server.engine_queue import EngineQueue
@@ -53,12 +53,12 @@ def create_app(
     settings: ServerSettings,
     keys: ApiKeys | None = None,
     host_names: Collection[str] | None = None,
-    prefill_secret: str | None = None,
+    routers: Sequence[APIRouter] = (),
 ) -> ASGIApp:
     """The application of one model. `Guard` explains the keys and the host names.
 
     Args:
-        prefill_secret: compute keys and values for servers that know it; None: for none.
+        routers: routes of the server's roles.
     """
     app = FastAPI(title="moe", version=__version__, docs_url=None, redoc_url=None)
     app.state.queue = queue
@@ -70,9 +70,8 @@ def create_app(
     app.state.feed = experts_stream.ExpertsFeed(queue)
     app.include_router(routes.router)
     app.include_router(experts_stream.router)
-    if prefill_secret is not None:
-        app.state.prefill_secret = prefill_secret.encode()
-        app.include_router(remote_prefill.router)
+    for own in routers:
+        app.include_router(own)
     if settings.page:
         app.include_router(page.router)
     app.add_exception_handler(APIError, _answer)

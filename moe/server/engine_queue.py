@@ -14,19 +14,16 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from moe.engine.engine import Engine, StepLoop
+from moe.engine.engine import StepLoop
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RankLostError, StructureError
 from moe.fair_pool import FairPool
-from moe.kv.cache import KVCache
-from moe.kv.prefix_cache import PrefixCache, Reservation
 from moe.loading.progress import LoadProgress, Report
 from moe.model import MoE
 from moe.server.engine_thread import EngineThread, GenerationJob, StepOutcomes
 from moe.server.errors import GENERIC, APIError, api_error
 from moe.server.guard import log_failure, logger
 from moe.server.metrics import Metrics, TokenClock
-from moe.server.remote_prefill import PrefillClient, fingerprint
 from moe.server.request_memory import RequestMemory, bytes_of
 from offload.errors import OffloadError
 
@@ -47,10 +44,10 @@ class EngineQueue:
         load: loads the model and reports its progress; called in the engine thread.
         max_waiting: most requests without a first token; further ones are refused with 429.
         telemetry: makes traces of requests; None: there are none.
-        prefill: fetches keys and values of long prompts from other servers; None: none are.
+        before: prepare a request that the engine takes next.
 
     Attributes:
-        telemetry, prefill: as given.
+        telemetry: as given.
         state: ``loading``, ``ready``, ``draining`` (no new requests) or ``failed`` (for good).
         progress: of loading.
         model: None until it is loaded.
@@ -65,10 +62,9 @@ class EngineQueue:
         load: Callable[[Report], MoE],
         max_waiting: int,
         telemetry: Telemetry | None = None,
-        prefill: PrefillClient | None = None,
+        before: Sequence[Callable[[Sequence[SequenceGroup]], Awaitable[object]]] = (),
     ) -> None:
-        self.telemetry, self.prefill = telemetry, prefill
-        self._fingerprint = ""
+        self.telemetry, self._before = telemetry, before
         self.state: ServerState = "loading"
         self.progress = LoadProgress("starting")
         self.model: MoE | None = None
@@ -140,7 +136,7 @@ class EngineQueue:
             RequestError: several ranks share the model.
         """
         with self._waits():
-            parts = await self._beside(self.ready_model().expert_choices(token_ids), caller)
+            parts = await self.beside(self.ready_model().expert_choices(token_ids), caller)
         return [list(chain.from_iterable(layers)) for layers in zip(*parts, strict=True)]
 
     async def submit(
@@ -180,8 +176,8 @@ class EngineQueue:
             if before is not None:
                 await before()
             job.groups = await self._run_text(build, caller, heavy=heavy)
-            if self.prefill is not None:
-                await self.prefill.fetch_for(self, job.groups)
+            for step in self._before:
+                await step(job.groups)
 
         job.preparing = asyncio.ensure_future(prepare())
         try:
@@ -195,56 +191,13 @@ class EngineQueue:
         self.metrics.prompt_tokens.inc(job.num_prompt_tokens)
         return job
 
-    async def fingerprint(self) -> str:
-        """See `moe.server.remote_prefill.fingerprint`. Slow the first time."""
-        if not self._fingerprint:
-            (self._fingerprint,) = await self._beside(map(fingerprint, [self.ready_model()]))
-        return self._fingerprint
-
-    async def _beside(self, parts: Iterator[Result], caller: str = "") -> list[Result]:
+    async def beside(self, parts: Iterator[Result], caller: str = "") -> list[Result]:
         """Run an errand in the engine's thread; no sequence gets a token during a part of it."""
         return await asyncio.wrap_future(self._engine.run(parts, caller))
 
-    async def num_cached(self, salt: str, token_ids: list[int]) -> int:
-        """Tokens of a prompt that the prefix cache has."""
-        return await self._ask(lambda prefixes: prefixes.num_cached(salt, token_ids))
-
-    async def cached_prefix(self, salt: str, token_ids: list[int]) -> KVCache | None:
-        """A copy of the state after these tokens; None if the prefix cache does not have it."""
-        return await self._ask(lambda prefixes: prefixes.copy_of(salt, token_ids))
-
-    async def reserve_prefix(self, tokens: int) -> Reservation | None:
-        """Room in the prefix cache for what is on its way; `release_prefix` must follow."""
-        return await self._ask(lambda prefixes: prefixes.reserve(tokens))
-
-    async def keep_prefix(
-        self, salt: str, token_ids: list[int], cache: KVCache, room: Reservation
-    ) -> bool:
-        """Put the state after these tokens into the prefix cache, in place of its reservation;
-        False: that has given way to requests."""
-
-        def keep(prefixes: PrefixCache) -> bool:
-            kept = prefixes.release(room)
-            if kept:
-                prefixes.add(salt, token_ids, cache)
-            return kept
-
-        return await self._ask(keep)
-
-    def release_prefix(self, room: Reservation) -> None:
-        """End a reservation, whatever has become of it."""
-        room.stop.set()
-        self._engine.ask(partial(self._with_prefixes, lambda prefixes: prefixes.release(room)))
-
-    async def _ask(self, work: Callable[[PrefixCache], Result]) -> Result:
-        """Run work between two steps. Only with a role other than both: there is such a cache."""
-        return await asyncio.wrap_future(self._engine.ask(partial(self._with_prefixes, work)))
-
-    @staticmethod
-    def _with_prefixes(work: Callable[[PrefixCache], Result], engine: StepLoop) -> Result:
-        assert isinstance(engine, Engine)
-        assert engine.scheduler.prefixes is not None
-        return work(engine.scheduler.prefixes)
+    def ask(self, work: Callable[[StepLoop], Result]) -> asyncio.Future[Result]:
+        """Run work on the engine, between two steps."""
+        return asyncio.wrap_future(self._engine.ask(work))
 
     async def _run_text(self, work: Callable[[MoE], Result], caller: str, *, heavy: bool) -> Result:
         run = partial(work, self.ready_model())

@@ -46,12 +46,6 @@ class Metrics:
         self.prompt_tokens = self._counter("moe_prompt_tokens", "Prompt tokens accepted")
         self.new_tokens = self._counter("moe_generated_tokens", "Tokens generated")
         self.timeouts = self._counter("moe_requests_timed_out", "Requests whose time was up")
-        self.remote_prefills = Counter(
-            "moe_remote_prefills",
-            "Prompts asked of prefill servers: fetched, or failed and read here",
-            ["outcome"],
-            registry=self.registry,
-        )
         self.first_token = self._histogram(
             "moe_time_to_first_token_seconds", "From the request to its first token"
         )

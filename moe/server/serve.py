@@ -35,7 +35,7 @@ from moe.server.generation import ANY_MODEL
 from moe.server.guard import LOOPBACK_NAMES
 from moe.server.interpreter import rest_from_collecting, turns_of_threads
 from moe.server.keys import ApiKeys, make_keys
-from moe.server.remote_prefill import PrefillClient, check_model
+from moe.server.roles import SERVER_ROLES, ServerRole
 from moe.settings import ServerSettings
 from moe.settings.profile import LoadedProfile
 
@@ -87,7 +87,7 @@ class Service:
         keys: clients must send one of them; None: no key is needed.
         tls: for HTTPS; None: HTTP.
         telemetry: makes traces of requests; None: there are none. `run` closes it.
-        secret: what servers with other roles know too; None: `parallel.role` is both.
+        roles: the server's roles beside others. `run` closes them.
 
     Attributes:
         queue: None before `run`.
@@ -102,7 +102,7 @@ class Service:
     keys: ApiKeys | None = None
     tls: ssl.SSLContext | None = None
     telemetry: Telemetry | None = None
-    secret: str | None = None
+    roles: Sequence[ServerRole] = ()
 
     def __post_init__(self) -> None:
         self.stopping = False
@@ -124,17 +124,17 @@ class Service:
         """
         self._loop = asyncio.get_running_loop()
         settings = self.profile.profile.server
-        roles, secret = self.profile.profile.parallel, self.secret
-        asks = secret is not None and roles.role == "decode"
-        client = PrefillClient(roles, secret) if asks and secret is not None else None
-        self.queue = queue = EngineQueue(self.load, settings.max_waiting, self.telemetry, client)
+        before = [role.before for role in self.roles]
+        self.queue = queue = EngineQueue(self.load, settings.max_waiting, self.telemetry, before)
+        for role in self.roles:
+            role.attach(queue)
         app = create_app(
             queue,
             self.model_names,
             settings,
             self.keys,
             self._host_names(),
-            secret if roles.role == "prefill" else None,
+            [role.router for role in self.roles if role.router is not None],
         )
         count = queue.metrics.connections_closed
         crowd = Crowd(most_connections(), on_close=lambda why: count.labels(why).inc())
@@ -157,8 +157,8 @@ class Service:
                 watching.cancel()
             # Loading cannot be interrupted, and need not be finished.
             self.is_stuck = not queue.stop(_CLOSE_TIMEOUT_S if queue.model else 0)
-            if client is not None:
-                client.close()
+            for role in self.roles:
+                role.close()
             if self.telemetry is not None:
                 await asyncio.to_thread(self.telemetry.close)
         if queue.failure is not None:
@@ -260,15 +260,16 @@ def serve(
         api_key = os.environ.get("MOE_API_KEY")
     keys = make_keys(api_key, api_key_file)
     own_name = public_name(name)
+    roles = [make(profile.profile) for make in SERVER_ROLES.filled(profile.profile)]
     service = Service(
-        load=partial(_load, name, profile),
+        load=partial(_load, name, profile, roles),
         model_names=served_names if set(served_names) - {ANY_MODEL} else [own_name, *served_names],
         profile=profile,
         listener=listener,
         keys=keys,
         tls=make_tls(ssl_certfile, ssl_keyfile),
         telemetry=_telemetry() if profile.profile.server.traces else None,
-        secret=_secret() if profile.profile.parallel.role != "both" else None,
+        roles=roles,
     )
     if service.is_open_to_all:
         print(
@@ -308,18 +309,6 @@ def _say_ready(service: Service) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
 
 
-def _secret() -> str:
-    """Return the text by which servers of different roles know each other. Raises `ProfileError`
-    without it."""
-    secret = os.environ.get("MOE_LAUNCH_SECRET", "")
-    if not secret:
-        raise ProfileError(
-            "parallel.role is not both: set MOE_LAUNCH_SECRET to the same text for the decode "
-            "server and its prefill servers, by which they know each other"
-        )
-    return secret
-
-
 def _telemetry() -> Telemetry:
     """Raises `ProfileError` if there can be no traces."""
     if not is_installed("telemetry"):
@@ -332,7 +321,9 @@ def _telemetry() -> Telemetry:
     return make_telemetry()
 
 
-def _load(name: str | Path, profile: LoadedProfile, report: Report) -> MoE:
+def _load(
+    name: str | Path, profile: LoadedProfile, roles: Sequence[ServerRole], report: Report
+) -> MoE:
     """Load the model; shows the memory plan and the progress on the terminal too."""
 
     def say_plan(plan: MemoryPlan) -> None:
@@ -346,8 +337,8 @@ def _load(name: str | Path, profile: LoadedProfile, report: Report) -> MoE:
             show(progress)
 
         model = MoE.from_pretrained(name, profile, progress=both, on_plan=say_plan)
-        if profile.profile.parallel.role != "both":
-            check_model(model)
+        for role in roles:
+            role.check(model)
         return model
 
 

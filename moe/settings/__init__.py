@@ -154,27 +154,6 @@ class Profile(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_role(self) -> Profile:
-        role, servers = self.parallel.role, self.parallel.prefill_servers
-        if (role == "decode") != bool(servers):
-            raise PydanticCustomError(
-                "role",
-                "parallel.role: decode and parallel.prefill_servers go together: set both or none",
-            )
-        for key, value, wrong in (
-            ("memory.prefix_tokens", "at least the longest prompt", not self.memory.prefix_tokens),
-            ("parallel.enabled", "false", self.parallel.enabled),
-        ):
-            if role != "both" and wrong:
-                raise PydanticCustomError(
-                    "role",
-                    "parallel.role: {role} hands keys and values from one prefix cache to another: "
-                    "it needs {key}: {value}; set that, or parallel.role: both",
-                    {"role": role, "key": key, "value": value},
-                )
-        return self
-
-    @model_validator(mode="after")
     def _check_methods(self) -> Profile:
         for method in methods_on(self):
             key = method.on_by(self)

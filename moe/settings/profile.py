@@ -197,11 +197,11 @@ def _validate(settings: Mapping[str, tuple[Any, str]]) -> Profile:
     except ValidationError as error:
         rules: dict[tuple[str, str], list[str]] = {}  # several of a key with a choice of types
         for problem in error.errors(include_url=False):
-            if not problem["loc"]:  # a rule about several keys, which it names
+            where = ".".join(map(str, problem["loc"]))
+            key = next((key for key in settings if f"{where}.".startswith(f"{key}.")), None)
+            if key is None:  # a rule about several keys, which it names
                 rules[problem["msg"], ""] = []
                 continue
-            where = ".".join(map(str, problem["loc"]))
-            key = next(key for key in settings if f"{where}.".startswith(f"{key}."))
             places = [str(part) for part in problem["loc"] if isinstance(part, int)]
             place = f"{settings[key][1]}: {'.'.join([key, *places])}"
             rule = re.sub(r"^(Input|String) should", "must", problem["msg"])

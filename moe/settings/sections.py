@@ -364,12 +364,6 @@ class SpeculationSettings(Settings):
     never drawn."""
 
 
-def _check_server(text: str) -> str:
-    if not re.fullmatch(r"https?://[^\s/?#@]+", text):
-        raise PydanticCustomError("server", 'must be like "http://10.0.0.7:8000"')
-    return text
-
-
 def _check_accept(text: str) -> str:
     kind, _, bound = text.partition(":")
     try:
@@ -469,21 +463,6 @@ class ParallelSettings(Settings):
     overlap: Annotated[Literal["auto", "on", "off"], Off] = "auto"
     """on: a step runs in two halves, one of which computes while rows of the other are sent. auto:
     off, because halves were slower wherever they were measured."""
-
-    role: Literal["both", "prefill", "decode"] = "both"
-    """Prefill and decode in different servers, of the same model and settings. decode: take all
-    requests, and get the keys and values of long prompts from prefill_servers. prefill: compute
-    them for servers that know MOE_LAUNCH_SECRET. Both keep them in the prefix cache
-    (memory.prefix_tokens). both: one server does both."""
-
-    prefill_servers: tuple[Annotated[str, AfterValidator(_check_server)], ...] = Field(
-        default=(), strict=False
-    )
-    """decode: addresses of servers with the role prefill, such as http://10.0.0.7:8000. Where none
-    answers within timeout_s, prompts are read here."""
-
-    prefill_tokens: int = Field(default=512, ge=1)
-    """decode: prompts with fewer unknown tokens are read here."""
 
 
 def _check_network(text: str) -> str:

@@ -23,7 +23,6 @@ from moe.commands.convert.convert import convert
 from moe.commands.terminal import run
 from moe.errors import DoesNotFitError
 from moe.loading.memory_plan import GIB
-from moe.server.remote_prefill import fingerprint
 from moe.settings import ModelSettings
 from offload.capacity import fixed_bytes, sizes_of, slot_bytes
 from offload.hot_set import FILE_NAME
@@ -113,7 +112,6 @@ def test_a_prompt_that_wants_everything_reads_the_next_layer_ahead(
         model = MoE.from_pretrained(store, budget(store, resident, 0.5, offload=offload))
         assert torch.equal(model.logits(PROMPTS[0]), resident.logits(PROMPTS[0]))
         read[prefetch] = model.stats()["offload"]["prefetches"]
-        assert fingerprint(model) == fingerprint(resident)
     assert read[True] > read[False] == 0
 
 

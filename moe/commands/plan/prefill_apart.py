@@ -1,4 +1,4 @@
-"""Would servers that read prompts, apart from those that decode, pay (`parallel.role`)?
+"""Would servers that only read prompts pay, beside others that decode (`moe plan --ranks`)?
 
 `serve_together` and `serve_apart` simulate the same requests, event by event: on engines that read
 prompts between their decode steps, and on some that only read and others that only decode. An

@@ -170,14 +170,17 @@ def plan_many(
     return RanksPlan(plans, machine, advice, prefill_advice, prefill, assumptions)
 
 
+_APART = "Prefill apart (methods.prefill_apart.role)"
+
+
 def prefill_apart(costs: EngineCosts | None, ranks: int) -> tuple[str, list[Served]]:
     """Judge whether some of so many independent ranks should only read prompts, and return the
     figures."""
     if costs is None:
-        return "Prefill apart (parallel.role): no, a model must fit into each rank for it.", []
+        return f"{_APART}: no, a model must fit into each rank for it.", []
     served = compare(costs, ranks, typical_load(costs, ranks))
     split, why = recommend_prefill(served)
-    return f"Prefill apart (parallel.role): {'yes' if split else 'no'}, {why}.", served
+    return f"{_APART}: {'yes' if split else 'no'}, {why}.", served
 
 
 def model_needs(planned: PlannedModel, settings: Profile) -> ModelNeeds:

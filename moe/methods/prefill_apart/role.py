@@ -1,8 +1,8 @@
-"""Prefill and decode apart (`parallel.role`): keys and values of a prompt from another server.
+"""Keys and values of a prompt from another server: the roles of both (`make_role`).
 
 The decode server is the front door. It asks a prefill server for a long prompt's keys and values
 (``POST /v1/prefill``), puts them into its prefix cache, and goes on from there: the engine finds a
-known prefix, and reads what is behind the last whole block itself. What fails in between costs
+known prefix, and reads what follows the last whole block itself. What fails in between costs
 nothing but time, as the engine then reads the prompt.
 
 Both know ``MOE_LAUNCH_SECRET``. A request carries a code of its body by that secret, each block of
@@ -23,6 +23,7 @@ import hashlib
 import hmac
 import http.client
 import json
+import os
 import secrets
 import socket
 import threading
@@ -32,35 +33,38 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import torch
 from fastapi import APIRouter
+from prometheus_client import Counter
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from kernels.cpu.kv import BLOCK
+from moe.engine.engine import Engine, StepLoop
 from moe.engine.prefill_batch import SequenceGroup
-from moe.errors import UnsupportedModelError
+from moe.errors import ProfileError, UnsupportedModelError
 from moe.kv.block_codec import decode_block, encode_block
 from moe.kv.cache import KVCache
+from moe.kv.prefix_cache import PrefixCache, Reservation
 from moe.loading.prefix_key import settings_of_bits
 from moe.model import MoE
 from moe.network.moe_layer import run_experts
 from moe.sampling.params import SamplingParams
 from moe.server.bodies import RequestBody, parse, read_body
+from moe.server.engine_queue import EngineQueue
+from moe.server.engine_thread import GenerationJob
 from moe.server.errors import APIError
 from moe.server.fields import Items
 from moe.server.guard import logger
-from moe.settings import ParallelSettings
+from moe.server.roles import ServerRole
+from moe.settings import Profile
 from offload.errors import OffloadError
 from routing import Routing
-
-if TYPE_CHECKING:
-    from moe.server.engine_queue import EngineQueue
 
 ROUTE = "/v1/prefill"
 AT_ONCE = 4
@@ -75,7 +79,7 @@ _CODE = hashlib.sha256().digest_size
 _SPARE_BYTES = 1 << 20
 _SAMPLED = 64  # numbers of each weight in a fingerprint
 _SAMPLED_EXPERTS = 4  # of each layer
-router = APIRouter()
+Result = TypeVar("Result")
 
 
 @torch.inference_mode()
@@ -117,8 +121,8 @@ def check_model(model: MoE) -> None:
     backbone = model.backbone
     if not backbone.can_cut or backbone.recurrent:
         raise UnsupportedModelError(
-            "parallel.role hands on keys and values of attention, and this model keeps states "
-            "besides, or cannot go on behind a known prefix: set parallel.role: both"
+            "methods.prefill_apart.role hands on keys and values of attention, and this model "
+            "keeps states besides, or cannot go on after a known prefix: set it to both"
         )
 
 
@@ -155,56 +159,144 @@ class _Server:
         return kind(parts.hostname or "", parts.port, timeout=timeout_s)
 
 
-class PrefillClient:
-    """The decode server's side. Lives in the event loop; fetches in threads of its own.
+def make_role(profile: Profile) -> ServerRole:
+    """Return the role that the profile asks for.
+
+    Raises `ProfileError` without a prefix cache, or without the secret that the servers share.
+    """
+    role = profile.methods.prefill_apart.role
+    if not profile.memory.prefix_tokens:
+        raise ProfileError(
+            f"methods.prefill_apart.role: {role} hands keys and values from one prefix cache to "
+            "another: it needs memory.prefix_tokens: at least the longest prompt; set that, or "
+            "methods.prefill_apart.role: both"
+        )
+    secret = os.environ.get("MOE_LAUNCH_SECRET", "")
+    if not secret:
+        raise ProfileError(
+            "methods.prefill_apart.role is not both: set MOE_LAUNCH_SECRET to the same text for "
+            "the decode server and its prefill servers, by which they know each other"
+        )
+    kinds: dict[str, type[_Role]] = {"decode": DecodeRole, "prefill": PrefillRole}
+    return kinds[role](profile, secret)
+
+
+class _Role:
+    """The common part of both roles.
 
     Args:
-        settings: who is asked, and for which prompts.
+        profile: of this server.
         secret: that the servers share.
     """
 
-    def __init__(self, settings: ParallelSettings, secret: str) -> None:
-        self._settings, self._secret = settings, secret.encode()
-        self._servers = [_Server(url.rstrip("/")) for url in settings.prefill_servers]
+    router: APIRouter | None = None
+
+    def __init__(self, profile: Profile, secret: str) -> None:
+        self._settings = profile.methods.prefill_apart
+        self._timeout_s = profile.parallel.timeout_s
+        self._secret = secret.encode()
+        self._fingerprint = ""
+
+    def attach(self, queue: EngineQueue) -> None:
+        self._queue = queue
+
+    def check(self, model: MoE) -> None:
+        check_model(model)
+
+    async def before(self, groups: Sequence[SequenceGroup]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    async def fingerprint(self) -> str:
+        """The `fingerprint` of this server's model. Slow the first time."""
+        if not self._fingerprint:
+            parts = map(fingerprint, [self._queue.ready_model()])
+            (self._fingerprint,) = await self._queue.beside(parts)
+        return self._fingerprint
+
+    def ask(self, work: Callable[[PrefixCache], Result]) -> asyncio.Future[Result]:
+        """Run work on the prefix cache, between two steps."""
+        return self._queue.ask(partial(_with_prefixes, work))
+
+
+def _with_prefixes(work: Callable[[PrefixCache], Result], engine: StepLoop) -> Result:
+    assert isinstance(engine, Engine)
+    assert engine.scheduler.prefixes is not None
+    return work(engine.scheduler.prefixes)
+
+
+class DecodeRole(_Role):
+    """The decode server's side. Lives in the event loop; fetches in threads of its own."""
+
+    def __init__(self, profile: Profile, secret: str) -> None:
+        super().__init__(profile, secret)
+        self._servers = [_Server(url.rstrip("/")) for url in self._settings.servers]
         self._threads = ThreadPoolExecutor(AT_ONCE, "moe-prefill")
         self._free = asyncio.Semaphore(AT_ONCE)
+        self.outcomes = Counter(
+            "moe_remote_prefills",
+            "Prompts asked of prefill servers: fetched, or failed and read here",
+            ["outcome"],
+            registry=None,
+        )
 
-    async def fetch_for(self, queue: EngineQueue, groups: Sequence[SequenceGroup]) -> None:
+    def attach(self, queue: EngineQueue) -> None:
+        super().attach(queue)
+        queue.metrics.registry.register(self.outcomes)
+
+    async def before(self, groups: Sequence[SequenceGroup]) -> None:
         """Put the beginnings of long prompts into the prefix cache, as far as servers give them."""
         for group in groups:
             # Else every token is read here. The other server has no images.
             if group.prompt_logprobs is None and group.rows is None:
                 async with self._free:
-                    await self._fetch_one(queue, group)
+                    await self._fetch_one(group)
 
-    async def _fetch_one(self, queue: EngineQueue, group: SequenceGroup) -> None:
-        model, salt = queue.ready_model(), group.sequences[0].salt
+    async def _fetch_one(self, group: SequenceGroup) -> None:
+        model, salt = self._queue.ready_model(), group.sequences[0].salt
         length = (len(group.token_ids) - 1) // BLOCK * BLOCK
         token_ids = group.token_ids[:length]
-        known = await queue.num_cached(salt, group.token_ids)
+        known = await self.ask(lambda prefixes: prefixes.num_cached(salt, group.token_ids))
         servers = [each for each in self._servers if each.rests_until <= time.monotonic()]
-        if length - known < self._settings.prefill_tokens or not servers:
+        if length - known < self._settings.tokens or not servers:
             return
-        room = await queue.reserve_prefix(length)
+        room = await self.ask(lambda prefixes: prefixes.reserve(length))
         if room is None:  # it would not fit beside others that are on their way
             return
         server = min(servers, key=lambda each: each.asked)
         server.asked += 1
         try:
-            own = await queue.fingerprint()
+            own = await self.fingerprint()
             cache = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._fetch, model, own, server, group, token_ids, room.stop
             )
-            if cache is not None and await queue.keep_prefix(salt, token_ids, cache, room):
-                queue.metrics.remote_prefills.labels("fetched").inc()
+            if cache is not None and await self._keep(salt, token_ids, cache, room):
+                self.outcomes.labels("fetched").inc()
         except _FAULTS as error:
             if not isinstance(error, _RefusedError):
                 server.rests_until = time.monotonic() + REST_S
-            queue.metrics.remote_prefills.labels("failed").inc()
+            self.outcomes.labels("failed").inc()
             logger.warning("prefill server %s: %s; prompts are read here", server.url, error)
         finally:
-            queue.release_prefix(room)
+            room.stop.set()
+            self.ask(lambda prefixes: prefixes.release(room))
             server.asked -= 1
+
+    async def _keep(
+        self, salt: str, token_ids: list[int], cache: KVCache, room: Reservation
+    ) -> bool:
+        """Put the state after these tokens into the prefix cache, in place of its reservation;
+        False: that has given way to requests."""
+
+        def keep(prefixes: PrefixCache) -> bool:
+            kept = prefixes.release(room)
+            if kept:
+                prefixes.add(salt, token_ids, cache)
+            return kept
+
+        return await self.ask(keep)
 
     def _fetch(
         self,
@@ -226,8 +318,8 @@ class PrefillClient:
         first, nonce = group.sequences[0], secrets.token_hex(16)
         question = {"tokens": token_ids, "salt": first.salt, "priority": first.priority}
         body = json.dumps(question | {"model": own, "nonce": nonce}).encode()
-        connection = server.connect(self._settings.timeout_s)
-        with _within(self._settings.timeout_s + len(token_ids) / SLOWEST, connection):
+        connection = server.connect(self._timeout_s)
+        with _within(self._timeout_s + len(token_ids) / SLOWEST, connection):
             code = hmac.digest(self._secret, body, "sha256").hex()
             headers = {"content-type": "application/json", "x-moe-code": code}
             connection.request("POST", ROUTE, body, headers)
@@ -247,7 +339,8 @@ class PrefillClient:
         token_ids: list[int],
         stop: threading.Event,
     ) -> KVCache | None:
-        """The keys and values in an answer; None: nobody waits for it any more, or the server has
+        """Return the keys and values in an answer; None: nobody waits for it any more, or the
+        server has
         no room. Raises `ValueError` if they are not from a server of ours."""
         while (mark := response.read(1)) == _ALIVE:
             if stop.is_set():
@@ -327,58 +420,63 @@ def _code(secret: bytes, nonce: str, begin: int, *parts: bytes | memoryview) -> 
     return made.digest()
 
 
-@router.post(ROUTE, include_in_schema=False)
-async def prefill(request: Request) -> Response:
-    """Keys and values of a prompt, for a decode server that knows the secret."""
-    settings = request.app.state.settings
-    secret: bytes = request.app.state.prefill_secret
-    queue: EngineQueue = request.app.state.queue
-    body = await read_body(request, settings.max_body_bytes, settings.read_timeout_s)
-    sent = request.headers.get("x-moe-code", "")
-    if not hmac.compare_digest(sent.encode(), hmac.digest(secret, body, "sha256").hex().encode()):
-        raise APIError(401, "the servers do not share MOE_LAUNCH_SECRET", code="invalid_api_key")
-    request.state.body_bytes = len(body)
-    wanted = await run_in_threadpool(parse, PrefillRequest, body)
-    if wanted.model != await queue.fingerprint():
-        message = "the servers have different models, or different settings of them"
-        raise APIError(400, message, code="model_not_found")
-    if not wanted.tokens or len(wanted.tokens) % BLOCK:
-        raise APIError(400, f"tokens must be a multiple of {BLOCK}", param="tokens")
-    params = SamplingParams(max_new_tokens=1, temperature=0.0)
+class PrefillRole(_Role):
+    """The prefill server's side: one more route."""
 
-    def build(model: MoE) -> list[SequenceGroup]:
-        return [model.request(wanted.tokens, params, wanted.salt, wanted.priority)]
+    def __init__(self, profile: Profile, secret: str) -> None:
+        super().__init__(profile, secret)
+        self._limits = profile.server
+        self.router = APIRouter()
+        self.router.add_api_route(ROUTE, self.prefill, methods=["POST"], include_in_schema=False)
 
-    job = await queue.submit(build, heavy=True)
-    return StreamingResponse(
-        _answer(queue, job, wanted, secret), media_type="application/octet-stream"
-    )
+    async def prefill(self, request: Request) -> Response:
+        """Answer with keys and values of a prompt, for a decode server that knows the secret."""
+        body = await read_body(request, self._limits.max_body_bytes, self._limits.read_timeout_s)
+        sent = request.headers.get("x-moe-code", "")
+        code = hmac.digest(self._secret, body, "sha256").hex()
+        if not hmac.compare_digest(sent.encode(), code.encode()):
+            message = "the servers do not share MOE_LAUNCH_SECRET"
+            raise APIError(401, message, code="invalid_api_key")
+        request.state.body_bytes = len(body)
+        wanted = await run_in_threadpool(parse, PrefillRequest, body)
+        if wanted.model != await self.fingerprint():
+            message = "the servers have different models, or different settings of them"
+            raise APIError(400, message, code="model_not_found")
+        if not wanted.tokens or len(wanted.tokens) % BLOCK:
+            raise APIError(400, f"tokens must be a multiple of {BLOCK}", param="tokens")
+        params = SamplingParams(max_new_tokens=1, temperature=0.0)
 
+        def build(model: MoE) -> list[SequenceGroup]:
+            return [model.request(wanted.tokens, params, wanted.salt, wanted.priority)]
 
-async def _answer(
-    queue: EngineQueue, job: Any, wanted: PrefillRequest, secret: bytes
-) -> AsyncIterator[bytes | memoryview]:
-    async def rows() -> KVCache | None:
-        async for _ in job.events():
-            pass
-        return await queue.cached_prefix(wanted.salt, wanted.tokens)
+        job = await self._queue.submit(build, heavy=True)
+        return StreamingResponse(self._answer(job, wanted), media_type="application/octet-stream")
 
-    task = asyncio.ensure_future(rows())
-    try:
-        while not task.done():
-            yield _ALIVE
-            await asyncio.wait({task}, timeout=_ALIVE_S)
-        cache = task.result()
-        if cache is None or not cache.whole:  # evicted meanwhile, or too large for the prefix cache
-            return
-        yield _ROWS
-        for begin in range(0, cache.length, BLOCK):
-            ids = wanted.tokens[begin : begin + BLOCK]
-            parts = await run_in_threadpool(encode_block, cache.stored_block(begin // BLOCK), ids)
-            size = sum(map(len, parts))
-            code = await run_in_threadpool(_code, secret, wanted.nonce, begin, *parts)
-            for part in (size.to_bytes(4, "little"), *parts, code):
-                yield part
-    finally:
-        task.cancel()
-        queue.close(job)
+    async def _answer(
+        self, job: GenerationJob, wanted: PrefillRequest
+    ) -> AsyncIterator[bytes | memoryview]:
+        async def rows() -> KVCache | None:
+            async for _ in job.events():
+                pass
+            return await self.ask(lambda prefixes: prefixes.copy_of(wanted.salt, wanted.tokens))
+
+        task = asyncio.ensure_future(rows())
+        try:
+            while not task.done():
+                yield _ALIVE
+                await asyncio.wait({task}, timeout=_ALIVE_S)
+            cache = task.result()
+            if cache is None or not cache.whole:  # evicted meanwhile, or too large for the cache
+                return
+            yield _ROWS
+            for begin in range(0, cache.length, BLOCK):
+                ids = wanted.tokens[begin : begin + BLOCK]
+                block = cache.stored_block(begin // BLOCK)
+                parts = await run_in_threadpool(encode_block, block, ids)
+                size = sum(map(len, parts))
+                code = await run_in_threadpool(_code, self._secret, wanted.nonce, begin, *parts)
+                for part in (size.to_bytes(4, "little"), *parts, code):
+                    yield part
+        finally:
+            task.cancel()
+            self._queue.close(job)

@@ -234,7 +234,7 @@ def test_the_command_compares_and_names_what_it_assumes(
     assert "Take 1 rank: " in out
     assert "Ranks of a node exchange: 1.00 GB/s a rank, 10 µs (given)." in out
     assert "Arithmetic is not counted." in out
-    assert "Prefill apart (parallel.role): " in out
+    assert "Prefill apart (methods.prefill_apart.role): " in out
     assert "the longest gaps between tokens (p99) are" in out
 
 

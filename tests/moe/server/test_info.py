@@ -126,7 +126,6 @@ def test_status_and_metrics(wait_for: Any, client: openai.OpenAI, server: Any) -
         "moe_connections_closed_total",
         "moe_generated_tokens_total",
         "moe_prompt_tokens_waiting",
-        "moe_remote_prefills_total",
         "moe_time_to_first_token_seconds",
         "moe_inter_token_seconds",
         "moe_requests_waiting",

@@ -20,14 +20,18 @@ import pytest
 
 from kernels import ExpertWeights
 from moe import MoE
+from moe.commands.convert.convert import convert
 from moe.errors import ProfileError
-from moe.server import remote_prefill
+from moe.methods.prefill_apart import role as apart
 from moe.server.listener import bind
-from moe.server.serve import Service, _secret
+from moe.server.roles import SERVER_ROLES
+from moe.server.serve import Service
+from moe.settings import ModelSettings
 from moe.settings.profile import load_profile
 from offload.layer import held_experts
 from tests.launched import Launch, free_port
 from tests.moe.server.conftest import Running
+from tests.moe.test_offload import SMALL, budget
 
 SECRET = "correct horse battery staple"
 URL = "/v1/completions"
@@ -36,21 +40,25 @@ ROOM = {"prefix_tokens": 4096, "kv_tokens": 8192}
 
 @contextmanager
 def serving(
-    checkpoint: Path, role: str = "both", secret: str = SECRET, bits: Any = 32, **parallel: Any
+    checkpoint: Path, role: str = "both", secret: str = SECRET, bits: Any = 32, **own: Any
 ) -> Iterator[Running]:
     """A server with a role, in a thread."""
     settings = {
-        "parallel": {"role": role, "prefill_tokens": 64, "timeout_s": 1.0, **parallel},
+        "parallel.timeout_s": 1.0,
+        "methods.prefill_apart": {"role": role, "tokens": 64, **own},
         "memory": ROOM | {"kv_bits": bits},
     }
     profile = load_profile(settings, environ={})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOE_LAUNCH_SECRET", secret)
+        roles = [make(profile.profile) for make in SERVER_ROLES.filled(profile.profile)]
     running = Running(
         Service(
             lambda _: MoE.from_pretrained(checkpoint, profile),
             ["tiny"],
             profile,
             bind("127.0.0.1", 0),
-            secret=None if role == "both" else secret,
+            roles=roles,
         )
     )
     yield running
@@ -71,8 +79,9 @@ def answer(server: Running, what: dict[str, Any]) -> tuple[str, int]:
 
 
 def outcomes(server: Running) -> dict[str, float]:
-    assert server.service.queue is not None
-    (family,) = server.service.queue.metrics.remote_prefills.collect()
+    (role,) = server.service.roles
+    assert isinstance(role, apart.DecodeRole)
+    (family,) = role.outcomes.collect()
     return {s.labels["outcome"]: s.value for s in family.samples if s.name.endswith("_total")}
 
 
@@ -94,7 +103,7 @@ def test_tokens_are_those_of_one_engine(text_checkpoint: Path, bits: int) -> Non
     with ExitStack() as stack:
         prefill = stack.enter_context(serving(text_checkpoint, "prefill", bits=bits))
         decode = stack.enter_context(
-            serving(text_checkpoint, "decode", bits=bits, prefill_servers=[prefill.url])
+            serving(text_checkpoint, "decode", bits=bits, servers=[prefill.url])
         )
         found = [answer(decode, each) for each in asked]
         assert [text for text, _ in found] == expected
@@ -113,10 +122,10 @@ def test_a_killed_prefill_server_costs_nobody_an_answer(
     asked = [body(number) for number in range(24)]
     with serving(text_checkpoint) as alone:
         expected = [answer(alone, each)[0] for each in asked]
-    command, url = serve_command(text_checkpoint, "parallel.role=prefill")
+    command, url = serve_command(text_checkpoint, "methods.prefill_apart.role=prefill")
     with (
         launch(1, command, MOE_LAUNCH_SECRET=SECRET) as prefill,
-        serving(text_checkpoint, "decode", prefill_servers=[url]) as decode,
+        serving(text_checkpoint, "decode", servers=[url]) as decode,
         ThreadPoolExecutor(8) as pool,
     ):
         prefill.wait_for("serving")
@@ -136,9 +145,9 @@ def test_callers_of_a_killed_decode_server_are_told_and_its_prefill_server_goes_
     with serving(text_checkpoint, "prefill") as prefill, ThreadPoolExecutor(8) as pool:
         command, url = serve_command(
             text_checkpoint,
-            "parallel.role=decode",
-            "parallel.prefill_tokens=64",
-            f"parallel.prefill_servers=[{prefill.url}]",
+            "methods.prefill_apart.role=decode",
+            "methods.prefill_apart.tokens=64",
+            f"methods.prefill_apart.servers=[{prefill.url}]",
         )
         with launch(1, command, MOE_LAUNCH_SECRET=SECRET) as decode:
             decode.wait_for("serving")
@@ -156,7 +165,7 @@ def test_callers_of_a_killed_decode_server_are_told_and_its_prefill_server_goes_
                 assert isinstance(each.exception(), httpx.TransportError | None)
             assert isinstance(late.exception(), httpx.TransportError)
         wait_for(prefill.is_idle, "nothing is read for a server that is gone")
-        with serving(text_checkpoint, "decode", prefill_servers=[prefill.url]) as other:
+        with serving(text_checkpoint, "decode", servers=[prefill.url]) as other:
             assert answer(other, asked[-1])[1] == 192
             assert outcomes(other) == {"fetched": 1.0}
 
@@ -189,7 +198,7 @@ def test_what_a_stranger_says_is_not_used(text_checkpoint: Path, said: bytes) ->
 
     with (
         pretender(talk) as url,
-        serving(text_checkpoint, "decode", prefill_servers=[url]) as decode,
+        serving(text_checkpoint, "decode", servers=[url]) as decode,
     ):
         assert answer(decode, body(1))[1] == 0
         assert "fetched" not in outcomes(decode)
@@ -199,7 +208,7 @@ def test_a_server_that_falls_silent_is_gone_after_the_timeout(text_checkpoint: P
     silent = threading.Event()
     with (
         pretender(lambda _: silent.wait(20)) as url,
-        serving(text_checkpoint, "decode", prefill_servers=[url]) as decode,
+        serving(text_checkpoint, "decode", servers=[url]) as decode,
     ):
         assert answer(decode, body(1))[1] == 0
         assert outcomes(decode) == {"failed": 1.0}
@@ -222,10 +231,10 @@ def test_a_server_that_only_says_that_it_is_there_is_given_up(
                 connection.sendall(piece)
 
     over = threading.Event()
-    monkeypatch.setattr(remote_prefill, "SLOWEST", 1e6)
+    monkeypatch.setattr(apart, "SLOWEST", 1e6)
     with (
         pretender(talk) as url,
-        serving(text_checkpoint, "decode", prefill_servers=[url]) as decode,
+        serving(text_checkpoint, "decode", servers=[url]) as decode,
     ):
         assert answer(decode, body(1))[1] == 0
         assert outcomes(decode) == {"failed": 1.0}
@@ -234,54 +243,68 @@ def test_a_server_that_only_says_that_it_is_there_is_given_up(
 
 def test_other_secrets_and_other_models_are_refused(text_checkpoint: Path) -> None:
     with serving(text_checkpoint, "prefill") as prefill:
-        assert prefill.http.post(remote_prefill.ROUTE, json={}).status_code == 401
+        assert prefill.http.post(apart.ROUTE, json={}).status_code == 401
         for other in ({"secret": "another"}, {"bits": 8}):
-            with serving(
-                text_checkpoint, "decode", prefill_servers=[prefill.url], **other
-            ) as decode:
+            with serving(text_checkpoint, "decode", servers=[prefill.url], **other) as decode:
                 assert answer(decode, body(1))[1] == 0
                 assert outcomes(decode) == {"failed": 1.0}
     with serving(text_checkpoint) as alone:
-        assert alone.http.post(remote_prefill.ROUTE, json={}).status_code == 404
+        assert alone.http.post(apart.ROUTE, json={}).status_code == 404
 
 
 def test_prompts_with_images_and_with_logprobs_are_read_here() -> None:
-    settings = load_profile(
-        {"parallel": {"role": "decode", "prefill_servers": ["http://127.0.0.1:1"]}}, environ={}
-    ).profile.parallel
-    client, asked = remote_prefill.PrefillClient(settings, SECRET), []
+    settings = {"role": "decode", "servers": ["http://127.0.0.1:1"]}
+    profile = load_profile({"methods.prefill_apart": settings}, environ={}).profile
+    role, asked = apart.DecodeRole(profile, SECRET), []
 
-    async def fetch_one(_: object, group: object) -> None:
+    async def fetch_one(group: object) -> None:
         asked.append(group)
 
-    client._fetch_one = fetch_one  # type: ignore[method-assign, assignment]
+    role._fetch_one = fetch_one  # type: ignore[method-assign]
     plain = SimpleNamespace(prompt_logprobs=None, rows=None)
     others = [
         SimpleNamespace(prompt_logprobs=0, rows=None),
         SimpleNamespace(prompt_logprobs=None, rows="of an image"),
     ]
-    asyncio.run(client.fetch_for(None, [*others, plain]))  # type: ignore[arg-type, list-item]
+    asyncio.run(role.before([*others, plain]))  # type: ignore[list-item]
     assert asked == [plain]
 
 
 def test_an_expert_that_differs_is_another_model(tiny_checkpoint: Callable[[str], Path]) -> None:
     with MoE.from_pretrained(tiny_checkpoint("qwen3_moe")) as model:
-        own = remote_prefill.fingerprint(model)
+        own = apart.fingerprint(model)
         experts = held_experts(model.experts.layers[-1])
         assert isinstance(experts, ExpertWeights)
         experts.down_EHF.data[0].mul_(1.001)
-        assert remote_prefill.fingerprint(model) != own
+        assert apart.fingerprint(model) != own
+
+
+def test_experts_on_disk_change_no_fingerprint(
+    tiny_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    store = convert(tiny_checkpoint("qwen3_moe"), tmp_path / "store", ModelSettings(expert_bits=8))
+    with MoE.from_pretrained(store, SMALL) as resident:
+        own = apart.fingerprint(resident)
+        profile = budget(store, resident, 0.5, offload=SMALL["offload"])
+        with MoE.from_pretrained(store, profile) as offloaded:
+            assert apart.fingerprint(offloaded) == own
 
 
 def test_roles_need_each_other_a_cache_and_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
-    for parallel, why in (
-        ({"role": "decode"}, "prefill_servers go together"),
-        ({"prefill_servers": ["http://a:1"]}, "prefill_servers go together"),
-        ({"role": "prefill"}, "needs memory.prefix_tokens"),
-        ({"role": "decode", "prefill_servers": ["a:1"]}, "must be like"),
+    decode = {"role": "decode", "servers": ["http://a:1"]}
+    for settings, why in (
+        ({"methods.prefill_apart.role": "decode"}, "prefill_apart.servers go together"),
+        ({"methods.prefill_apart.servers": ["http://a:1"]}, "prefill_apart.servers go together"),
+        ({"methods.prefill_apart": decode, "parallel.enabled": True}, "needs parallel.enabled"),
+        ({"methods.prefill_apart": decode | {"servers": ["a:1"]}}, "must be like"),
+        ({"parallel.role": "decode"}, "methods.prefill_apart.role"),
     ):
         with pytest.raises(ProfileError, match=why):
-            load_profile({"parallel": parallel, "memory": {"prefix_tokens": 0}}, environ={})
+            load_profile(settings, environ={})
     monkeypatch.delitem(os.environ, "MOE_LAUNCH_SECRET", raising=False)
-    with pytest.raises(ProfileError, match="set MOE_LAUNCH_SECRET to the same text"):
-        _secret()
+    for tokens, why in ((0, "needs memory.prefix_tokens"), (64, "set MOE_LAUNCH_SECRET to the")):
+        given = {"methods.prefill_apart": decode, "memory.prefix_tokens": tokens}
+        profile = load_profile(given, environ={}).profile
+        (make,) = SERVER_ROLES.filled(profile)
+        with pytest.raises(ProfileError, match=why):
+            make(profile)
