@@ -107,7 +107,7 @@ def test_one_name_one_meaning() -> None:
 
 
 def at_import(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Statements outside functions. Those for type checkers count: a circle of types is one, too."""
+    """Statements outside functions, those for type checkers too: a circle of types is one."""
     for node in body:
         yield node
         for block in ("body", "orelse", "finalbody", "handlers"):

@@ -198,8 +198,8 @@ def _validate(settings: Mapping[str, tuple[Any, str]]) -> Profile:
         rules: dict[tuple[str, str], list[str]] = {}  # several of a key with a choice of types
         for problem in error.errors(include_url=False):
             where = ".".join(map(str, problem["loc"]))
-            key = next((key for key in settings if f"{where}.".startswith(f"{key}.")), None)
-            if key is None:  # a rule about several keys, which it names
+            key = next((own for own in settings if f"{where}.".startswith(f"{own}.")), "")
+            if not key:  # a rule about several keys, which it names
                 rules[problem["msg"], ""] = []
                 continue
             places = [str(part) for part in problem["loc"] if isinstance(part, int)]
