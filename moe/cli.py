@@ -45,6 +45,12 @@ EXAMPLES = {
     "doctor": "moe doctor",
 }
 """The last line of each command's help."""
+_ANYWHERE = (
+    subcommands.generate,
+    subcommands.chat,
+    subcommands.serve,
+    subcommands.doctor,  # also where the libraries are absent that the others need
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
         _fix_revision(options)
-        if options.run not in (subcommands.generate, subcommands.chat, subcommands.serve):
+        if options.run not in _ANYWHERE:
             _refuse_ranks()
         code: int = options.run(options)
     except MoEError as error:

@@ -34,6 +34,7 @@ from kernels.cpu.interface import check_layouts, compiled_layouts
 
 _KEPT = 12  # three versions of the four that tests build
 _SAY_EACH_S = 10.0
+_NATIVE = ("-march=native",)
 _logger = logging.getLogger("moe")
 
 
@@ -51,7 +52,7 @@ def load_library(target: Sequence[str] | None = None) -> ctypes.CDLL:
     """
     bundled = bundled_library() if target is None else None
     try:
-        path = bundled or _built(("-march=native",) if target is None else target)
+        path = bundled or _built(_NATIVE if target is None else target)
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"cannot build or load the CPU kernels: {error}") from error
@@ -64,6 +65,17 @@ def bundled_library() -> Path | None:
     variant = compiler.variant_for(platform.machine(), compiler.cpu_flags())
     path = variant and compiler.BUNDLED_DIR / f"{variant.name}.so"
     return path if path and path.exists() else None
+
+
+def is_built() -> bool:
+    """Whether `load_library` has nothing to compile on this machine, or no compiler to do it."""
+    if bundled_library():
+        return True
+    try:
+        command = compiler.find_compiler()
+        return (_cache_root() / _key(command, _NATIVE) / "kernels.so").exists()
+    except BuildError:
+        return True
 
 
 def _built(target: Sequence[str]) -> Path:

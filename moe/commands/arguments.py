@@ -210,6 +210,8 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
+    now = "compile the CPU kernels now, if the first run would do it"
+    parser.add_argument("--compile", action="store_true", help=now)
     parser.add_argument(
         "--forget", action="store_true", help="remove what loads have proven and kept, and stop"
     )

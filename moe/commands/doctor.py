@@ -1,13 +1,15 @@
 """``moe doctor``: what this machine and installation have, what is missing, and what to do.
 
 Each check looks at one thing and returns a `Finding`. Slow or risky packages are looked up, not
-imported: deepspeed prints and probes on import, and megablocks needs its CUDA extension.
+imported: deepspeed prints and probes on import, and megablocks needs its CUDA extension. This
+module needs the standard library only, as it is for installations that lack the rest.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,16 +19,13 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import metadata, util
 from pathlib import Path
-from typing import Literal
-
-from packaging.requirements import Requirement
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
+from typing import TYPE_CHECKING, Literal
 
 from moe import machine
-from moe.commands.console import stdout_console
 from moe.extras import EXTRAS, INSTALL, install_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 Status = Literal["ok", "warning", "missing"]
 
@@ -80,15 +79,25 @@ OTHER_LIBRARIES = (
 )
 
 
-def run_doctor() -> list[Finding]:
-    """All findings, in the order of the table. A check that raises becomes a finding itself."""
-    return [_guarded(name, check) for name, check in CHECKS.items()]
+def run_doctor(*, compiles: bool = False) -> list[Finding]:
+    """All findings, in the order of the table. A check that raises becomes a finding itself.
+
+    Args:
+        compiles: the CPU kernels, if they are not.
+    """
+    checks = CHECKS | {"CPU kernel": partial(check_cpu_kernel, compiles=compiles)}
+    return [_guarded(name, checks[name]) for name in CHECKS]
 
 
-def main() -> int:
+def main(*, compiles: bool = False) -> int:
     """Print the findings; the exit code of ``moe doctor``."""
-    findings = run_doctor()
-    print_doctor(findings, stdout_console())
+    findings = run_doctor(compiles=compiles)
+    try:
+        from moe.commands.console import stdout_console
+    except ImportError:
+        print_plain(findings)
+    else:
+        print_doctor(findings, stdout_console())
     return exit_code(findings)
 
 
@@ -99,6 +108,9 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 def print_doctor(findings: Sequence[Finding], console: Console) -> None:
     """A table of the findings, and a last line that sums them up."""
+    from rich.table import Column, Table
+    from rich.text import Text
+
     columns = [Column(name, overflow="fold") for name in ("what", "status", "found", "what to do")]
     table = Table(*columns, box=None, header_style="bold")
     colours = {"ok": "green", "warning": "yellow", "missing": "red"}
@@ -106,8 +118,21 @@ def print_doctor(findings: Sequence[Finding], console: Console) -> None:
         status = Text(finding.status, colours[finding.status])
         table.add_row(finding.name, status, finding.detail, finding.remedy)
     console.print(table)
+    console.print(_sum(findings))
+
+
+def print_plain(findings: Sequence[Finding]) -> None:
+    """The same without the library that draws tables."""
+    for finding in findings:
+        print(f"{finding.name:<20} {finding.status:<8} {finding.detail}")
+        if finding.remedy:
+            print(f"{'':<30}{finding.remedy}")
+    print(_sum(findings))
+
+
+def _sum(findings: Sequence[Finding]) -> str:
     absent = [f.name for f in findings if f.required and f.status == "missing"]
-    console.print(f"required and missing: {', '.join(absent)}" if absent else "ready to run")
+    return f"required and missing: {', '.join(absent)}" if absent else "ready to run"
 
 
 def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
@@ -126,14 +151,19 @@ def check_python() -> Finding:
 
 def check_library(requirement: str, required: bool = True) -> Finding:
     """Is the distribution installed, in a version that satisfies the requirement?"""
-    wanted = Requirement(requirement)
-    found = _version(wanted.name)
+    name = re.split(r"[<>=!~\[ ]", requirement, maxsplit=1)[0]
+    found = _version(name)
     if found is None:
-        return Finding(wanted.name, "missing", "not installed", REINSTALL, required)
-    if not wanted.specifier.contains(found, prereleases=True):
+        return Finding(name, "missing", "not installed", REINSTALL, required)
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:  # a row of its own
+        return Finding(name, "ok", found, required=required)
+    wanted = Requirement(requirement).specifier
+    if not wanted.contains(found, prereleases=True):
         remedy = f"pip install '{requirement}'"
-        return Finding(wanted.name, "missing", f"{found}, not {wanted.specifier}", remedy, required)
-    return Finding(wanted.name, "ok", found, required=required)
+        return Finding(name, "missing", f"{found}, not {wanted}", remedy, required)
+    return Finding(name, "ok", found, required=required)
 
 
 def check_libraries(requirements: Sequence[str]) -> Finding:
@@ -187,9 +217,13 @@ def check_compiler() -> Finding:
     return Finding("compiler", "missing", "no C++ compiler on the path", remedy)
 
 
-def check_cpu_kernel() -> Finding:
+def check_cpu_kernel(*, compiles: bool = False) -> Finding:
     import kernels
+    from kernels.cpu.build import is_built
 
+    if not compiles and not is_built():
+        detail = "not compiled yet: the first run does it, which takes a few minutes"
+        return Finding("CPU kernel", "ok", detail, "moe doctor --compile does it now")
     backend = kernels.backend_status()
     if backend["name"] == "native":
         return Finding("CPU kernel", "ok", f"native: {backend['reason']}")

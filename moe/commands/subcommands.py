@@ -238,7 +238,7 @@ def doctor(options: argparse.Namespace) -> int:
     with importing():
         from moe.commands.doctor import main as doctor
 
-    return doctor()
+    return doctor(compiles=options.compile)
 
 
 def settings(options: argparse.Namespace) -> int:

@@ -463,7 +463,7 @@ def test_the_command_line_is_frozen() -> None:
         "bench": sorted([*model, *usual, "--json", "--new-tokens", "--prompt-tokens", "--stages"]),
         "settings": sorted([*usual, "--profile", "--set", *short]),
         "methods": sorted([*usual, "--profile", "--set", *short]),
-        "doctor": sorted([*usual, "--forget"]),
+        "doctor": sorted([*usual, "--compile", "--forget"]),
     }
 
 

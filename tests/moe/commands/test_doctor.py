@@ -191,3 +191,28 @@ def test_doctor_does_not_import_what_it_looks_up() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
     assert done.stdout.strip() == ""
+
+
+def test_nothing_is_compiled_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def fail() -> dict[str, str]:
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr("kernels.backend_status", fail)
+    found = doctor_checks.check_cpu_kernel()
+    assert (found.status, found.remedy) == ("ok", "moe doctor --compile does it now")
+    with pytest.raises(AssertionError, match="compiled"):
+        doctor_checks.check_cpu_kernel(compiles=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_single_library_it_says_what_is_missing() -> None:
+    """-S: this Python has its standard library only."""
+    bare = [sys.executable, "-S", "-m", "moe", "doctor"]
+    done = subprocess.run(bare, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (1, "")
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "required and missing: torch, transformers, libraries"
+    assert any(line.startswith("Python               ok ") for line in lines)
+    assert re.search(r"torch +missing  not installed\n +run 'make venv', or install", done.stdout)
