@@ -40,7 +40,7 @@ from moe import MoE
 from moe.kv.blocks import BlockKVCache, BlockPool, Windows
 from moe.kv.cache import KVFormat
 from moe.kv.host_blocks import HostBlocks
-from moe.kv.visibility import KVPolicy
+from moe.kv.visibility import RowVisibility, visibility
 from moe.machine import keep_freed_memory
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
@@ -50,7 +50,9 @@ BITS = (32, 16, 8, 4)
 WINDOW = 2048
 
 
-def pool_of(bits: int, windows: Windows | None = None, policy: KVPolicy | None = None) -> BlockPool:
+def pool_of(
+    bits: int, windows: Windows | None = None, policy: RowVisibility | None = None
+) -> BlockPool:
     kernel, why = choose_kernel()
     assert kernel is not None, why
     return BlockPool(HostBlocks(kernel.kv, KVFormat.of_bits(bits)), windows, policy)
@@ -240,7 +242,7 @@ def memory(tokens: int) -> list[dict[str, Any]]:
             size = KVFormat.of_bits(bits).token_bytes(shape.heads, shape.size, shape.size)
             every = dict.fromkeys(range(shape.layers), size)
             windows = Windows.of(dict.fromkeys(sliding, shape.window), every)
-            policy = KVPolicy(shape.policy, length // 4) if shape.policy else None
+            policy = visibility(f"{shape.policy}:{length // 4}") if shape.policy else None
             end = length + BLOCK
             given_up = (0 if policy is None else end - policy.held(end)) * size
             given_up *= shape.layers - len(sliding)

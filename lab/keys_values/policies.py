@@ -36,7 +36,7 @@ from moe.commands.calibrate.induction import measure_induction
 from moe.kv.blocks import BlockKVCache, BlockPool
 from moe.kv.cache import Shape
 from moe.kv.host_blocks import HostBlocks
-from moe.kv.visibility import InductionScores, KVPolicy
+from moe.kv.visibility import HeadScores, visibility
 from moe.memory.kv_precision import KVPrecision
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
@@ -51,16 +51,18 @@ def policy_pool(
     bits: int,
     spec: str | None,
     shapes: Mapping[int, Shape] | None = None,
-    induction: InductionScores | None = None,
+    scores: HeadScores | None = None,
 ) -> BlockPool:
     """
     Args:
-        shapes, induction: of the model, for a policy by heads.
+        shapes, scores: of the model, for a policy by heads.
     """
     kernel, why = choose_kernel()
     assert kernel is not None, why
-    policy = None if spec is None else KVPolicy.of(spec)
-    kv = KVPrecision(bits, "a contender", True, policy, induction or {}).with_heads(shapes or {})
+    policy = visibility(spec)
+    if policy is not None and scores is not None:
+        policy = policy.scored(scores)
+    kv = KVPrecision(bits, "a contender", True, policy).for_layers(shapes or {})
     return BlockPool(HostBlocks(kernel.kv, kv.form), None, kv.policy, shapes)
 
 

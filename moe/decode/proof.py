@@ -218,7 +218,7 @@ def read_both_ways(
     ours = ComparedRun([cache.fork(room + 1, cache.length) for cache in theirs.caches])
     for cache in (*theirs.caches, *ours.caches):
         if cache.policy is not None:  # so few that the steps leave some out
-            cache.policy = cache.policy._replace(tokens=_ANSWER_TOKENS)
+            cache.policy = cache.policy.of_tokens(_ANSWER_TOKENS)
         cache.prompt_read()
     theirs.logits.clear()
     theirs.routings.clear()
@@ -245,8 +245,8 @@ def prove_policy(backbone: Backbone, pool: BlockPool) -> str:
     """
     assert isinstance(pool.memory, HostBlocks)
     assert pool.policy is not None
-    small = pool.policy._replace(tokens=4 * BLOCK)
-    form = KVFormat.of_bits(32, bounds=pool.policy.selects)
+    small = pool.policy.of_tokens(4 * BLOCK)
+    form = KVFormat.of_bits(32, bounds=pool.policy.bounds)
     memory, before = HostBlocks(pool.memory.kernel, form), backbone.blocks
     prompt, *tokens = random_prompts(backbone, (7 * BLOCK - 3, 2, 4, 1))
     backbone.blocks = BlockPool(memory, pool.windows, small)

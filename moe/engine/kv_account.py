@@ -3,7 +3,7 @@
 The unit is a token in all layers, so that one number serves every model. Three things change the
 sum: sequences that continue one prompt share its blocks; where layers have windows, a sequence
 gives up what lies behind them (`Windows`); and a lossy policy leaves only some blocks behind a
-prompt (`KVPolicy`). A GPU gives memory out by whole blocks. There every count is rounded up.
+prompt (`RowVisibility`). A GPU gives memory out by whole blocks. There every count is rounded up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from moe.engine.prefill_batch import SequenceGroup
 from moe.kv.blocks import Windows
 from moe.kv.cache import KVCache
 from moe.kv.prefix_cache import PrefixCache
-from moe.kv.visibility import KVPolicy
+from moe.kv.visibility import RowVisibility
 from moe.sequence import RunningSequence
 
 
@@ -38,7 +38,7 @@ class KVAccount:
         block_tokens: int = 0,
         whole_blocks: bool = False,
         windows: Windows | None = None,
-        policy: KVPolicy | None = None,
+        policy: RowVisibility | None = None,
     ) -> None:
         self._longest_part, self._block_tokens = longest_part, block_tokens
         self.unit = block_tokens if whole_blocks else 1

@@ -43,7 +43,7 @@ from moe.kv.cache import (
     Shape,
     StoredBlock,
 )
-from moe.kv.visibility import HeadsOfLayers, KVPolicy
+from moe.kv.visibility import HeadsOfLayers, RowVisibility
 
 ALL = 0
 """The window of layers that see all tokens."""
@@ -266,7 +266,7 @@ class BlockPool:
         windows: of layers that see no more than so many last tokens; none where `counts_blocks`:
             there, all layers have the same blocks.
         policy: what decode steps attend to, so that sequences give up the rest; None: all. One that
-            selects wants a form with bounds.
+            chooses by bounds of keys wants a form that has them.
         shapes: of the layers, as far as they are known; others are learned when they are written.
 
     Attributes:
@@ -278,7 +278,7 @@ class BlockPool:
         self,
         memory: BlockMemory,
         windows: Windows | None = None,
-        policy: KVPolicy | None = None,
+        policy: RowVisibility | None = None,
         shapes: Mapping[int, Shape] | None = None,
     ) -> None:
         self.windows, self.policy = windows or Windows(), policy

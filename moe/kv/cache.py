@@ -21,7 +21,7 @@ from torch import Tensor
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, RowFormat
 from moe.kv.hidden import KEPT, HiddenRows
-from moe.kv.visibility import KVPolicy, SeenRow, seen_keys
+from moe.kv.visibility import RowVisibility, SeenRow, seen_keys
 
 LayerKey = int | tuple[str, int]
 """An attention layer's number, or what else it keeps: of each token, ``("indexer", layer)``, or of
@@ -164,7 +164,7 @@ class KVCache:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.policy: KVPolicy | None = None
+        self.policy: RowVisibility | None = None
         self._prompt: int | None = None  # tokens of the prompt, once it has been read
         self.length = self.offset = 0
         self.hidden: HiddenRows | None = None

@@ -1,42 +1,34 @@
-"""Which keys and values a token behind the prompt attends to, where a policy leaves some out.
+"""Which keys and values a token behind the prompt attends to, where something leaves some out.
 
-Prompts are read whole, with attention to all of their tokens. A lossy policy of a profile
-(`memory.kv_policy`) is written ``NAME:TOKENS``, one by heads ``heads:TOKENS:COUNT``; a token behind
-the prompt then attends to at most ``TOKENS`` tokens of each layer that sees all:
+Prompts are read whole, with attention to all of their tokens. A `RowVisibility` then says of each
+token behind the prompt what it sees in layers that see all (`RowVisibility.row`), and what no later
+token will, so that its memory is freed (`RowVisibility.given_up`). Both follow from the token's
+position and the length of the prompt only. So a token's bits depend neither on how the prompt was
+cut, nor on drafts, nor on a preemption, and another rank knows what a sequence gives up. Keys keep
+the positions at which they were turned.
 
-- ``window``: the first block and the last ones, as in StreamingLLM (2309.17453).
-- ``select``: half of them are the first block and those whose keys promise each key head the
-  highest scores, as in Quest (2406.10774); half are the last ones. Each step chooses anew, so
-  nothing is lost for later tokens.
-- ``heads``: as ``window``, but the ``COUNT`` key heads of the model that look up earlier text the
-  most attend to all, as in RazorAttention (2407.15891). `moe calibrate` finds them
-  (`moe.commands.calibrate.induction`).
-
-Some models are made so themselves (`moe.network.own_cache.OwnCache.policy`), which loses nothing:
-
-- ``answer``: all tokens of the prompt, and the last ``TOKENS`` of what is behind it, its own among
-  them.
-
-`KVPolicy.row` says what a token attends to, and `KVPolicy.given_up` what no later one will. Both
-follow from the token's position and the length of the prompt only. So a token's bits depend neither
-on how the prompt was cut, nor on drafts, nor on a preemption, and another rank knows what a
-sequence gives up. Keys keep the positions at which they were turned, which is not StreamingLLM's
-way: it counts positions within the window. What `select` leaves out stays, what others leave out is
-freed. Legend: N key heads, Q query heads, D their size.
+Lossy ones are methods: ``memory.kv_policy: NAME:TOKENS`` asks `VISIBILITIES` for NAME. Some models
+are made so themselves (`moe.network.answer_window`), which loses nothing.
+Legend: N key heads, Q query heads, D their size.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from functools import lru_cache
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu.kv import BLOCK
+from moe.errors import ProfileError
+from moe.hooks import Registry
+
+if TYPE_CHECKING:
+    from moe.kv.cache import KVFormat, Shape
 
 
 class SeenRow(NamedTuple):
@@ -64,132 +56,111 @@ class SeenRow(NamedTuple):
 
 HeadsOfLayers = tuple[tuple[int, tuple[int, ...]], ...]
 """Key heads of some layers."""
-
-
-InductionScores = Mapping[int, tuple[float, ...]]
+HeadScores = Mapping[int, tuple[float, ...]]
 """Of layers that see all tokens, the score of each key head: how much it looks up earlier text
 (`moe.commands.calibrate.induction`)."""
+NONE = np.arange(0, dtype=np.int32)
+"""No blocks."""
 
 
-class KVPolicy(NamedTuple):
-    """A policy by its name, and the most tokens that it leaves.
+@dataclass(frozen=True)
+class RowVisibility(ABC):
+    """A rule for the tokens behind a prompt. It gives up nothing unless a subclass says so.
 
     Attributes:
-        num_whole: key heads of the model that attend to all; 0: the policy is the same for all.
-        heads: of each layer that sees all, the key heads that the policy leaves ``tokens`` of.
-        share: of a token's bytes in layers that see all, those that the policy never gives up.
+        tokens: that a token attends to, at most; a multiple of 64 unless the model is made so.
+        heads: of each layer that sees all, the key heads that the rule holds for; empty: for all.
+        share: of a token's bytes in layers that see all, those that it never gives up.
+        name: in `memory.kv_policy`.
+        lossy: it leaves out what the model itself would attend to.
+        bounds: it chooses by bounds of the keys, which blocks have to keep (`KVFormat.bounds`).
+        by_heads: it holds for some heads only, which `for_layers` finds by `scored`.
     """
 
-    name: str
     tokens: int
-    num_whole: int = 0
     heads: HeadsOfLayers = ()
     share: float = 0.0
+    name: ClassVar[str]
+    lossy: ClassVar[bool] = True
+    bounds: ClassVar[bool] = False
+    by_heads: ClassVar[bool] = False
 
     @classmethod
-    def of(cls, spec: str) -> KVPolicy:
-        """From a profile's text, which has been checked there. Which `heads` follow from a model's
-        calibration, and ``share`` from its shape."""
-        name, tokens, num_whole = f"{spec}:0".split(":")[:3]
-        return cls(name, int(tokens), int(num_whole))
-
-    @property
-    def by_heads(self) -> bool:
-        """Some key heads attend to all."""
-        return self.num_whole > 0
-
-    @property
-    def selects(self) -> bool:
-        """Each step chooses by bounds of the keys."""
-        return self.name == "select"
-
-    @property
-    def lossy(self) -> bool:
-        """It leaves out what the model itself would attend to."""
-        return self.name != "answer"
+    def parse(cls, tokens: int, more: Sequence[int]) -> RowVisibility:
+        """From a profile's ``NAME:TOKENS``. Raises `ProfileError` if ``more`` numbers follow."""
+        if more:
+            raise ProfileError(
+                f"memory.kv_policy: {cls.name} takes TOKENS alone, as in {cls.name}:{tokens}, and "
+                f"got {':'.join(map(str, (tokens, *more)))}"
+            )
+        return cls(tokens)
 
     def __str__(self) -> str:
-        return f"{self.name}:{self.tokens}" + (f":{self.num_whole}" if self.by_heads else "")
+        return f"{self.name}:{self.tokens}"
+
+    def of_tokens(self, tokens: int) -> RowVisibility:
+        """The same rule with another number of tokens."""
+        return replace(self, tokens=tokens)
+
+    def for_layers(self, shapes: Mapping[int, Shape], form: KVFormat) -> RowVisibility:
+        """The rule of a model with these layers of attention; see `by_heads`."""
+        return self
+
+    def scored(self, scores: HeadScores) -> RowVisibility:
+        """The rule, knowing the key heads of the model; see `by_heads`."""
+        return self
+
+    @abstractmethod
+    def row(self, prompt: int, position: int) -> SeenRow | None:
+        """What a token behind a prompt of so many tokens attends to; None: all. By heads: with
+        those that it holds for."""
+
+    def given_up(self, prompt: int, position: int) -> np.ndarray:
+        """The blocks that no token in the block of this position, behind a prompt of so many
+        tokens, attends to, nor any behind it; by heads: with those that it holds for. So they
+        change where a block begins."""
+        return NONE
+
+    def read(self, length: int) -> int:
+        """Tokens that a step behind a sequence of this length attends to under a lossy rule, in the
+        mean of heads."""
+        return min(length, self.tokens)
 
     def held(self, length: int) -> int:
         """Most tokens that a sequence of this length holds whose prompt has been read, however much
         of it that is."""
-        if self.selects or not self.lossy:
-            return length
-        return self._left(length, min(length, self.tokens + BLOCK))
-
-    def read(self, length: int) -> int:
-        """Tokens that a step behind a sequence of this length attends to under a lossy policy, in
-        the mean of heads."""
-        return self._left(length, min(length, self.tokens))
-
-    def _left(self, length: int, tokens: int) -> int:
-        """What is left of a sequence if so many tokens are where the policy gives some up."""
-        return tokens + math.ceil(self.share * (length - tokens))
+        return length
 
     def most_held(self, prompt: int, length: int) -> int:
         """Tokens that a sequence holds at most while it grows from its prompt to a length."""
-        if self.selects:
-            return length
-        if not self.lossy:  # parts of blocks, and those that are not given up at once
-            return min(length, prompt + self.tokens + 6 * BLOCK)
-        return self._left(length, min(length, max(prompt, self.tokens) + 3 * BLOCK))
+        return length
 
     def most_forked(self, prompt: int, length: int) -> int:
         """Of the first ``length`` tokens of a sequence, those that another may have in its prompt.
-        Under a policy of the model these have to have seen all before them; a lossy one leaves that
-        to who reuses answers."""
-        return length if self.lossy else min(length, prompt + self.tokens)
-
-    def given_up(self, prompt: int, position: int) -> np.ndarray:
-        """The blocks that no token in the block of this position, behind a prompt of so many
-        tokens, attends to, nor any behind it; by heads: with the heads of which it leaves out
-        some. So they change where a block begins."""
-        if self.selects:
-            return np.arange(0, dtype=np.int32)
-        first, end = 1, position // BLOCK + 2 - self.tokens // BLOCK
-        if not self.lossy:
-            begin = position // BLOCK * BLOCK
-            first, end = -(-prompt // BLOCK), max(begin + 1 - self.tokens, 0) // BLOCK
-        return np.arange(first, max(first, end), dtype=np.int32)
-
-    def row(self, prompt: int, position: int) -> SeenRow | None:
-        """What a token behind a prompt of so many tokens attends to; None: all. By heads: with
-        those that do not attend to all."""
-        if self.lossy:
-            return _row(self.name, self.tokens, position // BLOCK)
-        begin = position + 1 - self.tokens
-        if begin <= prompt:
-            return None
-        return SeenRow(None, position // BLOCK + 1, gap=(prompt, begin))
+        Where the model is made so, these have to have seen all before them; a lossy rule leaves
+        that to who reuses answers."""
+        return length
 
 
-@lru_cache(maxsize=1024)
-def _row(name: str, tokens: int, own: int) -> SeenRow:
-    """Of the tokens of one block."""
-    policy = KVPolicy(name, tokens)
-    if policy.selects:
-        most = policy.tokens // BLOCK
-        return SeenRow(None, own + 1, most, most // 2)
-    kept = np.delete(np.arange(own + 1, dtype=np.int32), policy.given_up(0, own * BLOCK))
-    return SeenRow(kept, len(kept))
+VISIBILITIES = Registry[Callable[[int, Sequence[int]], RowVisibility]]("memory.kv_policy")
+"""Rules that methods bring, each made of the numbers behind its name (`RowVisibility.parse`)."""
 
 
-def heads_without(induction: InductionScores, count: int) -> HeadsOfLayers:
-    """The key heads of each layer but the ``count`` ones that look up the most."""
-    order = sorted(
-        (
-            (-score, layer, head)
-            for layer, own in induction.items()
-            for head, score in enumerate(own)
-        ),
-    )
-    kept = {(layer, head) for _, layer, head in order[:count]}
-    heads = (
-        (layer, tuple(head for head in range(len(own)) if (layer, head) not in kept))
-        for layer, own in sorted(induction.items())
-    )
-    return tuple((layer, own) for layer, own in heads if own)
+def visibility(spec: str | None) -> RowVisibility | None:
+    """The rule that `memory.kv_policy` names.
+
+    Args:
+        spec: as the profile has it, which has checked the name and TOKENS.
+
+    Raises:
+        ProfileError: the rule takes other numbers.
+    """
+    if spec is None:
+        return None
+    name, tokens, *more = spec.split(":")
+    parse = VISIBILITIES.find(name)
+    assert parse is not None, spec
+    return parse(int(tokens), [int(number) for number in more])
 
 
 def seen_keys(row: SeenRow, query_QD: Tensor, key_NLD: Tensor, *, turned: bool) -> Tensor:

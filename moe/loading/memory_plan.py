@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from moe.kv.blocks import window_tokens
-from moe.kv.visibility import KVPolicy
+from moe.kv.visibility import RowVisibility
 from moe.loading.progress import size_text
 from offload.offloaded import HOST
 
@@ -91,7 +91,7 @@ class MemoryPlan:
     wave_tokens: int = 0
     read_tokens: int | None = None
     kv_windows: Mapping[int, int] = field(default_factory=dict)
-    kv_policy: KVPolicy | None = None
+    kv_policy: RowVisibility | None = None
 
     def kv_bytes(self, length: int, reading: int = 0, held: int | None = None) -> int:
         """Bytes of keys and values of a sequence.

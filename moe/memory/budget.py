@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moe.kv.cache import SNAPSHOTS
-from moe.kv.visibility import KVPolicy
+from moe.kv.visibility import RowVisibility
 from moe.loading.memory_plan import (
     GIB,
     RESERVE,
@@ -54,7 +54,7 @@ def plan_memory(
     logits_size: int,
     offloadable: Offloadable | None = None,
     host_bytes: int | None = None,
-    kv_policy: KVPolicy | None = None,
+    kv_policy: RowVisibility | None = None,
     recordings_bytes: int = 0,
 ) -> MemoryPlan:
     """Plan one model: with all experts in memory if they fit, else with some.

@@ -23,7 +23,7 @@ from moe.calibration.files import CALIBRATION_FOLDER, load_manifest
 from moe.errors import CalibrationError, DoesNotFitError, ProfileError
 from moe.images.towers import PlannedTowers, plan_towers
 from moe.kv.hidden import KEPT
-from moe.kv.visibility import InductionScores, KVPolicy
+from moe.kv.visibility import HeadScores, RowVisibility
 from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable
@@ -126,7 +126,8 @@ def planning(
         )
         towers = _towers(path, config, network, profile, device, ranks)
         if kv.policy is not None and kv.policy.by_heads:
-            kv = replace(kv, induction=_induction_scores(path, config, network, kv.policy, ranks))
+            scores = _head_scores(path, config, network, kv.policy, ranks)
+            kv = replace(kv, policy=kv.policy.scored(scores))
         footprint, memory = _plan_waves(
             network, weights, towers, profile, device, kv, offloadable, host, ranks
         )
@@ -139,7 +140,7 @@ def planning(
             weights=weights,
             memory=memory,
             footprint=footprint,
-            kv=kv.with_heads(footprint.shapes),
+            kv=kv.for_layers(footprint.shapes),
             logits_size=network.get_output_embeddings().weight.shape[0],
             context_length=_context_length(config, profile),
             towers=towers,
@@ -149,10 +150,14 @@ def planning(
         )
 
 
-def _induction_scores(
-    path: Path, config: PreTrainedConfig, network: PreTrainedModel, policy: KVPolicy, ranks: int
-) -> InductionScores:
-    """Return the measurements by `moe calibrate` of a model's key heads, for a policy by heads."""
+def _head_scores(
+    path: Path,
+    config: PreTrainedConfig,
+    network: PreTrainedModel,
+    policy: RowVisibility,
+    ranks: int,
+) -> HeadScores:
+    """Return what `moe calibrate` has measured of key heads, for a policy by heads."""
     if ranks > 1:  # rank 0 would have to know of parts of the blocks that others hold
         raise ProfileError(
             f"memory.kv_policy is {policy}, and several ranks share the experts, which know no "
@@ -265,7 +270,7 @@ def _plan_waves(
     own_policy = OwnCache.of(network).policy if in_blocks else None
 
     def planned(footprint: Footprint, own: Profile) -> MemoryPlan:
-        how = offloadable, host_bytes, own_policy or kv.with_heads(footprint.shapes).policy
+        how = offloadable, host_bytes, own_policy or kv.for_layers(footprint.shapes).policy
         return _plan(network, weights, towers, own, device, footprint, *how)
 
     prefill = profile.prefill
@@ -323,7 +328,7 @@ def _plan(
     footprint: Footprint,
     offloadable: Offloadable | str,
     host_bytes: int | None,
-    kv_policy: KVPolicy | None,
+    kv_policy: RowVisibility | None,
 ) -> MemoryPlan:
     experts = _expert_bytes(network, weights)
     on_cuda = device.type == "cuda"

@@ -26,7 +26,7 @@ from moe.errors import UnsupportedModelError
 from moe.kv.blocks import BlockPool, Windows
 from moe.kv.cache import KVCache, SequenceCache, TransformersCache
 from moe.kv.hidden import KEPT, HiddenRows
-from moe.kv.visibility import KVPolicy
+from moe.kv.visibility import RowVisibility
 from moe.network.attention import PACKED, packed_pass
 from moe.network.block_diffusion import writes_blocks
 from moe.network.lanes import Lane
@@ -209,7 +209,7 @@ class Backbone:
         return self.blocks.windows if self.blocks is not None and in_blocks else Windows()
 
     @property
-    def kv_policy(self) -> KVPolicy | None:
+    def kv_policy(self) -> RowVisibility | None:
         """Which keys and values sequences keep behind their prompts; None: all."""
         return self.blocks.policy if self.blocks is not None and self.contrast is None else None
 

@@ -28,7 +28,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_causal_mask
 
 from moe.kv.cache import LayerKey, StateKey, States
-from moe.kv.visibility import KVPolicy
+from moe.kv.visibility import RowVisibility
+from moe.network.answer_window import AnswerWindow, answer_window
 from moe.settings.device import to_device
 
 CACHE_ARGUMENT = (
@@ -60,7 +61,7 @@ class OwnCache:
     adds_masks: bool
     device: torch.device
     position_dims: int = 0
-    policy: KVPolicy | None = None
+    policy: RowVisibility | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OwnCache:
@@ -71,7 +72,7 @@ class OwnCache:
             if isinstance(each, type) and issubclass(each, Cache) and each.__module__ == source
         ]
         layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-        windows = {kind: _answer_window(x) for kind, x in {type(x): x for x in layers}.items()}
+        windows = {kind: answer_window(x) for kind, x in {type(x): x for x in layers}.items()}
         window = max(windows.values(), default=0)
         own = {
             at: OwnLayer(x, at)
@@ -80,7 +81,7 @@ class OwnCache:
         }
         adds = bool(own) and not getattr(model, "_supports_sdpa", False)
         base = found[0] if len(found) == 1 else None
-        policy = KVPolicy("answer", window) if window else None
+        policy = AnswerWindow(window) if window else None
         return cls(base, own, adds, model.device, policy=policy)
 
     def standing_for(
@@ -107,21 +108,6 @@ class OwnCache:
 
         bases = (ours,) if base is None else (ours, base)
         return type(ours.__name__, bases, {"__init__": begin})
-
-
-def _answer_window(layer: Any) -> int:
-    """Tokens behind the prompt that a layer shows beside all of the prompt; 0 for other layers.
-    Such a layer takes what is read first for the prompt, and what it keeps depends on that."""
-    window, kept = getattr(layer, "sliding_window", None), set[int]()
-    if not isinstance(layer, DynamicSlidingWindowLayer) or not window:
-        return 0
-    for first in (1, window + 2):
-        own = copy.deepcopy(layer)
-        for count in (first, window + 3 - first, 1):
-            rows = torch.zeros(1, 1, count, 1)
-            keys, _ = own.update(rows, rows)
-        kept.add(keys.shape[2])
-    return int(window) if len(kept) > 1 else 0
 
 
 class _Pass(Protocol):

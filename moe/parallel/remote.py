@@ -34,7 +34,7 @@ from moe.engine.runner import ModelRunner
 from moe.errors import RankError, StructureError
 from moe.kv.blocks import SLACK, BlockHolder, KVBlock
 from moe.kv.cache import KVCache, SequenceCache, States
-from moe.kv.visibility import KVPolicy
+from moe.kv.visibility import RowVisibility
 from moe.parallel.transport import Message
 from moe.sampling.batch import Token
 from moe.sampling.constraint import Structures
@@ -227,7 +227,7 @@ class OrderQueue:
         counts_blocks: the rank has only so many of them.
     """
 
-    def __init__(self, policy: KVPolicy | None = None, *, in_blocks: bool = False) -> None:
+    def __init__(self, policy: RowVisibility | None = None, *, in_blocks: bool = False) -> None:
         self.policy, self._in_blocks = policy, in_blocks
         self.state_tokens = self.block_tokens = 0
         self.counts_blocks = False

@@ -186,13 +186,6 @@ class Profile(Settings):
                     "set lossless: false or {name}: {instead}",
                     {"name": f"{section}.{key}", "lossy": lossy, "instead": instead, "why": why},
                 )
-        if self.lossless and self.memory.kv_policy is not None:
-            raise PydanticCustomError(
-                "lossless",
-                "memory.kv_policy: {policy} leaves out keys and values, which lossless: true "
-                "refuses; set lossless: false or memory.kv_policy: null",
-                {"policy": self.memory.kv_policy},
-            )
         for key, own in DiffusionSettings().model_dump().items():
             value = getattr(self.diffusion, key)
             if self.lossless and value != own:

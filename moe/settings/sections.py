@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from moe.hooks import Registry
 from moe.section import Settings
 
 Off = BeforeValidator(lambda value: "off" if value is False else value)
@@ -20,7 +21,7 @@ DAY_S = 86_400.0
 _MOST_GIB = 1 << 20
 """More than any machine has, and so few that the number of bytes fits 64 bits."""
 
-KV_POLICIES, BY_HEADS = ("window", "select"), "heads"
+_KV_POLICIES = Registry[object]("memory.kv_policy")
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -200,12 +201,9 @@ class MemorySettings(Settings):
     on a GPU at the dtype of the weights; the status and a notice say so."""
 
     kv_policy: str | None = None
-    """Lossy: decode steps attend to no more than TOKENS tokens of a sequence, by blocks of 64, on a
-    CPU with compiled decode steps. window:TOKENS: the first block and the last ones; the others are
-    freed. select:TOKENS: those that promise most, chosen anew in each step; all are kept.
-    heads:TOKENS:COUNT: as window, but the COUNT key heads of the model that look up earlier text
-    the most, by `moe calibrate`, attend to all. Prompts are read with attention to all. null: no
-    policy."""
+    """Lossy: NAME:TOKENS, a method by which decode steps attend to no more than TOKENS tokens of a
+    sequence, by blocks of 64, on a CPU with compiled decode steps; window, select and heads, see
+    `moe methods`. Prompts are read with attention to all. null: no policy."""
 
     reserve_gib: float | None = Field(default=None, ge=0.0, le=_MOST_GIB)
     """GiB that the memory plan leaves free. null: 5 % of the available memory, at most 1 GiB."""
@@ -251,16 +249,15 @@ class MemorySettings(Settings):
         if value is None:
             return None
         name, *numbers = value.split(":")
-        known = len(numbers) == (2 if name == BY_HEADS else 1) and all(
-            re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII) for number in numbers
-        )
-        known = known and (name == BY_HEADS or name in KV_POLICIES)
+        names = _KV_POLICIES.names()
+        known = all(re.fullmatch(r"[1-9]\d{0,8}", number, re.ASCII) for number in numbers)
+        known = known and bool(numbers) and name in names
         if not (known and int(numbers[0]) >= 256 and int(numbers[0]) % 64 == 0):
             raise PydanticCustomError(
                 "kv_policy",
                 "must be NAME:TOKENS, NAME one of {names} and TOKENS a multiple of 64, 256 or "
-                "more, as in select:2048; or heads:TOKENS:COUNT, COUNT key heads that keep all",
-                {"names": ", ".join(KV_POLICIES)},
+                "more, or null; moe methods says what each is, and what may follow TOKENS",
+                {"names": ", ".join(names)},
             )
         return value
 

@@ -26,7 +26,8 @@ from moe.errors import ProfileError
 from moe.kv.blocks import SLACK, BlockKVCache, BlockPool
 from moe.kv.cache import KVCache
 from moe.kv.device_blocks import DeviceBlocks
-from moe.kv.visibility import KVPolicy, seen_keys
+from moe.kv.visibility import seen_keys
+from moe.network.answer_window import AnswerWindow
 from moe.network.lanes import run_lanes
 from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
@@ -157,7 +158,7 @@ def check(found: list[Said], expected: list[Said]) -> None:
 @given(st.integers(1, 300), st.integers(0, 300), st.integers(1, 150))
 def test_a_token_sees_the_prompt_and_the_last_ones(prompt: int, behind: int, window: int) -> None:
     """Beside a search through all keys; what is given up is never seen again."""
-    kept, at = KVPolicy("answer", window), prompt + behind
+    kept, at = AnswerWindow(window), prompt + behind
     seen = [key for key in range(at + 1) if key < prompt or key > at - window]
     row = kept.row(prompt, at)
     places = list(range(at + 1))
@@ -181,11 +182,11 @@ def test_such_a_model_shares_passes_and_decodes_by_a_compiled_step(model: MoE) -
     status = model.status()
     assert status["packing"]["enabled"]
     assert model.backbone.can_cut
-    assert model.backbone.own_cache.policy == KVPolicy("answer", WINDOW)
+    assert model.backbone.own_cache.policy == AnswerWindow(WINDOW)
     if choose_kernel()[0] is not None:
         assert status["fused"]["enabled"], status["fused"]
         assert in_blocks(model)
-        assert model.backbone.kv_policy == KVPolicy("answer", WINDOW)
+        assert model.backbone.kv_policy == AnswerWindow(WINDOW)
 
 
 def test_answers_are_transformers_own(model: MoE, expected: list[Said]) -> None:
@@ -333,7 +334,7 @@ def test_steps_that_see_more_are_refused(checkpoint: Path, monkeypatch: pytest.M
         assert not fused.enabled
         assert "differ" in fused.reason
         assert enable_fused(backbone, model.experts).enabled
-        monkeypatch.setattr(KVPolicy, "row", lambda *_: None)
+        monkeypatch.setattr(AnswerWindow, "row", lambda *_: None)
         packing = enable_packing(backbone)
         assert not packing.enabled
         assert packing.reason.startswith("differs from transformers' own attention")

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -24,7 +25,7 @@ from moe.kv.blocks import BlockKVCache, BlockPool, Windows
 from moe.kv.cache import KVFormat, LayerKey, Shape
 from moe.kv.device_blocks import DeviceBlocks
 from moe.kv.host_blocks import BlockPages, HostBlocks
-from moe.kv.visibility import HeadsOfLayers, KVPolicy
+from moe.kv.visibility import HeadsOfLayers, RowVisibility, SeenRow
 from moe.loader import load_model
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
@@ -84,6 +85,18 @@ class CanaryDeviceBlocks(DeviceBlocks):
         super().give_back(number)
 
 
+class SomeHeads(RowVisibility):
+    """A rule by which some heads see the first block and the last one."""
+
+    name, by_heads = "some", True
+
+    def row(self, prompt: int, position: int) -> SeenRow | None:
+        raise AssertionError("nothing is attended to here")
+
+    def given_up(self, prompt: int, position: int) -> np.ndarray:
+        return np.arange(1, max(1, position // BLOCK), dtype=np.int32)
+
+
 class Sequences(RuleBasedStateMachine):
     """Sequences that grow, fork and end, beside lists of the rows that they should have."""
 
@@ -99,10 +112,10 @@ class Sequences(RuleBasedStateMachine):
         before they are written."""
         assert NATIVE is not None
         self.windows = {3: WINDOW} if window and bits is not None else {}
-        self.policy: KVPolicy | None = None
+        self.policy: RowVisibility | None = None
         if by_heads and bits is not None:
             heads = ((0, (1,)), *(() if self.windows else ((3, (0,)),)))
-            self.policy = KVPolicy("heads", 2 * BLOCK, 1, heads, share=0.4)
+            self.policy = SomeHeads(2 * BLOCK, heads, 0.4)
         self.told: list[BlockKVCache] = []
         form = KVFormat.of_bits(bits or 32)
         sizes = {layer: form.token_bytes(*shape) for layer, shape in LAYERS.items()}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe.kv.visibility import InductionScores
+from moe.kv.visibility import HeadScores
 from moe.network.attention import MaskRule, attention_weights, first_keys, observed_attention
 from moe.network.backbone import Backbone
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
@@ -25,7 +25,7 @@ LEAST_TOKENS = 256
 
 
 @torch.inference_mode()
-def measure_induction(backbone: Backbone, run: ExpertsRunner, most: int | None) -> InductionScores:
+def measure_induction(backbone: Backbone, run: ExpertsRunner, most: int | None) -> HeadScores:
     """Measure all layers in one pass.
 
     Args:

@@ -6,16 +6,17 @@ Two tables of `moe plan`: `context_choices` for `memory.kv_tokens`, `policy_pric
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rich.table import Table
 
 from moe.commands.plan.decode_speed import Bandwidths, DecodeSizes, Locality, estimate_decode
-from moe.kv.visibility import KVPolicy
+from moe.errors import ProfileError
+from moe.kv.visibility import VISIBILITIES, RowVisibility, visibility
 from moe.loading.memory_plan import ANY_LENGTH, GIB, MemoryPlan
 from moe.memory.planning import PlannedModel
-from moe.settings.sections import KV_POLICIES
 
 CONTEXTS = tuple(1024 << doubled for doubled in range(1, 8))
 """Tokens of context that a plan shows beside its own."""
@@ -95,8 +96,8 @@ def policy_prices(planned: PlannedModel) -> list[PolicyPrice]:
     tokens = TOKENS if own is None else own.tokens
     most = planned.context_length or CONTEXTS[-1]
     lengths = [times * tokens for times in (4, 16, 64) if times * tokens < most]
-    policies = [None, *(KVPolicy(name, tokens) for name in KV_POLICIES)]
-    if own is not None and own.by_heads:
+    policies = [None, *_known_policies(tokens)]
+    if own is not None and str(own) not in map(str, policies):
         policies.append(own)
     return [
         policy_price(planned, policy, length)
@@ -106,16 +107,23 @@ def policy_prices(planned: PlannedModel) -> list[PolicyPrice]:
     ]
 
 
-def policy_price(planned: PlannedModel, policy: KVPolicy | None, length: int) -> PolicyPrice:
+def _known_policies(tokens: int) -> Iterator[RowVisibility | None]:
+    """Those that need no more than the number of tokens."""
+    for name in VISIBILITIES.names():
+        with suppress(ProfileError):
+            yield visibility(f"{name}:{tokens}")
+
+
+def policy_price(planned: PlannedModel, policy: RowVisibility | None, length: int) -> PolicyPrice:
     """Price one policy after a prompt of one length."""
     own, bounds = planned.kv.policy, planned.footprint.bounds_bytes
-    selects = policy is not None and policy.selects
-    by_rows = planned.memory.kv_bytes_per_token - (bounds if own is not None and own.selects else 0)
-    each = by_rows + (bounds if selects else 0)
+    by_rows = planned.memory.kv_bytes_per_token - (bounds if own is not None and own.bounds else 0)
+    chooses = policy is not None and policy.bounds
+    each = by_rows + (bounds if chooses else 0)
     plan = replace(planned.memory, kv_policy=policy, kv_bytes_per_token=each)
     held, read = (length, length) if policy is None else (policy.held(length), policy.read(length))
     size, step = plan.kv_bytes(length), plan.kv_bytes(length, held=min(read, length))
-    if selects:  # of the others, the bounds
+    if chooses:  # of the others, the bounds
         step += (length - read) * bounds
     beside = plan.experts_beside(-(-size // each)) if plan.tiers else None
     return PolicyPrice(length, None if policy is None else str(policy), held, size, step, beside)

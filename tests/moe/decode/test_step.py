@@ -22,7 +22,7 @@ from moe.describe.description import Attention, Description, NotDescribed, Proje
 from moe.kv.blocks import BlockPool, Windows
 from moe.kv.cache import KVCache, KVFormat
 from moe.kv.host_blocks import HostBlocks
-from moe.kv.visibility import KVPolicy
+from moe.network.answer_window import AnswerWindow
 from moe.network.packed_pass import Work
 from routing import Routing
 from tests.kernels.kernel_cases import TARGET_PARAMS
@@ -84,7 +84,7 @@ def test_steps_attend_to_the_prompt_and_a_window_of_the_answer(
     description = maker.description(2)
     native, _ = choose_kernel()
     assert native is not None
-    kept = KVPolicy("answer", data.draw(st.sampled_from([1, 2, 40, 64, 300])))
+    kept = AnswerWindow(data.draw(st.sampled_from([1, 2, 40, 64, 300])))
     pool = BlockPool(HostBlocks(native.kv, KVFormat.of_bits(32)), Windows(), kept)
     lengths = data.draw(st.lists(st.sampled_from([1, 17, 130, 600, 1100]), min_size=1, max_size=4))
     prompts = [data.draw(st.integers(1, length)) for length in lengths]
