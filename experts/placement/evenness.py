@@ -1,8 +1,9 @@
 """Judges how even a placement is: the heaviest rank's load, if copies share an expert's tokens
 well.
 
-Copies share as `routing.balance` does, but here a load may be cut anywhere. On any number of ranks,
-`share_by_price` levels the loads: a rank's price is its load, and half the sum of squared loads has
+Copies share as in kernels/cpu/assign.cpp, but here a load may be cut anywhere. On any number of
+ranks, `share_by_price` levels the loads: a rank's price is its load, and half the sum of squared
+loads has
 just these dual prices. Its minimum also has the least heaviest load (it is the least majorised
 solution).
 

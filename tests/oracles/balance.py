@@ -4,7 +4,7 @@ Copies of an expert hold the same weights, so the choice changes no output. Toke
 ranks to light ones along chains of experts that have copies on both; when no chain is left, the
 heaviest rank is as light as any choice can make it. (`experts.placement.packing` does the same with
 divisible loads, over many steps.) This is the oracle of kernels/cpu/assign.cpp, which gives the
-same integers, and what a machine without a compiler runs.
+same integers.
 
 Legend: E experts, R ranks.
 """
