@@ -99,9 +99,9 @@ def why_no_prefix_store(loaded: LoadedModel, profile: Profile, ranks: int) -> st
         return "several ranks share the model"
     if not backbone.can_cut or profile.memory.prefix_tokens == 0:
         return "there is no prefix cache"
-    if not backbone.block_tokens:
+    if backbone.pool is None:
         return "keys and values are not in blocks (keys_and_values in the status says why)"
-    if backbone.counts_blocks:
+    if backbone.pool.counts_blocks:
         return "keys and values on a GPU are not saved"
     if backbone.recurrent:
         return "the model has recurrent states, which are not saved"

@@ -174,7 +174,7 @@ def shapes_of(model: MoE) -> dict[int, Shape]:
     """Of the layers of attention, each of which must see all tokens."""
     cache = model.backbone.new_cache(BLOCK)
     assert isinstance(cache, BlockKVCache)
-    assert not model.backbone.windows.of_layer
+    assert model.backbone.pool is None or not model.backbone.pool.windows.of_layer
     with torch.inference_mode():
         run(model, [Work([7], cache)], "prefill")
     return {layer: shape for layer, shape in cache.shapes.items() if isinstance(layer, int)}

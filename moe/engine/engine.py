@@ -127,10 +127,7 @@ class Engine:
             expert_order=ExpertAwareOrder(expect, patience) if expect else None,
             account=KVAccount(
                 profile.prefill.longest_part if backbone.can_cut else None,
-                block_tokens=backbone.block_tokens,
-                whole_blocks=backbone.counts_blocks,
-                windows=backbone.windows,
-                policy=backbone.kv_policy,
+                backbone.pool,
             ),
         )
 

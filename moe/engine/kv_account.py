@@ -9,10 +9,9 @@ prompt (`RowVisibility`). A GPU gives memory out by whole blocks. There every co
 from __future__ import annotations
 
 from moe.engine.prefill_batch import SequenceGroup
-from moe.kv.blocks import Windows
+from moe.kv.blocks import BlockPool, Windows
 from moe.kv.cache import KVCache
 from moe.kv.prefix_cache import PrefixCache
-from moe.kv.visibility import RowVisibility
 from moe.sequence import RunningSequence
 
 
@@ -21,28 +20,19 @@ class KVAccount:
 
     Args:
         longest_part: most tokens of a prompt that one batch reads; None: all of it.
-        block_tokens: of the blocks that samples of one prompt share; 0: each has a copy.
-        whole_blocks: memory is given out by blocks, not by tokens.
-        windows: layers of which sequences keep no more than the last tokens; None: there are none.
-        policy: which keys and values sequences keep behind their prompts; None: all.
+        pool: of the blocks that samples of one prompt share; None: each has a copy.
 
     Attributes:
+        pool: as given.
         unit: tokens that memory is given out by.
-        policy: as given.
     """
 
-    def __init__(
-        self,
-        longest_part: int | None = None,
-        *,
-        block_tokens: int = 0,
-        whole_blocks: bool = False,
-        windows: Windows | None = None,
-        policy: RowVisibility | None = None,
-    ) -> None:
-        self._longest_part, self._block_tokens = longest_part, block_tokens
-        self.unit = block_tokens if whole_blocks else 1
-        self._windows, self.policy = windows or Windows(), policy
+    def __init__(self, longest_part: int | None = None, pool: BlockPool | None = None) -> None:
+        self._longest_part, self.pool = longest_part, pool
+        self._block_tokens = 0 if pool is None else pool.block_tokens
+        self.unit = pool.block_tokens if pool is not None and pool.counts_blocks else 1
+        self._windows = Windows() if pool is None else pool.windows
+        self._policy = None if pool is None else pool.policy
 
     def running(self, sequence: RunningSequence) -> int:
         """What a running sequence holds, without blocks that count for others.
@@ -56,8 +46,8 @@ class KVAccount:
         if unread <= 0:
             return self._whole(tokens) - cache.shared_tokens
         kept = self._windows.held_tokens(tokens) - self._windows.held_tokens(cache.length)
-        if self.policy is not None and isinstance(cache, KVCache):
-            most = self.policy.most_held(len(sequence.prompt_token_ids), tokens)
+        if self._policy is not None and isinstance(cache, KVCache):
+            most = self._policy.most_held(len(sequence.prompt_token_ids), tokens)
             kept = min(kept, max(most - cache.length + cache.dropped_tokens, 0))
         return self._whole(tokens - max(unread - kept, 0)) - cache.shared_tokens
 
@@ -113,9 +103,9 @@ class KVAccount:
 
     def _left_by_policy(self, group: SequenceGroup, length: int) -> int:
         """What a sequence that grows to ``length`` tokens holds at most under the policy."""
-        if self.policy is None:
+        if self._policy is None:
             return length
-        return self.policy.most_held(len(group.token_ids), length)
+        return self._policy.most_held(len(group.token_ids), length)
 
     def _left_by_windows(self, group: SequenceGroup, length: int) -> int:
         """What it holds at most if it gives up what is behind windows: while a part of a prompt is

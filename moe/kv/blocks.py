@@ -258,6 +258,47 @@ class BlockMemory(Protocol):
         """See `KVCache.begin_pass`."""
 
 
+class RowsElsewhere:
+    """A `BlockMemory` of blocks whose rows another process has: here they are only counted.
+
+    Args:
+        counts_blocks: see `BlockMemory`.
+    """
+
+    form, row_form, addresses = KVFormat(), "", None
+
+    def __init__(self, *, counts_blocks: bool = False) -> None:
+        self.counts_blocks = counts_blocks
+
+    def take(self, shapes: Mapping[LayerKey, Shape]) -> int:
+        return 0
+
+    def give_back(self, number: int) -> None:
+        """Nothing is here."""
+
+    def give_part_back(self, number: int, heads: HeadsOfLayers) -> None:
+        """Nothing is here."""
+
+    def rows(self, number: int, layer: LayerKey, shape: Shape) -> Tensor:
+        raise AssertionError("rows are elsewhere")
+
+    def are_finite(self, rows: Tensor, shape: Shape) -> bool:
+        raise AssertionError("rows are elsewhere")
+
+    def write(
+        self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
+    ) -> None:
+        raise AssertionError("rows are elsewhere")
+
+    def read(
+        self, cache: BlockKVCache, layer: LayerKey, end: int, begin: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        raise AssertionError("rows are elsewhere")
+
+    def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> None:
+        """No pass runs here."""
+
+
 class BlockPool:
     """Owns the blocks of all sequences of a model.
 
@@ -272,7 +313,11 @@ class BlockPool:
     Attributes:
         shares: of a token's bytes, those of the layers that see so far: `ALL`, and each window; and
             `PART`, if the policy is by heads.
+        counts_blocks: see `BlockMemory`.
+        block_tokens: tokens of a block.
     """
+
+    block_tokens = BLOCK
 
     def __init__(
         self,
@@ -283,7 +328,7 @@ class BlockPool:
     ) -> None:
         self.windows, self.policy = windows or Windows(), policy
         assert not (self.windows.of_layer and memory.counts_blocks), "all layers have these blocks"
-        self.memory, self.form = memory, memory.form
+        self.memory, self.form, self.counts_blocks = memory, memory.form, memory.counts_blocks
         whole = 1 - sum(self.windows.shares.values())
         self.shares = {ALL: whole, **self.windows.shares}
         if policy is not None and policy.by_heads:
@@ -354,6 +399,11 @@ class BlockPool:
         """Whether these are the layers that blocks have, as far as any are known."""
         known = {layer: shape for own in self._shapes.values() for layer, shape in own.items()}
         return not known or known == dict(shapes)
+
+    def of_another_process(self) -> BlockPool:
+        """A pool that counts blocks which a pool like this one has in another process."""
+        memory = RowsElsewhere(counts_blocks=self.counts_blocks)
+        return BlockPool(memory, self.windows, self.policy)
 
     def new_cache(self, capacity: int) -> BlockKVCache:
         """A new sequence that will hold at most ``capacity`` tokens."""
@@ -557,9 +607,8 @@ class BlockKVCache(KVCache):
         if len(unseen) <= holder.dropped:
             return
         addresses = self.memory.addresses
-        assert addresses is not None
         for index, (layer, shape) in enumerate(self._shapes.items()):
-            if self._pool.group_of(layer) == window:
+            if addresses is not None and self._pool.group_of(layer) == window:
                 begin = addresses.zeros(shape)
                 places = begin, begin + self._key_bytes(shape)
                 self._tables[index][:, unseen] = np.array(places)[:, None]
@@ -591,6 +640,11 @@ class BlockKVCache(KVCache):
         assert length <= self.length
         assert length == self.longest_fork(length)
         copy = self._pool.new_cache(capacity)
+        self._share_with(copy, length)
+        return copy
+
+    def _share_with(self, copy: BlockKVCache, length: int) -> None:
+        """Let an empty sequence list the blocks of the first ``length`` tokens, too."""
         whole = length // BLOCK
         copy._shapes = dict(self._shapes)
         for group, holder in self._holders.items():
@@ -611,7 +665,6 @@ class BlockKVCache(KVCache):
         self.copy_buffers(copy, length)
         copy.length = length
         self.copy_states(copy)
-        return copy
 
     @property
     def shapes(self) -> Mapping[LayerKey, Shape]:

@@ -21,12 +21,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kernels.cpu.kv import BLOCK
 from moe.errors import UnsupportedModelError
-from moe.kv.blocks import BlockPool, Windows
+from moe.kv.blocks import BlockPool
 from moe.kv.cache import KVCache, SequenceCache, TransformersCache
 from moe.kv.hidden import KEPT, HiddenRows
-from moe.kv.visibility import RowVisibility
 from moe.network.attention import PACKED, packed_pass
 from moe.network.block_diffusion import writes_blocks
 from moe.network.lanes import Lane
@@ -184,8 +182,8 @@ class Backbone:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
         if not self.packed and self._prompt_reader is None:
             return TransformersCache()
-        if self.blocks is not None and self.contrast is None:
-            cache: KVCache = self.blocks.new_cache(capacity)
+        if self.pool is not None:
+            cache: KVCache = self.pool.new_cache(capacity)
         else:
             cache = self.cache_type(capacity)
         if self.own_cache.policy is not None:
@@ -198,27 +196,10 @@ class Backbone:
         return cache
 
     @property
-    def block_tokens(self) -> int:
-        """Tokens of the blocks that forks of a packed sequence share; 0: they copy."""
-        return BLOCK if self.blocks is not None and self.contrast is None else 0
-
-    @property
-    def windows(self) -> Windows:
-        """Layers of which sequences keep no more than the last tokens."""
-        in_blocks = self.blocks is not None and self.contrast is None
-        return self.blocks.windows if self.blocks is not None and in_blocks else Windows()
-
-    @property
-    def kv_policy(self) -> RowVisibility | None:
-        """Which keys and values sequences keep behind their prompts; None: all."""
-        return self.blocks.policy if self.blocks is not None and self.contrast is None else None
-
-    @property
-    def counts_blocks(self) -> bool:
-        """Whether memory has only so many blocks, so that sequences take whole ones from a pool."""
-        return (
-            self.block_tokens > 0 and self.blocks is not None and self.blocks.memory.counts_blocks
-        )
+    def pool(self) -> BlockPool | None:
+        """The pool of packed sequences' blocks; None: their rows are in buffers, which forks
+        copy."""
+        return self.blocks if self.contrast is None else None
 
     def reading(self, work: Sequence[Work]) -> list[Lane[list[Tensor]]]:
         """Lanes that read prompts. As `lanes`, but those of a model that writes blocks have an

@@ -136,7 +136,7 @@ class ParallelEngine:
         self._schedulers = {}
         for rank in coordinator.links.ranks:
             engine = self._new_engine(coordinator.kv_tokens[rank])
-            orders = OrderQueue(engine.scheduler.account.policy, in_blocks=self._in_blocks)
+            orders = OrderQueue(engine.scheduler.account.pool, in_blocks=self._in_blocks)
             self._schedulers[rank] = RankScheduler(orders, engine)
         weakref.finalize(self, coordinator.ended_engines.append, self._id).atexit = False
 

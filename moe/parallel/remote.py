@@ -32,9 +32,8 @@ from moe.engine.prefill_batch import (
 )
 from moe.engine.runner import ModelRunner
 from moe.errors import RankError, StructureError
-from moe.kv.blocks import SLACK, BlockHolder, KVBlock
+from moe.kv.blocks import BlockKVCache, BlockPool, RowsElsewhere
 from moe.kv.cache import KVCache, SequenceCache, States
-from moe.kv.visibility import RowVisibility
 from moe.parallel.transport import Message
 from moe.sampling.batch import Token
 from moe.sampling.constraint import Structures
@@ -119,22 +118,17 @@ class RankScheduler:
         return [*scheduler.waiting, *(chunk.group for chunk in chunks)]
 
 
-class RemoteCache(KVCache):
+class RemoteCache(BlockKVCache):
     """Handle on keys and values of another rank; when it is garbage, the rank frees them.
 
-    It lists blocks without rows where the rank's copy lists blocks with rows, so that memory which
-    sequences share on the rank counts once here, too; and gives up those that a policy lets the
-    rank give up.
+    It lists blocks without rows where the rank's sequence lists blocks with rows, by the same code.
+    So memory that sequences share there counts once here, and what is given up there is free here.
     """
 
-    def __init__(self, orders: OrderQueue, capacity: int, length: int = 0) -> None:
-        super().__init__(capacity)
-        self.length = length
+    def __init__(self, orders: OrderQueue, capacity: int) -> None:
+        super().__init__(capacity, orders.pool)
         self.id = orders.new_id()
         self._orders = orders
-        self._holder = BlockHolder()
-        self.policy = orders.policy
-        weakref.finalize(self, self._holder.release).atexit = False
         weakref.finalize(self, orders.caches.append, ["free", self.id]).atexit = False
 
     @property
@@ -144,68 +138,26 @@ class RemoteCache(KVCache):
 
     @property
     def fork_tokens(self) -> int:
-        return self._orders.block_tokens
-
-    @property
-    def counts_blocks(self) -> bool:
-        return self._orders.counts_blocks
-
-    @property
-    def held_tokens(self) -> int:
-        size = self.fork_tokens if self.counts_blocks else 0
-        return super().held_tokens + (self._holder.empty_tokens(self.length, size) if size else 0)
-
-    @property
-    def shared_tokens(self) -> int:
-        return self.fork_tokens * self._holder.unpaid
-
-    @property
-    def dropped_tokens(self) -> int:
-        return self.fork_tokens * self._holder.dropped
-
-    @property
-    def whole(self) -> bool:
-        return not self._holder.dropped
-
-    def longest_fork(self, length: int) -> int:
-        return super().longest_fork(length) if self.whole else 0
-
-    @property
-    def lent_tokens(self) -> int:
-        return self.fork_tokens * self._holder.lent
-
-    @property
-    def sole_tokens(self) -> int:
-        return self._holder.sole_tokens(self.length, self.fork_tokens)
-
-    def keep(self, kept: bool) -> None:
-        self._holder.keep(kept)
+        return super().fork_tokens if self._orders.shares else 0
 
     def advance(
         self, states: Mapping[int, States], tokens: int, snapshots: Sequence[int] = ()
     ) -> None:
-        before = self.length
+        if tokens:  # as the rank, when it wrote them
+            self.reserve(min(self.length + tokens, self.capacity))
         super().advance(states, tokens, snapshots)
-        self._list_blocks()
-        if self.policy is not None and self._prompt is not None and tokens:
-            # As the rank's sequence, when it wrote them.
-            self._holder.drop(self.policy.given_up(self._prompt, max(before - SLACK, 0)))
 
     def share_with(self, copy: RemoteCache, length: int) -> None:
         """The rank has made ``copy`` a fork of this sequence's first ``length`` tokens."""
+        if self._orders.shares:
+            self._share_with(copy, length)
+            return
+        copy.reserve(length)
         copy.length = length
-        if self.fork_tokens:
-            for block in self._holder.blocks[: length // self.fork_tokens]:
-                copy._holder.add(block)
-        copy._list_blocks()
         self.copy_states(copy)
 
-    def _list_blocks(self) -> None:
-        size = self.fork_tokens
-        while size and len(self._holder.blocks) * size < self.length:
-            self._holder.add(KVBlock())
-
     def fork(self, capacity: int, length: int) -> RemoteCache:
+        assert length == self.longest_fork(length)
         copy = RemoteCache(self._orders, capacity)
         self.share_with(copy, length)
         self._orders.caches.append(["copy", copy.id, self.id, capacity, length])
@@ -216,21 +168,21 @@ class OrderQueue:
     """Writes orders for one rank, and reads its replies.
 
     Args:
-        policy: which keys and values the rank's sequences keep behind their prompts; None: all.
+        pool: of blocks as the rank has them; None: it keeps rows in buffers, which forks copy.
         in_blocks: the model writes blocks, so a step's new tokens are read by later ones; else all
             but the last have been read.
 
     Attributes:
         caches: copies and frees of keys and values, to be done before the next step.
         state_tokens: of the rank's sequences, see `KVCache`; 0 without recurrent layers.
-        block_tokens: of the blocks that the rank's sequences share; 0: they copy.
-        counts_blocks: the rank has only so many of them.
+        shares: sequences of the rank share blocks.
+        pool: counts the blocks of the rank's sequences.
     """
 
-    def __init__(self, policy: RowVisibility | None = None, *, in_blocks: bool = False) -> None:
-        self.policy, self._in_blocks = policy, in_blocks
-        self.state_tokens = self.block_tokens = 0
-        self.counts_blocks = False
+    def __init__(self, pool: BlockPool | None = None, *, in_blocks: bool = False) -> None:
+        self._in_blocks, self.shares = in_blocks, pool is not None
+        self.pool = BlockPool(RowsElsewhere()) if pool is None else pool.of_another_process()
+        self.state_tokens = 0
         self.caches: deque[list[Any]] = deque()  # handles may become garbage in any thread
         self._numbers = itertools.count()
         self._ids: dict[RunningSequence, int] = {}
@@ -270,8 +222,7 @@ class OrderQueue:
     def outcomes(self, reply: Message, step: ScheduledStep) -> list[Outcome]:
         """The rank's reply, for `Engine.process_outputs`."""
         outcomes: list[Outcome] = []
-        self.state_tokens, self.block_tokens = reply["state_tokens"], reply["block_tokens"]
-        self.counts_blocks = reply["counts_blocks"]
+        self.state_tokens = reply["state_tokens"]
         for number, tokens, error, prompt in reply["outcomes"]:
             sequence = self._known.get(number)
             if sequence is None:
@@ -324,6 +275,7 @@ class OrderQueue:
             "is_last": chunk.is_last,
             "scored": group.prompt_logprobs is not None,
             "snapshots": list(group.snapshots),
+            "keeps_all": group.keeps_all,
         }
 
     def _settle_batch(self, batch: PrefillBatch | None, failed: set[RunningSequence]) -> None:
@@ -419,8 +371,6 @@ class EngineMirror:
         return {
             "outcomes": [self._reply(outcome) for outcome in outcomes],
             "state_tokens": self._state_tokens,
-            "block_tokens": self._runner.backbone.block_tokens,
-            "counts_blocks": self._runner.backbone.counts_blocks,
         }
 
     def _apply(self, order: Message) -> None:
@@ -484,6 +434,7 @@ class EngineMirror:
             scores = known.prompt_logprobs
         cache = self._caches.get(order["caches"][0])
         group = SequenceGroup(sequences, start, cache, order["snapshots"], scores)
+        group.keeps_all = order["keeps_all"]
         self._groups[first] = group
         token_ids = group.token_ids[start : start + order["size"]]
         return PromptChunk(group, token_ids, order["is_last"])

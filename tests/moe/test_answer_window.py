@@ -186,7 +186,8 @@ def test_such_a_model_shares_passes_and_decodes_by_a_compiled_step(model: MoE) -
     if choose_kernel()[0] is not None:
         assert status["fused"]["enabled"], status["fused"]
         assert in_blocks(model)
-        assert model.backbone.kv_policy == AnswerWindow(WINDOW)
+        assert model.backbone.pool is not None
+        assert model.backbone.pool.policy == AnswerWindow(WINDOW)
 
 
 def test_answers_are_transformers_own(model: MoE, expected: list[Said]) -> None:

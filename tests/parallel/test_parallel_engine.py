@@ -192,7 +192,7 @@ def test_a_rank_holds_a_common_prompt_once(tiny_checkpoint: Callable[[str], Path
     assert planner.scheduler.prefixes is not None
     entries = planner.scheduler.prefixes._entries.values()
     caches = [cast(RemoteCache, entry.kv) for entry in entries]
-    listed = {id(block) for cache in caches for block in cache._holder.blocks}
+    listed = {id(block) for cache in caches for block in cache.blocks}
     assert pool.held_tokens == BLOCK * len(listed), "the rank holds other blocks"
     assert planner.scheduler.prefixes.num_tokens <= BLOCK * len(listed)
     for group, prompt in zip(groups[:-1], prompts, strict=True):
@@ -214,7 +214,8 @@ def test_rank_0_knows_what_a_policy_gives_up(
     settings = {"lossless": False, "memory.kv_policy": spec, "memory.kv_tokens": 4096}
     model = MoE.from_pretrained(tmp_path, settings)
     assert model.status()["keys_and_values"]["policy"] == spec
-    assert model.backbone.kv_policy is not None
+    assert model.backbone.pool is not None
+    assert model.backbone.pool.policy is not None
     engine, loopback = parallel(model, 2)
     for scheduler in engine._schedulers.values():
         scheduler.engine.scheduler.kv_tokens = 1200

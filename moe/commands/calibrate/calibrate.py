@@ -97,7 +97,8 @@ def calibrate(
         if unavailable is None:
             fitted = _fitted(model, trace, on_step)
             induction = measure_induction(model.backbone, model.experts.run, model.context_length)
-            windows = model.backbone.windows.of_layer
+            pool = model.backbone.pool
+            windows = {} if pool is None else pool.windows.of_layer
             induction = {layer: own for layer, own in induction.items() if layer not in windows}
             save_calibration(folder, model.config, text.name, trace, fitted, induction)
             unavailable = fitted.unavailable

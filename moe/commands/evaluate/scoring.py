@@ -147,7 +147,8 @@ def price_kv_policy(model: MoE, token_ids: Sequence[int]) -> float | None:
     """Return how many times as many bits the second halves of windows take under
     `memory.kv_policy`, read by decode steps after the first halves; None if the text is shorter
     than four times the tokens that the policy leaves, or the model has no policy."""
-    pool, policy = model.backbone.blocks, model.backbone.kv_policy
+    pool = model.backbone.pool
+    policy = None if pool is None else pool.policy
     if pool is None or policy is None or not policy.lossy:
         return None
     size = min(4 * policy.tokens, model.context_length or 4 * policy.tokens)

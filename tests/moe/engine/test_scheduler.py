@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +18,18 @@ from moe.kv import prefix_cache
 from moe.kv.blocks import Windows
 from moe.kv.prefix_cache import PrefixCache, block_hashes
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step, scheduler
+
+
+def counting(
+    block_tokens: int, windows: Windows | None = None, *, whole_blocks: bool = False
+) -> Any:
+    """Stands for a pool of blocks."""
+    return SimpleNamespace(
+        block_tokens=size,
+        counts_blocks=whole_blocks,
+        windows=windows or Windows(),
+        policy=None,
+    )
 
 
 def group(prompt: int, new: int, n: int = 1) -> SequenceGroup:
@@ -82,7 +96,7 @@ def test_prompts_wait_for_a_common_beginning_that_the_prefix_cache_will_have(
     planner.prefill = planner.prefill.model_copy(update={"wave_tokens": 4096})
     planner.prefixes = PrefixCache(kept)
     windows = None if window is None else Windows.of({0: window}, {0: 1})
-    planner.account = KVAccount(64, block_tokens=64, windows=windows)
+    planner.account = KVAccount(64, counting(64, windows))
     for number in range(3):
         ids = [*range(common), *[-number] * own]
         planner.submit(SequenceGroup([FakeSequence(ids, 1)]))  # type: ignore[list-item]
@@ -197,7 +211,7 @@ def test_behind_windows_what_is_accepted_can_start_and_start_again(
     planner = scheduler("whole", kv_tokens=kv_tokens)
     planner.prefixes = PrefixCache(kept)
     windows = Windows.of({0: 20}, {0: 1} | ({1: 1} if full else {}))
-    planner.account = KVAccount(64, block_tokens=64, windows=windows)
+    planner.account = KVAccount(64, counting(64, windows))
     fits, whole = group(prompt, new, n), windows.held_tokens(prompt + new, min(prompt, 64))
     try:
         planner.submit(fits)
@@ -227,7 +241,7 @@ def test_what_is_scheduled_ahead_is_the_step_that_follows(
 ) -> None:
     """Unless a sequence ends, which may make room; and there is memory for both steps."""
     planner = scheduler("chunked", kv_tokens=kv_tokens // unit * unit, batch=3)
-    planner.account = KVAccount(block_tokens=unit, whole_blocks=unit > 1)
+    planner.account = KVAccount(pool=counting(unit, whole_blocks=unit > 1))
     left = sorted((arrives, *size) for *size, arrives in asked)
     for step in range(100):
         while left and left[0][0] <= step:
