@@ -6,9 +6,10 @@ For every MoE causal LM of the installed transformers, and every multimodal mode
 has experts, a tiny random model is saved and loaded through `MoE.from_pretrained`. Its float32
 logits and 24 greedy tokens of two prompts in one batch are compared with transformers' own eager
 forward. The table also says whether sequences share passes, whether prompts are cut into chunks and
-reused as prefixes, whether drafts are taken, how a decode step runs, in how many MoE layers the
-router's rule is found, and the milliseconds that a decode step takes a layer at batch 1, 4 and 16
-on one thread, beside transformers' at batch 1. `--quick` takes every fifth architecture. The last
+reused as prefixes, whether drafts are taken, how a decode step runs, whether prompts are compiled
+and why not, whether a multi-token-prediction layer could draft, in how many MoE layers the router's
+rule is found, and the milliseconds that a decode step takes a layer at batch 1, 4 and 16 on one
+thread, beside transformers' at batch 1. `--quick` takes every fifth architecture. The last
 line is one JSON object.
 """
 
@@ -102,11 +103,20 @@ def compare(model: MoE, reference: PreTrainedModel, prompts: list[list[int]]) ->
         "fused": status["fused"],
         "cut": model.backbone.can_cut,
         "drafts": model.backbone.packed,
+        "compiled_prompts": model.backbone.prompt_forward is not None,
+        "mtp": takes_mtp(model),
         "layer_ms": {batch: round(step_ms(model, batch), 3) for batch in BATCHES},
         "transformers_layer_ms": round(reference_step_ms(reference), 3),
         "routers": [len(routers), sum(found.selector is not None for found in routers)],
         "router_unknown": sorted({found.reason for found in routers if found.selector is None}),
     }
+
+
+def takes_mtp(model: MoE) -> bool:
+    """A multi-token-prediction layer would find the hidden states that it reads."""
+    forward = model.backbone.decode_forward
+    fused = model._loaded.fused
+    return model.backbone.packed and (forward is None or fused.keeps_hidden)
 
 
 @torch.inference_mode()
@@ -168,11 +178,23 @@ def greedy(reference: PreTrainedModel, prompt: list[int]) -> list[int]:
     return token_ids[len(prompt) :]
 
 
+def why_no_prompts(fused: str) -> str:
+    """Of what a status says about fused steps, why prompts are not compiled."""
+    _, known, why = fused.partition("prompts left to transformers: ")
+    if not known:
+        _, known, why = fused.partition("norms and positions (")
+    return f"no: {why.partition(';')[0].rstrip(')')}" if known else "no"
+
+
 def show(results: dict[str, dict[str, Any]]) -> None:
-    columns = ("difference", "tokens", "passes", "prompts", "drafts", "decode step", "routers")
+    columns = (
+        "difference", "tokens", "passes", "prompts", "drafts", "decode step", "compiled prompts",
+        "MTP", "routers",
+    )  # fmt: skip
     times = [f"ms, batch {batch}" for batch in BATCHES]
     table = Table("architecture", *columns, *times, "transformers", title="architectures")
-    counts = {"passed": 0, "refused": 0, "failed": 0, "packed": 0, "cut": 0, "fused": 0}
+    states = ("passed", "refused", "failed", "packed", "cut", "fused", "compiled_prompts", "mtp")
+    counts = dict.fromkeys(states, 0)
     for name, result in results.items():
         state = next((state for state in ("refused", "failed") if state in result), "")
         if state:
@@ -182,8 +204,10 @@ def show(results: dict[str, dict[str, Any]]) -> None:
         good = result["max_abs_diff"] <= TOLERANCE and result["tokens_equal"]
         counts["passed" if good else "failed"] += 1
         packed, fused = result["packed"]["enabled"], result["fused"]["enabled"]
-        for what, holds in (("packed", packed), ("cut", result["cut"]), ("fused", fused)):
-            counts[what] += holds
+        counts["packed"] += packed
+        counts["fused"] += fused
+        for what in ("cut", "compiled_prompts", "mtp"):
+            counts[what] += result[what]
         table.add_row(
             name,
             f"{result['max_abs_diff']:.1e}",
@@ -192,6 +216,8 @@ def show(results: dict[str, dict[str, Any]]) -> None:
             "cut" if result["cut"] else "whole",
             "yes" if result["drafts"] else "no",
             "fused" if fused else result["fused"]["why"],
+            "yes" if result["compiled_prompts"] else why_no_prompts(result["fused"]["why"]),
+            "yes" if result["mtp"] else "no",
             "all" if not result["router_unknown"] else "; ".join(result["router_unknown"]),
             *(f"{result['layer_ms'][batch]:.2f}" for batch in BATCHES),
             f"{result['transformers_layer_ms']:.2f}",

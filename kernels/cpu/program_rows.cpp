@@ -144,9 +144,20 @@ void each_narrow(const Rows& row, const Instruction& i, const Operand* const (&o
   });
 }
 
+// Whether an operand's floats of one row lie right behind those of the row before.
+bool follow(const Operand& o, const Instruction& i) {
+  return o.place.element == FLOAT && o.strides[0] == 1 && row_step(o.place) == i.sizes[0];
+}
+
 // out = f(operands) over all elements; f takes and gives vectors.
 template <int N, class F>
 void each(const Rows& row, const Instruction& i, const Operand* const (&in)[N], const F& f) {
+  if (row.count > 1 && i.dims == 1 && follow(i.out, i) &&
+      std::all_of(in, in + N, [&](const Operand* o) { return follow(*o, i); })) {
+    Instruction whole = i;  // all rows as one
+    whole.sizes[0] *= row.count;
+    return each<N>(Rows{row.arrays, row.states, row.row}, whole, in, f);
+  }
   const Operand* operands[N + 1] = {&i.out};
   void* base[N + 1] = {row.at<void>(i.out.place)};
   for (int n = 0; n < N; ++n) operands[n + 1] = in[n], base[n + 1] = row.at<void>(in[n]->place);
@@ -296,7 +307,13 @@ void top(const Rows& row, const Instruction& i) {
   std::vector<float> left(n), found(i.count);
   std::vector<int64_t> best(i.count);
   each_outer(row, i, last, operands, [&](const long* at) {
-    for (long c = 0; c < n; ++c) left[c] = sign * scalar(i.a, a, at[1] + c * i.a.strides[last]);
+    const long stride = i.a.strides[last];
+    if (i.a.place.element == FLOAT) {
+      const float* from = static_cast<const float*>(a) + at[1];
+      for (long c = 0; c < n; ++c) left[c] = sign * from[c * stride];
+    } else {
+      for (long c = 0; c < n; ++c) left[c] = sign * scalar(i.a, a, at[1] + c * stride);
+    }
     decode::largest_of(left.data(), n, i.count, found.data(), best.data());
     for (long k = 0; k < i.count; ++k) {
       put(i.out, out, at[0] + k * i.out.strides[last], sign * found[k]);
@@ -329,19 +346,28 @@ void norm(const Rows& row, const Instruction& i) {
 
 void softmax(const Rows& row, const Instruction& i) {
   const int last = i.dims - 1;
-  const long n = i.sizes[last];
+  const long n = i.sizes[last], whole = n / LANES * LANES;
   const Operand* operands[2] = {&i.out, &i.a};
   float *out = row.at(i.out.place), *a = row.at(i.a.place);
   each_outer(row, i, last, operands, [&](const long* at) {
     const float* from = a + at[1];
-    float *to = out + at[0], high = -INFINITY, sum = 0;
-    for (long c = 0; c < n; ++c) high = from[c] > high ? from[c] : high;
+    float* to = out + at[0];
+    vf highs = splat(-INFINITY), sums = {};
+    for (long c = 0; c < whole; c += LANES) {
+      const vf x = load<vf>(from + c);
+      highs = x > highs ? x : highs;
+    }
+    float high = largest_lane(highs);
+    for (long c = whole; c < n; ++c) high = from[c] > high ? from[c] : high;
     for (long c = 0; c < n; c += LANES) {
       const vf x = load_as_fp32(from + c, n - c) - high;
       store_fp32_as(to + c, x < -87 ? vf{} : exp_lanes(x), n - c);
     }
-    for (long c = 0; c < n; ++c) sum += to[c];
-    for (long c = 0; c < n; ++c) to[c] /= sum;
+    for (long c = 0; c < whole; c += LANES) sums += load<vf>(to + c);
+    float sum = decode::total(sums);
+    for (long c = whole; c < n; ++c) sum += to[c];
+    for (long c = 0; c < n; c += LANES)
+      store_fp32_as(to + c, load_as_fp32(to + c, n - c) / sum, n - c);
   });
 }
 

@@ -130,6 +130,14 @@ class Program:
         found = [x.attends.latents for x in attentions if not (prompts and x.attends_together)]
         return {latents.leaf: latents.expansion for latents in found if latents is not None}
 
+    @property
+    def float_weights(self) -> int:
+        """Weights of the products with matrices of floats, a layer of experts, without the head."""
+        products = [unit for stage in self._stages for unit in stage if isinstance(unit, Product)]
+        weights = [unit.projection.weight for unit in products]
+        floats = (x.numel() for x in weights if isinstance(x, Tensor) and len(x) < self.vocabulary)
+        return sum(floats) // max(len(self.experts), 1)
+
     def scratch_bytes(self, tokens: int) -> int:
         """About what a row needs beside its own memory where it has so many tokens before it."""
         splits, sizes = -(-tokens // _SPLIT), [0]

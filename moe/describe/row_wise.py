@@ -38,7 +38,7 @@ from moe.machine import cpu_maker, instruction_sets
 from moe.network.backbone import Backbone
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
-from moe.network.seam import experts_modules, routing_modules
+from moe.network.seam import experts_modules, parents_of, routing_modules
 
 _GRAIN, _VECTOR = 16384, 64
 """Below this many elements torch runs any elementwise operation on one thread (most of them below
@@ -63,11 +63,21 @@ def make_row_wise(backbone: Backbone) -> None:
     for name in current_proofs().recall("activations", [*names.values()], list[str], found):
         module = model.get_submodule(name)
         module.forward = partial(_run, RowWise(), module.forward)
-    for _, module in routing_modules(model):
+    gates = [module for _, module in routing_modules(model)]
+    for module in gates:
         module.forward = partial(_route, module.forward)
+    for module in _choosing(model, gates):
+        module.forward = partial(_run, RowWise(products=True), module.forward)
     head = model.get_output_embeddings()
     if head is not None:
         head.forward = partial(_run, RowWise(products=True), head.forward)
+
+
+def _choosing(model: nn.Module, gates: Sequence[nn.Module]) -> list[nn.Module]:
+    """Routers that have such a gate inside: of equal scores they choose the first as others do."""
+    parents = parents_of(model)
+    found = dict.fromkeys(parents[gate] for gate in gates)
+    return [module for module in found if not experts_modules(module)]
 
 
 def linears_are_faster(backbone: Backbone) -> bool:

@@ -105,8 +105,9 @@ def test_how_prompts_are_cut_and_what_is_beside_them_changes_no_bit(
         {"memory.prefix_tokens": 0},
     ],
 )
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_next"])
 def test_ways_to_read_prompts_give_the_same_answers(
-    settings: dict[str, Any], tmp_path: Path
+    kind: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     params = SamplingParams(temperature=0.0, max_new_tokens=3, ignore_eos=True, logprobs=1)
     prompts = [PROMPT, PROMPT[:100] + PROMPT[:20], PROMPT[:100]]
@@ -116,16 +117,19 @@ def test_ways_to_read_prompts_give_the_same_answers(
             for p in prompts
             for token in model.generate([p], params)[0].tokens
         ]
-        for model in (loaded(tmp_path, "qwen3_moe"), loaded(tmp_path, "qwen3_moe", settings))
+        for model in (loaded(tmp_path, kind), loaded(tmp_path, kind, settings))
     ]
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("kind", deep_except(["deepseek_v3"], ["qwen3_moe", "deepseek_v3"]))
+@pytest.mark.parametrize(
+    "kind", deep_except(["deepseek_v3", "qwen3_next"], ["qwen3_moe", "deepseek_v3", "qwen3_next"])
+)
 def test_where_torch_multiplies_floats_faster_transformers_layers_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(enable, "linears_are_faster", lambda _: False)
+    monkeypatch.setattr(enable, "FEW_FLOATS", 0)
     model = loaded(tmp_path, kind, {"model.trunk_bits": None})
     assert model.backbone.prompt_forward is None
-    assert "(matrices of floats)" in model.status()["fused"]["why"]
+    assert "matrices of floats" in model.status()["fused"]["why"]

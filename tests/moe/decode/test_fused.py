@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples.models.tiny import tiny_model
 from kernels import ExpertWeights, experts_forward
 from kernels.cpu import choose_kernel
 from moe import MoE, SamplingParams
@@ -103,6 +104,17 @@ def test_what_is_not_understood_runs_through_transformers(
     assert why in status["why"], status
     assert any(status["why"] in notice for notice in model.notices)
     assert len(model.generate([1, 2, 3], SamplingParams(max_new_tokens=2))) == 1
+
+
+def test_routers_that_find_all_experts_equal_choose_the_first(tmp_path: Path) -> None:
+    """As kernels do, also where a router calls another module for its scores."""
+    network = tiny_model("afmoe")
+    for name, parameter in network.named_parameters():
+        if name.endswith("router.gate.weight"):
+            torch.nn.init.zeros_(parameter)
+    network.save_pretrained(tmp_path)
+    fused = MoE.from_pretrained(tmp_path).status()["fused"]
+    assert fused["enabled"], fused["why"]
 
 
 def test_the_profile_turns_it_off(plain_moe: Callable[[str], MoE]) -> None:
