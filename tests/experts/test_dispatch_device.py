@@ -257,7 +257,7 @@ def test_every_slot_goes_to_a_rank_that_holds_its_expert(
     random = torch.Generator().manual_seed(seed)
     ids = torch.rand(tokens, 12, generator=random).argsort(1)[:, :3]
     ids[torch.rand(ids.shape, generator=random) < 0.1] = -1
-    serving, _ = DeviceCopies(placement, torch.device("cpu")).serving(ids)
+    serving, loads = DeviceCopies(placement, torch.device("cpu")).serving(ids)
     used = ids >= 0
     assert torch.equal(serving < 0, ~used)
     assert (placement.copies_ER[ids[used], serving[used]] > 0).all()
