@@ -43,7 +43,7 @@ from moe.describe.description import (
 )
 from moe.describe.parts import describe_norm, describe_projection
 from moe.kv.blocks import BlockKVCache
-from moe.kv.cache import KVCache, LayerKey
+from moe.kv.cache import LayerKey
 from moe.network.mtp import MtpInput
 from moe.network.packed_pass import Work
 from moe.network.stored_embedding import StoredEmbedding
@@ -419,8 +419,7 @@ class CachePlaces:
         capacities: list[int] = []
         tables: list[np.ndarray] = []
         for item in work:
-            cache, count = item.cache, len(item.token_ids)
-            assert isinstance(cache, KVCache)
+            cache, count = item.cache.kv, len(item.token_ids)
             cache.reserve(cache.length + count)
             tokens += item.token_ids
             positions += range(cache.length, cache.length + count)
@@ -430,7 +429,7 @@ class CachePlaces:
         rows_3B = np.array([tokens, positions, capacities], np.int64)
         found = tables[0] if len(tables) == 1 else np.concatenate(tables)
         self._kept, self.tokens = (rows_3B, found), rows_3B[0]
-        (form,) = {item.cache.form for item in work if isinstance(item.cache, KVCache)}
+        (form,) = {item.cache.kv.form for item in work}
         self.formats = [FormatRecord(*each) for each in form[:2]]
         self.bounds = form.bounds
         self.seen = (None, None) if prompts else self._seen(work, positions, layers)
@@ -440,10 +439,9 @@ class CachePlaces:
     def _seen(
         self, work: Sequence[Work], positions: Sequence[int], layers: Sequence[LayerKey]
     ) -> tuple[int | None, int | None]:
-        caches = [item.cache for item in work for _ in item.token_ids]
+        caches = [item.cache.kv for item in work for _ in item.token_ids]
         self._rows = [
-            cache.seen(position) if isinstance(cache, KVCache) else None
-            for cache, position in zip(caches, positions, strict=True)
+            cache.seen(position) for cache, position in zip(caches, positions, strict=True)
         ]
         if not any(self._rows):
             return None, None
@@ -453,8 +451,7 @@ class CachePlaces:
                 record.blocks = None if row.blocks is None else row.blocks.ctypes.data
                 record.count, record.most, record.newest = row.num_blocks, row.most, row.newest
                 record.gap, record.gap_end = row.gap
-        assert isinstance(caches[0], KVCache)  # all are of one pool
-        self._whole = caches[0].whole_heads(layers)
+        self._whole = caches[0].whole_heads(layers)  # all are of one pool
         whole = None if self._whole is None else self._whole.ctypes.data
         return addressof(self._records), whole
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kernels.cpu.decode import NormRecord
 from kernels.cpu.dense import NativeNorms
 from moe.cache_dir.proofs import current_proofs, outline
-from moe.decode.proof import PROMPT_LENGTHS, caches_of, kv_of, parts_of, read_plainly, tolerance_of
+from moe.decode.proof import PROMPT_LENGTHS, caches_of, parts_of, read_plainly, tolerance_of
 from moe.decode.records import DescriptionRecords, point_to_table
 from moe.describe.description import Attention, Description, Norm, NotDescribed
 from moe.describe.observe import ObservedCall
@@ -67,7 +67,7 @@ def fuse_prompts(backbone: Backbone, description: Description, native: NativeNor
 def _read(backbone: Backbone) -> ComparedRun:
     """Read prompts, and then more tokens of each."""
     prompts = random_prompts(backbone, PROMPT_LENGTHS)
-    run = ComparedRun([kv_of(backbone.new_cache(2 * len(ids))) for ids in prompts])
+    run = ComparedRun([backbone.new_cache(2 * len(ids)).kv for ids in prompts])
     for tokens in (prompts, [ids[::-1] for ids in prompts]):
         read_plainly(backbone, tokens, run)
     return run

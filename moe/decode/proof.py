@@ -38,7 +38,7 @@ from moe.describe.probe import (
     stand_in,
 )
 from moe.kv.blocks import BlockPool
-from moe.kv.cache import KVCache, KVFormat, LayerKey, SequenceCache
+from moe.kv.cache import KVFormat, LayerKey
 from moe.kv.host_blocks import HostBlocks
 from moe.network.backbone import Backbone
 from moe.network.lanes import Lane, run_lanes
@@ -167,7 +167,7 @@ def read_prompts(
     """
     prompts = random_prompts(original, [length + seed for length in PROMPT_LENGTHS])
     runs = [
-        ComparedRun([kv_of(owner.new_cache(2 * len(ids))) for ids in prompts])
+        ComparedRun([owner.new_cache(2 * len(ids)).kv for ids in prompts])
         for owner in (*plain, pool)
     ]
     *theirs, ours = runs
@@ -213,7 +213,7 @@ def read_both_ways(
 
     tokens = [draw(length) for length in lengths]
     room = max(lengths) + sum(map(max, STEPS))
-    theirs = ComparedRun([kv_of(backbone.new_cache(room)) for _ in tokens])
+    theirs = ComparedRun([backbone.new_cache(room).kv for _ in tokens])
     read_plainly(backbone, tokens, theirs)
     ours = ComparedRun([cache.fork(room + 1, cache.length) for cache in theirs.caches])
     for cache in (*theirs.caches, *ours.caches):
@@ -253,7 +253,7 @@ def prove_policy(backbone: Backbone, pool: BlockPool) -> str:
     runs = []
     try:
         for plain in (False, True):
-            cache = kv_of(backbone.new_cache(7 * BLOCK + 8))
+            cache = backbone.new_cache(7 * BLOCK + 8).kv
             run_lanes(backbone.lanes([Work(prompt, cache)]), stand_in)
             if any(isinstance(layer, tuple) for layer in cache.layers):
                 raise NotDescribed("its layers keep more of a token than keys and values")
@@ -292,7 +292,7 @@ def _first_difference(
     tolerance: Tolerance,
 ) -> int | None:
     """The first layer whose output differs when the last tokens are read by description."""
-    run = ComparedRun([kv_of(backbone.new_cache(len(ids))) for ids in tokens])
+    run = ComparedRun([backbone.new_cache(len(ids)).kv for ids in tokens])
     read_plainly(backbone, [ids[:-1] for ids in tokens], run)
     outputs: list[Tensor] = []
     work = [Work(ids[-1:], cache) for ids, cache in zip(tokens, run.caches, strict=True)]
@@ -305,11 +305,6 @@ def _first_difference(
         if not difference(rows, expected) <= tolerance.values:
             return index
     return None
-
-
-def kv_of(cache: SequenceCache) -> KVCache:
-    assert isinstance(cache, KVCache)
-    return cache
 
 
 def tolerance_of(description: Description) -> Tolerance:

@@ -28,7 +28,6 @@ from moe.decode.proof import (
     PROMPT_LENGTHS,
     TRIES,
     caches_of,
-    kv_of,
     prove,
     read_both_ways,
     read_plainly,
@@ -174,10 +173,10 @@ def _prove_inside(
     run by the host."""
     tokens = random_prompts(backbone, [1] * len(PROMPT_LENGTHS))
     room = max(PROMPT_LENGTHS) + 1
-    run = ComparedRun([kv_of(backbone.new_cache(room)) for _ in tokens])
+    run = ComparedRun([backbone.new_cache(room).kv for _ in tokens])
     read_plainly(backbone, [t * n for t, n in zip(tokens, PROMPT_LENGTHS, strict=True)], run)
     work = [Work(t, cache) for t, cache in zip(tokens, run.caches, strict=True)]
-    again = [replace(item, cache=kv_of(item.cache).fork(room, item.cache.length)) for item in work]
+    again = [replace(item, cache=item.cache.kv.fork(room, item.cache.length)) for item in work]
     unused = RoutingStatistics([layer.num_experts for layer in experts.layers])
     actual = step.inside(again, InsideExperts(unused, "decode", ()))
     expected, dtype = torch.cat(step(work, routed)), backbone_dtype(backbone.model)

@@ -33,7 +33,6 @@ from moe.describe.description import (
 )
 from moe.describe.parts import ACTIVATIONS, apply_norm, project, rotate
 from moe.describe.routers import route
-from moe.kv.cache import KVCache
 from moe.network.packed_pass import Work
 from routing import Routing
 
@@ -299,8 +298,7 @@ class _Plain:
         """
         sizes, first = [len(item.token_ids) for item in self._work], 0
         for item, k, v in zip(self._work, keys.split(sizes), values.split(sizes), strict=True):
-            cache = item.cache
-            assert isinstance(cache, KVCache)
+            cache = item.cache.kv
             cache.write(layer, k.transpose(0, 1)[None], v.transpose(0, 1)[None])
             for row in range(len(k)):
                 own, mask = cache.read(layer, cache.length + row + 1), None

@@ -149,11 +149,10 @@ def _trace(backbone: Backbone, known: Collection[str], tokens: int) -> DecodeTra
 def _sequence(backbone: Backbone, length: int) -> tuple[KVCache, int]:
     """A random sequence of at least this length, and its next token."""
     tokens = random_prompts(backbone, (_PROMPT + _TOKENS + 1,))[0]
-    cache = backbone.new_cache(max(len(tokens), length + 1))
+    cache = backbone.new_cache(max(len(tokens), length + 1)).kv
     parts = [tokens[:_PROMPT], *([token] for token in tokens[_PROMPT:-1])]
     for index, part in enumerate(parts):
         run_lanes(backbone.lanes([Work(part, cache)], "decode" if index else "prefill"), stand_in)
-    assert isinstance(cache, KVCache)
     _lengthen(cache, length)
     return cache, tokens[-1]
 

@@ -31,7 +31,7 @@ from moe.decode.program import Program, StateLayout
 from moe.decode.records import CompiledPass
 from moe.decode.step import CompiledExperts, RoutedExperts, split_logits
 from moe.kv.blocks import BlockKVCache
-from moe.kv.cache import KVCache, SequenceCache, StateKey, States
+from moe.kv.cache import KVCache, StateKey, States
 from moe.network.packed_pass import Work, keep_hidden_rows
 
 CHUNK_BYTES = 32 << 20
@@ -67,10 +67,9 @@ class TracedStep(CompiledStep):
 
     def takes(self, work: Sequence[Work]) -> bool:
         """Whether all sequences have all states: a state may begin with its first entry only."""
-        return all(self._has_states(item.cache) for item in work)
+        return all(self._has_states(item.cache.kv) for item in work)
 
-    def _has_states(self, cache: SequenceCache) -> bool:
-        assert isinstance(cache, KVCache)
+    def _has_states(self, cache: KVCache) -> bool:
         states = cache.states
         if isinstance(states, FlatStates):
             return True
@@ -118,8 +117,7 @@ class TracedStep(CompiledStep):
         made = step.made
         assert isinstance(made, _Made)
         for item, size, after in zip(work, sizes, made.states.after_each, strict=True):
-            assert isinstance(item.cache, KVCache)
-            item.cache.advance(after, size, item.snapshots)
+            item.cache.kv.advance(after, size, item.snapshots)
         if self.keeps_hidden:
             keep_hidden_rows(work, made.final_BH)
         return split_logits(work, step.logits_BV)
@@ -193,13 +191,12 @@ class RowStates:
             return FlatStates(layout, free.take(), free, rows)
 
         for item, start, size in zip(work, self._starts, sizes, strict=False):
-            assert isinstance(item.cache, KVCache)
             ends = {*range(1, size + 1)} if all_kept else {*item.snapshots, size}
             kept = {end: made() for end in sorted(ends) if 0 < end <= size} if layout.size else {}
             self.after_each.append(kept)
             if not layout.size:
                 continue
-            own, end = _flat(item.cache.states, layout, free, rows), start + size
+            own, end = _flat(item.cache.kv.states, layout, free, rows), start + size
             between = [made() for _ in range(2 if len(kept) < size else 0)]
             self._alive += [own, *between]
             places = [each.memory.data_ptr() for each in between]

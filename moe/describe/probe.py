@@ -22,7 +22,8 @@ from experts.linear import QuantizedLinear
 from moe.cache_dir.proofs import current_proofs
 from moe.describe.description import NotDescribed
 from moe.describe.stateful import find_stateful
-from moe.kv.cache import KVCache, LayerKey, SequenceCache
+from moe.kv.cache import KVCache, LayerKey
+from moe.kv.sequence_cache import SequenceCache
 from moe.network.backbone import SHORT, Backbone
 from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.network.packed_pass import Work
@@ -301,8 +302,7 @@ def _logits(backbone: Backbone, prompts: Sequence[list[int]], *, packed: bool) -
     caches = [backbone.new_cache(len(prompt) + len(answer)) for prompt, answer in pairs]
     logits = _read(backbone, prompts, caches, "prefill")
     for cache in caches:
-        if isinstance(cache, KVCache):
-            cache.prompt_read()
+        cache.prompt_read()
     for begin in range(0, max(map(len, answers)), SHORT):
         parts = [answer[begin : begin + SHORT] for answer in answers]
         left = [index for index, part in enumerate(parts) if part]

@@ -22,7 +22,6 @@ import torch
 from moe.engine.in_flight import Finished, Outcome
 from moe.engine.prefill_batch import ScheduledStep
 from moe.engine.runner import ModelRunner
-from moe.kv.cache import KVCache
 from moe.network.backbone import Backbone
 from moe.network.block_diffusion import BlockWriter
 from moe.network.block_lane import BlockLane
@@ -112,8 +111,8 @@ class BlockRunner(ModelRunner):
                 scored=params.logprobs,
             )
         lane = self._lanes[sequence]
-        assert isinstance(sequence.cache, KVCache)
-        lane.cache.rows = sequence.cache
+        assert sequence.cache is not None
+        lane.cache.rows = sequence.cache.kv
         return lane
 
     def _outcome(self, sequence: RunningSequence, lane: BlockLane) -> list[Token] | Exception:

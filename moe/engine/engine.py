@@ -31,7 +31,6 @@ from moe.engine.prefill_batch import PrefillBatch, ScheduledStep, SequenceGroup
 from moe.engine.prefill_mode import LayerWork, PrefillPlanner
 from moe.engine.runner import ModelRunner
 from moe.engine.scheduler import Scheduler
-from moe.kv.cache import KVCache
 from moe.kv.prefix_cache import PrefixCache
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
@@ -195,10 +194,10 @@ class Engine:
         for sequence in ended:
             cache, finished = sequence.cache, sequence.finish_reason is not None
             known = None if prefixes is None or not finished else sequence.prompt_keys
-            if prefixes is not None and known is not None and isinstance(cache, KVCache):
+            if prefixes and known is not None and cache is not None and cache.reusable:
                 if self._reuse_answers:
                     known = [*known, *sequence.token_ids][: cache.length]
-                prefixes.add(sequence.salt, known, cache)
+                prefixes.add(sequence.salt, known, cache.kv)
             sequence.release()
         self.runner.end([*ended])
         self.scheduler.update(ended)
@@ -215,8 +214,9 @@ class Engine:
             return
         for chunk in batch.chunks:
             first = chunk.group.sequences[0]
-            if not chunk.is_last or not isinstance(cache := first.cache, KVCache):
+            if not chunk.is_last or first.cache is None or not first.cache.reusable:
                 continue
+            cache = first.cache.kv
             known, block = first.prompt_keys, cache.fork_tokens
             if known is None:
                 continue

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moe.kv.cache import KVCache, SequenceCache
+from moe.kv.sequence_cache import SequenceCache
 from moe.sampling.batch import Token
 from moe.sampling.constraint import MaskLateError
 from moe.sampling.sampler import Guesses, NextTokens, Verified, verify
@@ -223,5 +223,5 @@ def num_unread(sequence: RunningSequence) -> int:
 def _runs_ahead(sequence: RunningSequence) -> bool:
     """Whether a step can read the sequence's next token before the host does, and forget it."""
     cache = sequence.cache
-    takes = isinstance(cache, KVCache) and not cache.recurrent and cache.offset == 0
+    takes = cache is not None and cache.reusable and not cache.recurrent and cache.offset == 0
     return takes and not sequence.sampler.needs_tokens

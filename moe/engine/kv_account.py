@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from moe.engine.prefill_batch import SequenceGroup
 from moe.kv.blocks import BlockPool, Windows
-from moe.kv.cache import KVCache
 from moe.kv.prefix_cache import PrefixCache
 from moe.sequence import RunningSequence
 
@@ -46,7 +45,7 @@ class KVAccount:
         if unread <= 0:
             return self._whole(tokens) - cache.shared_tokens
         kept = self._windows.held_tokens(tokens) - self._windows.held_tokens(cache.length)
-        if self._policy is not None and isinstance(cache, KVCache):
+        if self._policy is not None:
             most = self._policy.most_held(len(sequence.prompt_token_ids), tokens)
             kept = min(kept, max(most - cache.length + cache.dropped_tokens, 0))
         return self._whole(tokens - max(unread - kept, 0)) - cache.shared_tokens

@@ -23,8 +23,8 @@ from torch import Tensor
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.errors import ContextError, RequestError
 from moe.kv.blocks import SLACK
-from moe.kv.cache import KVCache, SequenceCache
 from moe.kv.prefix_cache import BLOCK, PrefixCache, block_hashes
+from moe.kv.sequence_cache import SequenceCache
 from moe.network.prompt_rows import PromptRows
 from moe.sampling.batch import Token, score
 from moe.sequence import RunningSequence
@@ -107,7 +107,7 @@ class SequenceGroup:
     @property
     def num_dropped(self) -> int:
         """Tokens of memory that the part read so far has given up behind windows."""
-        return self.cache.dropped_tokens if isinstance(self.cache, KVCache) else 0
+        return 0 if self.cache is None else self.cache.dropped_tokens
 
     @cached_property
     def hashes(self) -> list[bytes]:
@@ -140,8 +140,7 @@ class SequenceGroup:
     def begin(self, cache: SequenceCache) -> None:
         """Read the prompt into this state; it may hold a prefix of the prompt already."""
         self.cache, self.num_read = cache, cache.length
-        if isinstance(cache, KVCache):
-            cache.keep_all(self.keeps_all)
+        cache.keep_all(self.keeps_all)
 
     def look_up(self, prefixes: PrefixCache) -> bool:
         """Begin with the longest prefix of the prompt that is cached, if there is one; False: one
@@ -173,9 +172,8 @@ class SequenceGroup:
         """Give each sequence its state: the whole prompt has been read."""
         self.cache = None
         for sequence, cache in zip(self.sequences, caches, strict=True):
-            if isinstance(cache, KVCache):
-                cache.keep_all(False)
-                cache.prompt_read()
+            cache.keep_all(False)
+            cache.prompt_read()
             sequence.attach(cache)
 
     def cancel(self) -> None:

@@ -2,17 +2,15 @@
 
 `KVCache` is what packed passes (`moe.network.packed_pass`) and compiled decode steps write and
 read; `moe.kv.blocks` keeps the same in blocks of a pool. Architectures that cannot be
-packed keep a cache of their own class (`TransformersCache`).
+packed keep a cache of their own class (`moe.kv.sequence_cache`).
 Legend: T new tokens, N key/value heads, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +19,7 @@ from torch import Tensor
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK, RowFormat
 from moe.kv.hidden import KEPT, HiddenRows
+from moe.kv.sequence_cache import SequenceCache
 from moe.kv.visibility import RowVisibility, SeenRow, seen_keys
 
 LayerKey = int | tuple[str, int]
@@ -134,7 +133,7 @@ class RowsPass(Protocol):
         """
 
 
-class KVCache:
+class KVCache(SequenceCache):
     """Keys and values of one sequence: one buffer pair a layer, made when first written.
 
     Buffers grow with the sequence: memory follows its length, not its capacity. Recurrent layers
@@ -149,9 +148,6 @@ class KVCache:
         length: tokens whose rows are valid in every layer. A forward pass writes behind it and
             moves it when all layers are done, so a cancelled pass leaves no trace.
         room: tokens that the buffers hold, or will hold at the next `write` or `addresses`.
-        hidden: the final hidden states of the last tokens; None: nobody reads them.
-        offset: what the position of a token behind the prompt differs by from its index (images
-            take fewer positions than tokens).
         head: keys and values of the multi-token-prediction layer, a row for each token after the
             first: it has read the token, and the model's hidden state of the one before. It lacks
             rows where tokens came without hidden states: behind a known prefix, and after long
@@ -179,15 +175,12 @@ class KVCache:
         self._marked = -1
 
     @property
-    def shared_tokens(self) -> int:
-        """Of its tokens, those whose memory counts for another sequence that has them too, or is
-        given up; bytes count as so many tokens' as they make."""
-        return 0
+    def kv(self) -> KVCache:
+        return self
 
     @property
-    def dropped_tokens(self) -> int:
-        """The memory that it has given up behind windows, in tokens."""
-        return 0
+    def reusable(self) -> bool:
+        return True
 
     @property
     def held_tokens(self) -> int:
@@ -217,18 +210,12 @@ class KVCache:
         """Its memory is whole blocks of a pool that has only so many."""
         return False
 
-    def keep_all(self, keeps: bool) -> None:
-        """Keep what no later token of the sequence sees, as others may go on from there; or give it
-        up as soon as it is not seen."""
-
     @property
     def whole(self) -> bool:
         """It has the rows of all its tokens."""
         return True
 
     def prompt_read(self) -> None:
-        """What it has read is its prompt: `policy` holds for what follows. A fork has yet to be
-        told."""
         self._prompt = self.length
 
     def seen(self, position: int) -> SeenRow | None:
@@ -258,7 +245,6 @@ class KVCache:
 
     @property
     def state_tokens(self) -> int:
-        """Tokens of keys and values that take as many bytes as one set of recurrent states."""
         states = next(iter(self._states.values()), {})
         return -(-sum(state.nbytes for state in states.values()) // max(self.token_bytes, 1))
 
@@ -269,11 +255,6 @@ class KVCache:
         return sum(-(-x[:, :, :1].nbytes // rate) for rate, pair in rows for x in pair)
 
     def layer_bytes(self, form: KVFormat | None = None) -> dict[int, int]:
-        """Bytes of a token in each layer of attention whose rows are in buffers.
-
-        Args:
-            form: how rows would be stored; None: as they are.
-        """
         return {
             layer: sum(rows[:, :, :1].nbytes for rows in self._layers[layer])
             if form is None
@@ -283,7 +264,6 @@ class KVCache:
 
     @property
     def buffer_shapes(self) -> dict[int, Shape]:
-        """Of each layer of attention whose rows are in buffers."""
         return {
             layer: Shape(keys.shape[1], keys.shape[3], values.shape[3])
             for layer, (keys, values) in self._layers.items()
@@ -297,7 +277,6 @@ class KVCache:
 
     @property
     def recurrent(self) -> bool:
-        """It has states, so that it cannot be cut or forked anywhere."""
         return bool(self._states)
 
     @property
@@ -330,11 +309,9 @@ class KVCache:
             del self._snapshots[gaps.index(min(gaps))]
 
     def mark(self) -> None:
-        """Let `cut` come back to the present length after any number of passes."""
         self._marked = self.length
 
     def cut(self, length: int) -> None:
-        """Forget all tokens after the first ``length``: `mark`, or within the last decode pass."""
         assert length in self._states or not self._states, (length, sorted(self._states))
         if self.hidden is not None:
             self.hidden.drop(self.length - length)
@@ -546,30 +523,3 @@ class KVCache:
 
     def _room_of(self, layer: LayerKey) -> int:
         return -(-self.room // self.rate(layer))
-
-
-@dataclass
-class TransformersCache:
-    """State of one sequence in the cache class of its architecture.
-
-    transformers changes it in place, layer by layer: do not use it after a cancelled pass.
-    """
-
-    length: int = 0
-    state: Any = None
-    offset: int = 0
-    shared_tokens = 0
-
-    def mark(self) -> None:
-        """Sequences with such a state are not drafted for."""
-
-    def cut(self, length: int) -> None:
-        assert length == self.length, "states cannot be cut"
-
-    def fork(self, capacity: int, length: int) -> TransformersCache:
-        """A copy that has read the same tokens, all of them: states cannot be cut."""
-        assert length == self.length
-        return TransformersCache(length, deepcopy(self.state), self.offset)
-
-
-SequenceCache = KVCache | TransformersCache

@@ -35,8 +35,9 @@ from threading import Event
 import numpy as np
 
 from kernels.cpu.kv import BLOCK as STORED_TOKENS
-from moe.kv.cache import KVCache, SequenceCache, StoredBlock
+from moe.kv.cache import KVCache, StoredBlock
 from moe.kv.prefix_store import PrefixStore
+from moe.kv.sequence_cache import SequenceCache
 
 BLOCK = 16
 """Tokens of a block; a prefix ends at the end of a block."""
@@ -275,8 +276,8 @@ class PrefixCache:
             if not wanted or length < read.begin:  # its beginning has been evicted meanwhile
                 continue
             size = len(read.token_ids)
-            kv = entry.kv.fork(size, read.begin) if entry and read.begin else self._new_cache(size)
-            assert isinstance(kv, KVCache), "only such caches are kept"
+            begun = entry.kv.fork(size, read.begin) if entry and read.begin else None
+            kv = begun or self._new_cache(size).kv
             for digest, block in zip(read.digests, read.blocks.result(), strict=False):
                 if not kv.append_block(block):
                     assert self.store is not None

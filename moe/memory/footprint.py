@@ -35,7 +35,8 @@ from moe.cache_dir.proofs import current_proofs, outline
 from moe.describe.attention import seen_windows
 from moe.describe.stateful import find_stateful
 from moe.errors import UnsupportedModelError
-from moe.kv.cache import KVCache, KVFormat, SequenceCache, Shape
+from moe.kv.cache import KVFormat, Shape
+from moe.kv.sequence_cache import SequenceCache
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.block_cache import seen_by_blocks
@@ -185,7 +186,7 @@ def _measure(
         if form is None:
             return Footprint(per_token, per_token, rest, activations, how)
         coded = per_token - grown.saved_bytes(form)
-        shapes = grown.cache.buffer_shapes if isinstance(grown.cache, KVCache) else {}
+        shapes = grown.cache.buffer_shapes
         if on_cuda:
             return Footprint(coded, per_token, rest, activations, how, shapes=shapes)
         windows = seen_windows(backbone, form).token_bytes
@@ -274,8 +275,6 @@ class _ProbedPass:
 
     def saved_bytes(self, form: KVFormat) -> int:
         """Bytes that a token takes less if keys and values are stored in this form."""
-        if not isinstance(self.cache, KVCache):
-            return 0
         return sum(self.cache.layer_bytes().values()) - sum(self.cache.layer_bytes(form).values())
 
 

@@ -23,8 +23,9 @@ from transformers import PreTrainedModel
 
 from moe.errors import UnsupportedModelError
 from moe.kv.blocks import BlockPool
-from moe.kv.cache import KVCache, SequenceCache, TransformersCache
+from moe.kv.cache import KVCache
 from moe.kv.hidden import KEPT, HiddenRows
+from moe.kv.sequence_cache import SequenceCache, TransformersCache
 from moe.network.attention import PACKED, packed_pass
 from moe.network.block_diffusion import writes_blocks
 from moe.network.lanes import Lane
@@ -262,7 +263,7 @@ class Backbone:
         """Logits of each piece of work, by transformers' own forward; `PackedCache` says of what
         kind."""
         sizes = [len(item.token_ids) for item in work]
-        sequences = [item.cache for item in work if isinstance(item.cache, KVCache)]
+        sequences = [item.cache.kv for item in work]
         cache = self.pass_cache_type(
             sequences,
             sizes,

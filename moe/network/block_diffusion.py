@@ -412,13 +412,12 @@ class BlockWriter:
         return result
 
     def _read_prompt(self, work: Work) -> list[Tensor]:
-        assert isinstance(work.cache, KVCache)
-        cache, tokens = BlockCache(self._windows, work.cache.length, work.cache), work.token_ids
+        cache, tokens = BlockCache(self._windows, work.cache.length, work.cache.kv), work.token_ids
         # Rows take the place of what ids give, and the code warns of an image's.
         ids = list(tokens) if work.rows is None else [0] * len(tokens)
         with suppress(_PromptRead), given(_rows_of(work)):
             self._generate(ids, 1, {}, None, cache)
-        work.cache.advance({}, len(tokens))
+        work.cache.kv.advance({}, len(tokens))
         return [torch.empty(1, 0)]
 
     def _generate(

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
-from moe.kv.cache import KVCache, LayerKey, SequenceCache, StateKey, States
+from moe.kv.cache import KVCache, LayerKey, StateKey, States
+from moe.kv.sequence_cache import SequenceCache
 
 
 @dataclass
@@ -67,11 +68,10 @@ def put_ahead(work: Sequence[Work], ids_T: Tensor) -> None:
 def keep_hidden_rows(work: Sequence[Work], hidden_TH: Tensor) -> None:
     """Give each sequence its part of a pass's final hidden states, if the sequences keep them."""
     first = work[0].cache
-    if not isinstance(first, KVCache) or first.hidden is None:
+    if first.hidden is None:
         return
     start = 0
     for item in work:
-        assert isinstance(item.cache, KVCache)
         assert item.cache.hidden is not None
         end = start + len(item.token_ids)
         item.cache.hidden.keep(hidden_TH, start, end)

@@ -33,7 +33,8 @@ from moe.engine.prefill_batch import (
 from moe.engine.runner import ModelRunner
 from moe.errors import RankError, StructureError
 from moe.kv.blocks import BlockKVCache, BlockPool, RowsElsewhere
-from moe.kv.cache import KVCache, SequenceCache, States
+from moe.kv.cache import States
+from moe.kv.sequence_cache import SequenceCache
 from moe.parallel.transport import Message
 from moe.sampling.batch import Token
 from moe.sampling.constraint import Structures
@@ -212,7 +213,7 @@ class OrderQueue:
         chunks = step.prefill.chunks if step.prefill is not None else []
         sequences = [*step.decode, *(s for chunk in chunks for s in chunk.group.sequences)]
         message: Message = {"new": [self._introduce(s) for s in sequences if s not in self._ids]}
-        message["decode"] = [[self._ids[s], _cache_id(s.cache)] for s in step.decode]
+        message["decode"] = [[self._ids[s], _remote(s.cache).id] for s in step.decode]
         message["spare"] = step.spare_tokens if step.spare_tokens != float("inf") else None
         message["prefill"] = None if step.prefill is None else self._batch_order(step.prefill)
         message["caches"] = [self.caches.popleft() for _ in range(len(self.caches))]
@@ -233,11 +234,10 @@ class OrderQueue:
         self._settle_batch(step.prefill, {s for s, got in outcomes if isinstance(got, Exception)})
         for sequence, tokens in outcomes:
             if sequence.cache is not None and not isinstance(tokens, Exception):
-                assert isinstance(sequence.cache, RemoteCache)
                 read = len(sequence.prompt_token_ids) + len(sequence.token_ids)
                 read += 0 if self._in_blocks else len(tokens) - 1
                 new = max(0, read - sequence.cache.length)
-                sequence.cache.advance({new: {}} if self.state_tokens else {}, new)
+                sequence.cache.kv.advance({new: {}} if self.state_tokens else {}, new)
         return outcomes
 
     def _introduce(self, sequence: RunningSequence) -> Message:
@@ -269,7 +269,7 @@ class OrderQueue:
         self._branches[group] = branches
         return {
             "sequences": [self._ids[sequence] for sequence in group.sequences],
-            "caches": [_cache_id(group.cache), *(cache.id for cache in branches)],
+            "caches": [_remote(group.cache).id, *(cache.id for cache in branches)],
             "start": group.num_read,
             "size": len(chunk.token_ids),
             "is_last": chunk.is_last,
@@ -289,20 +289,20 @@ class OrderQueue:
             if group.sequences[0] in failed:
                 group.restart()
                 continue
-            assert isinstance(group.cache, RemoteCache)
+            cache = _remote(group.cache)
             ends, size = chunk.snapshots, len(chunk.token_ids)
             states: dict[int, States] = {at: {} for at in (*ends, size)}
-            group.cache.advance(states if self.state_tokens else {}, size, ends)
+            cache.advance(states if self.state_tokens else {}, size, ends)
             if chunk.is_last:
                 for branch in self._branches[group]:
-                    group.cache.share_with(branch, group.cache.length)
-                group.finish([group.cache, *self._branches[group]])
+                    cache.share_with(branch, cache.length)
+                group.finish([cache, *self._branches[group]])
         self._batch, self._branches = None, {}
 
 
-def _cache_id(cache: object) -> int:
+def _remote(cache: object) -> RemoteCache:
     assert isinstance(cache, RemoteCache), cache
-    return cache.id
+    return cache
 
 
 def _error(name: str, text: str) -> Exception:
@@ -435,6 +435,8 @@ class EngineMirror:
         cache = self._caches.get(order["caches"][0])
         group = SequenceGroup(sequences, start, cache, order["snapshots"], scores)
         group.keeps_all = order["keeps_all"]
+        if cache is not None:
+            cache.keep_all(group.keeps_all)
         self._groups[first] = group
         token_ids = group.token_ids[start : start + order["size"]]
         return PromptChunk(group, token_ids, order["is_last"])
@@ -454,7 +456,7 @@ class EngineMirror:
             for number, cache in zip(numbers, caches, strict=False):
                 if cache is not None and not group.cancelled:
                     self._caches[number] = cache
-                if isinstance(cache, KVCache) and cache.recurrent:
+                if cache is not None and cache.recurrent:
                     self._state_tokens = cache.state_tokens
         if self._batch.is_last_layer_group:
             self._batch = None

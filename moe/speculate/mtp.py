@@ -17,7 +17,6 @@ from random import Random, getrandbits
 import torch
 from torch import Tensor
 
-from moe.kv.cache import KVCache
 from moe.kv.hidden import HiddenRows
 from moe.network.lanes import run_lanes
 from moe.network.mtp import ChainStart, MtpHead
@@ -83,12 +82,13 @@ class MtpDrafts(PassDrafts):
         return drafts
 
     def _start(self, sequence: RunningSequence, depth: int) -> ChainStart:
-        rows, cache, params = _kept(sequence), sequence.cache, sequence.sampler.params
-        assert isinstance(cache, KVCache)
-        assert cache.head is not None
+        rows, params = _kept(sequence), sequence.sampler.params
+        assert sequence.cache is not None
+        head = sequence.cache.kv.head
+        assert head is not None
         # With a seed the model's sampler draws as without a draft, so a drawn one gains nothing.
         draw = self._random if sequence.sampler.is_random else None
-        work = Work(sequence.last_tokens(len(rows)), cache.head)
+        work = Work(sequence.last_tokens(len(rows)), head)
         return ChainStart(work, rows.joined(), depth, params.temperature or 1.0, draw)
 
     def _begin(
@@ -97,8 +97,8 @@ class MtpDrafts(PassDrafts):
         drafts = []
         self._unread = {}
         for sequence, depth in zip(sequences, depths, strict=True):
-            cache = sequence.cache
-            assert isinstance(cache, KVCache)
+            assert sequence.cache is not None
+            cache = sequence.cache.kv
             assert cache.hidden is not None
             assert cache.head is not None
             # Its last token is not read yet, so as many tokens come behind those with rows.
@@ -133,6 +133,6 @@ class MtpDrafts(PassDrafts):
 
 def _kept(of: RunningSequence | Work) -> HiddenRows:
     """The hidden states before the tokens that the layer has not read."""
-    assert isinstance(of.cache, KVCache)
+    assert of.cache is not None
     assert of.cache.hidden is not None
     return of.cache.hidden

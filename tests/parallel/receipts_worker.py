@@ -35,7 +35,7 @@ from experts.manifest import read_manifest
 from experts.placement import Placement, linear
 from moe import MoE
 from moe.engine.overlap import run_overlapped
-from moe.kv.cache import SequenceCache
+from moe.kv.sequence_cache import SequenceCache
 from moe.loading.memory_plan import GIB
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work

@@ -19,7 +19,6 @@ from kernels import experts_forward
 from kernels.reference import AnyExperts
 from moe.errors import RequestError
 from moe.kv.blocks import BlockPool
-from moe.kv.cache import KVCache
 from moe.model import MoE
 from moe.network.backbone import SHORT
 from moe.network.lanes import ExpertCall, run_lanes
@@ -166,7 +165,6 @@ def price_kv_policy(model: MoE, token_ids: Sequence[int]) -> float | None:
 def _bits_by_steps(model: MoE, token_ids: Sequence[int]) -> float:
     half = len(token_ids) // 2
     cache = model.backbone.new_cache(len(token_ids))
-    assert isinstance(cache, KVCache)
     parts = [token_ids[:half]]
     parts += [token_ids[at : at + SHORT] for at in range(half, len(token_ids) - 1, SHORT)]
     rows = []

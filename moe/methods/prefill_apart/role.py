@@ -347,8 +347,7 @@ class DecodeRole(_Role):
                 return None
         if not mark:
             return None
-        cache = model.backbone.new_cache(len(token_ids))
-        assert isinstance(cache, KVCache)
+        cache = model.backbone.new_cache(len(token_ids)).kv
         most = 4 * BLOCK * model.memory_plan.kv_bytes_per_token + _SPARE_BYTES
         for begin in range(0, len(token_ids), BLOCK):
             if stop.is_set():

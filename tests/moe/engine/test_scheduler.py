@@ -25,7 +25,7 @@ def counting(
 ) -> Any:
     """Stands for a pool of blocks."""
     return SimpleNamespace(
-        block_tokens=size,
+        block_tokens=block_tokens,
         counts_blocks=whole_blocks,
         windows=windows or Windows(),
         policy=None,

@@ -21,8 +21,9 @@ from moe import MoE
 from moe.describe.stateful import find_stateful
 from moe.errors import DoesNotFitError, ProfileError
 from moe.kv.blocks import BlockKVCache
-from moe.kv.cache import KVCache, KVFormat, SequenceCache
+from moe.kv.cache import KVCache, KVFormat
 from moe.kv.host_blocks import HostBlocks
+from moe.kv.sequence_cache import SequenceCache
 from moe.loading.load import WeightReader
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable
 from moe.loading.meta_model import build_meta_model
