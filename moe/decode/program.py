@@ -67,7 +67,8 @@ def room_of(x: Operand) -> int:
 class StateLayout:
     """Where each recurrent state lies in one float32 tensor that holds all of a sequence."""
 
-    def __init__(self, states: dict[StateKey, Value]) -> None:
+    def __init__(self, states: dict[StateKey, Value], initial: Mapping[StateKey, int]) -> None:
+        self._initial = initial
         self._metas = {key: value.meta for key, value in states.items()}
         sizes = [-(-meta.numel() * meta.itemsize // _ALIGNED) * 16 for meta in self._metas.values()]
         self.offsets = dict(zip(states, accumulate(sizes, initial=0), strict=False))
@@ -78,6 +79,12 @@ class StateLayout:
         start, meta = self.offsets[key], self._metas[key]
         own = memory[start : start + meta.numel() * meta.itemsize // 4]
         return own.view(meta.dtype).view(meta.shape)
+
+    def begin(self, memory: Tensor) -> None:
+        """Fill such a tensor as it is before the first token."""
+        memory.zero_()
+        for key, number in self._initial.items():
+            self.state(memory, key).fill_(number)
 
 
 class Program:
@@ -97,7 +104,7 @@ class Program:
     def __init__(self, trace: DecodeTrace, records: DescriptionRecords) -> None:
         lowering = Lowering(trace)
         self._records, self._kept = records, list[Any]()
-        self.states = StateLayout(trace.before)
+        self.states = StateLayout(trace.before, trace.initial)
         self._place_states(trace, lowering)
         self._place_logits(trace, lowering)
         self._place_hidden(trace, lowering)

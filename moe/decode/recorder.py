@@ -77,6 +77,8 @@ class DecodeTrace:
     Attributes:
         inputs: buffers that are given: embedding, token id, position.
         before, after: each recurrent state of the sequence before the token and after it.
+        initial: what states of integers hold before the first token, where that is not 0: ids of
+            tokens that are none.
         logits: ``(..., V)`` of the token.
         hidden: ``(..., H)``, its final hidden state; None: the token does not have one.
     """
@@ -85,6 +87,7 @@ class DecodeTrace:
     inputs: dict[int, Space] = field(default_factory=dict)
     before: dict[StateKey, Value] = field(default_factory=dict)
     after: dict[StateKey, Value] = field(default_factory=dict)
+    initial: dict[StateKey, int] = field(default_factory=dict)
     logits: Value | None = None
     hidden: Value | None = None
 

@@ -143,7 +143,20 @@ def _trace(backbone: Backbone, known: Collection[str], tokens: int) -> DecodeTra
         value = recorder.value(state)
         assert isinstance(value, Value)
         done.after[key] = value
+    if any(not state.is_floating_point() for state in states.values()):
+        done.initial.update(_initial(backbone))
     return done
+
+
+def _initial(backbone: Backbone) -> Iterator[tuple[StateKey, int]]:
+    """Yield what states of integers are filled with before a sequence's first token: what is left
+    of that behind it."""
+    cache = backbone.new_cache(1)
+    run_lanes(backbone.lanes([Work(random_prompts(backbone, (1,))[0], cache)]), stand_in)
+    assert isinstance(cache, KVCache)
+    for key, state in cache.states.items():
+        if not state.is_floating_point() and state.numel() > 1:
+            yield key, int(state.flatten()[0])
 
 
 def _sequence(backbone: Backbone, length: int) -> tuple[KVCache, int]:

@@ -219,10 +219,11 @@ class RowStates:
 
 
 def _flat(states: States, layout: StateLayout, free: FreeStates, rows: int) -> FlatStates:
-    """A sequence's states; zeros where it has none yet."""
+    """A sequence's states; before its first token as they begin."""
     if isinstance(states, FlatStates) and states._layout is layout:
         return states
     made = FlatStates(layout, free.take(), free, rows)
-    for key in layout.offsets:
-        made[key].copy_(states[key]) if key in states else made[key].zero_()
+    layout.begin(made.memory)
+    for key in layout.offsets.keys() & states.keys():
+        made[key].copy_(states[key])
     return made

@@ -171,17 +171,20 @@ def scores(model: MoE, prompts: list[list[int]]) -> list[list[float | None]]:
 
 
 @pytest.mark.parametrize(
-    "kind", deep_except(["qwen3_next"], sorted(KINDS.keys() - {"hy_v4", "deepseek_v4"}))
+    "kind", deep_except(["qwen3_next"], sorted(KINDS.keys() - {"deepseek_v4"}))
 )
 def test_decoded_tokens_have_the_same_bits_alone_and_together(planes: Load, kind: str) -> None:
-    """With weights as planes. The two others leave more to torch, and last bits move there."""
+    """With weights as planes. The other leaves prompts to torch, and last bits move there."""
     model = planes(kind)
     assert scores(model, PROMPTS) == [scores(model, [prompt])[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize(
     "kind",
-    deep_except(["qwen3_next"], ["qwen3_next", "granitemoehybrid", "lfm2_moe", "bailing_hybrid"]),
+    deep_except(
+        ["qwen3_next"],
+        ["qwen3_next", "granitemoehybrid", "lfm2_moe", "bailing_hybrid", "qwen4_exp_text", "hy_v4"],
+    ),
 )
 def test_cuts_change_no_bits(
     tiny_checkpoint: Callable[[str], Path], planes: Load, kind: str

@@ -64,6 +64,7 @@ def logits_of(model: MoE, *prompts: Sequence[Sequence[int]]) -> list[Tensor]:
         # Programs: recurrent layers of each kind, chunks, sparse attention, windows.
         ("qwen3_next", 32, FLOATS, (1, 2e-4)),
         ("deepseek_v32", 32, FLOATS, (0.9, 1e-4)),
+        ("qwen4_exp_text", 32, FLOATS, (1, 1e-4)),  # ids of tokens before the first
         pytest.param("qwen3_next", 8, PLANES, (0.5, 0.15), marks=pytest.mark.deep),
         pytest.param("deepseek_v32", 16, PLANES, None, marks=pytest.mark.deep),
         pytest.param("kimi_linear", 32, FLOATS, (1, 2e-4), marks=pytest.mark.deep),

@@ -13,11 +13,14 @@ from torch.nn import functional as F
 
 from kernels.cpu import choose_kernel
 from kernels.cpu.program import Space
-from moe.decode.lower import operation_names
+from moe.decode.copies import without_copies
+from moe.decode.lower import Lowering, operation_names
+from moe.decode.patterns import with_patterns
 from moe.decode.program import Program
-from moe.decode.recorder import Recorder, Value
+from moe.decode.recorder import DecodeTrace, Recorder, Value
 from moe.decode.records import DescriptionRecords
 from moe.decode.traced import TracedStep
+from moe.decode.units import Instruction
 from moe.kv.cache import KVCache
 from moe.network.packed_pass import Work
 
@@ -25,6 +28,20 @@ pytestmark = pytest.mark.skipif(choose_kernel()[0] is None, reason="no C++ compi
 
 WIDTH, ROWS = 48, 3
 Function = Callable[[Tensor], Tensor]
+
+
+def recording(
+    function: Function, x: Tensor, recorded: Callable[[Recorder, Tensor], Tensor] | None = None
+) -> DecodeTrace:
+    """See `ran`."""
+    recorder = Recorder(operation_names())
+    recorder.give(x, Space.EMBEDDED)
+    with recorder:
+        made = function(x) if recorded is None else recorded(recorder, x)
+        logits = recorder.value(made.reshape(-1).float())
+    assert isinstance(logits, Value)
+    recorder.trace.logits = logits
+    return recorder.trace
 
 
 def ran(
@@ -40,14 +57,8 @@ def ran(
     embedding = nn.Embedding.from_pretrained(rows)
     with torch.inference_mode():
         expected = torch.stack([function(row.clone()[None, None]).reshape(-1) for row in rows])
-        recorder, first = Recorder(operation_names()), rows[:1, None].clone()
-        recorder.give(first, Space.EMBEDDED)
-        with recorder:
-            made = function(first) if recorded is None else recorded(recorder, first)
-            logits = recorder.value(made.reshape(-1).float())
-        assert isinstance(logits, Value)
-        recorder.trace.logits = logits
-        step = TracedStep(Program(recorder.trace, DescriptionRecords()), embedding, kernel.decode)
+        trace = recording(function, rows[:1, None].clone(), recorded)
+        step = TracedStep(Program(trace, DescriptionRecords()), embedding, kernel.decode)
         work = [Work([token], KVCache(4)) for token in range(len(rows))]
         actual = torch.cat(step(work, lambda *_: pytest.fail("no experts")))
     return actual, expected.float()
@@ -201,6 +212,55 @@ def test_a_program_computes_what_torch_computes(name: str, seed: int, scale: flo
     largest = float(expected.nan_to_num(posinf=0.0, neginf=0.0).abs().max())  # sums may cancel
     atol = max(2e-5, 1e-6 * largest)
     torch.testing.assert_close(actual, expected, rtol=2e-5, atol=atol, equal_nan=True)
+
+
+def rms(x: Tensor, eps: float = 1e-6) -> Tensor:
+    """As most models write it."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+def read_between(x: Tensor) -> Tensor:
+    squares = x.pow(2)
+    return x * torch.rsqrt(squares.mean(-1, keepdim=True) + 1e-6) + squares
+
+
+def codes_of(function: Function) -> list[str]:
+    lowering = Lowering(recording(function, torch.randn(1, 1, WIDTH)))
+    logits = lowering.trace.logits
+    assert logits is not None
+    lowering.spaces[logits.buffer] = Space.LOGITS
+    units = without_copies(lowering.units, lowering.spaces, set())
+    units = with_patterns(units, set(lowering.spaces))
+    return [unit.code.name for unit in units if isinstance(unit, Instruction)]
+
+
+@pytest.mark.parametrize(
+    ("function", "codes"),
+    [
+        (lambda x: rms(heads(x)) * W[0, :12], ["NORM"]),
+        (lambda x: W[0, :12] * rms(heads(x)), ["NORM"]),
+        (lambda x: rms(x).tanh(), ["NORM", "TANH"]),
+        (lambda x: heads(x).softmax(-1), ["SOFTMAX"]),
+        (rotated, ["ROTATE"]),
+        # Not of these: what lies between is read, too, or other numbers are summed.
+        (read_between, None),
+        (lambda x: heads(x).softmax(1), None),
+        (lambda x: x * torch.rsqrt((x * x).sum(-1, keepdim=True) * 0.5 + 1e-6), None),
+        (lambda x: x.exp() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), None),
+    ],
+)
+@torch.inference_mode()
+def test_norms_softmax_and_rotations_are_one_instruction(
+    function: Function, codes: list[str] | None
+) -> None:
+    found = codes_of(function)
+    if codes is None:
+        assert not {"NORM", "SOFTMAX", "ROTATE"} & {*found}
+    else:
+        assert [each for each in found if each != "COPY"] == codes
+    rows = torch.randn(ROWS, WIDTH)
+    actual, expected = ran(function, rows)
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
 
 
 @settings(max_examples=20)
