@@ -65,6 +65,8 @@ _UNENFORCED = frozenset(
 )
 """Formats of JSON Schema that restrict a text, and that no grammar here has. Every other name is a
 note: ``password``, ``binary``, ``path``."""
+_ANY_TEXT = ("", "^", "$", ".*", "^.*")
+"""Patterns that every text has."""
 _DEEPEST, _TOO_DEEP = 128, "it is nested too deeply"
 
 
@@ -157,9 +159,12 @@ def _is_open(schema: object) -> bool:
 
 def _allows_strings(schema: object) -> bool:
     """Return whether a schema says no more than that a value may be a text."""
-    if not isinstance(schema, Mapping) or schema.keys() != {"type"}:
+    if not isinstance(schema, Mapping):
         return False
-    types = schema["type"]
+    every_text = schema.get("minLength", 0) == 0 and schema.get("pattern", "") in _ANY_TEXT
+    if not every_text or schema.keys() - {"type", "minLength", "pattern"}:
+        return False
+    types = schema.get("type", "string")
     return "string" in (types if isinstance(types, list) else [types])
 
 

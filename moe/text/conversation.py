@@ -36,7 +36,8 @@ def render_whole(
 
     A `developer` message is a system message where the template does not mention that role. System
     messages that the template refuses or leaves out are joined to the leading one, or given as the
-    user's in their place. Text beside an answer's tool calls becomes an answer of its own where the
+    user's in their place. Neighbours of one role are joined where turns have to alternate. Text
+    beside an answer's tool calls becomes an answer of its own where the
     template writes either; it may be left out where that is refused.
 
     Args:
@@ -198,10 +199,37 @@ def _all_in_front_as_users(messages: Messages) -> Messages:
     return _as_users(_all_in_front(messages))
 
 
+def _in_turns(messages: Messages) -> Messages:
+    return _neighbours_joined(_later_as_users(messages))
+
+
+def _in_turns_of_users(messages: Messages) -> Messages:
+    return _neighbours_joined(_all_in_front_as_users(messages))
+
+
 _ARRANGEMENTS = (
     *(_as_given, _developers_as_system, _later_as_users),
     *(_all_in_front, _all_as_users, _all_in_front_as_users),
+    *(_in_turns, _in_turns_of_users),
 )
+
+
+def _neighbours_joined(messages: Messages) -> Messages:
+    """Messages of the user, and answers without calls, joined to their like beside them: templates
+    may want turns to alternate."""
+    made: Messages = []
+    for message in messages:
+        if made and _is_plain(message) and _is_plain(made[-1], message):
+            made[-1:] = _joined([made[-1], message])
+        else:
+            made.append(message)
+    return made
+
+
+def _is_plain(message: MessageDict, like: MessageDict | None = None) -> bool:
+    role = message.get("role")
+    same = like is None or (role, message.get("name")) == (like.get("role"), like.get("name"))
+    return same and role in ("user", "assistant") and not message.get("tool_calls")
 
 
 def _leading(messages: Messages) -> tuple[Messages, Messages]:

@@ -28,6 +28,8 @@ LEAF: list[Any] = [
     (OBJECT, {"propertyNames": {"type": "string"}}),
     (OBJECT, {"propertyNames": {"type": ["string", "null"], "description": "a name"}}),
     (OBJECT, {"propertyNames": {}}),
+    (OBJECT, {"propertyNames": {"minLength": 0}}),
+    (OBJECT, {"propertyNames": {"type": "string", "pattern": ".*"}}),
     (OBJECT, {"propertyNames": True}),
     (INTEGERS, {"propertyNames": {"pattern": "^a"}}),
     (OBJECT, {"unevaluatedProperties": True}),

@@ -336,3 +336,33 @@ def _takes_none(render: Callable[..., str], name: str) -> bool:
     except RequestError:
         return True
     return False
+
+
+@pytest.mark.parametrize(
+    ("messages", "prompt"),
+    [
+        ([say("user", "One."), say("user", "Two.")], "(user: One.\n\nTwo.)"),
+        (
+            [
+                say("user", "One."),
+                say("assistant", "Yes."),
+                say("assistant", "No."),
+                say("user", "?"),
+            ],
+            "(user: One.)(assistant: Yes.\n\nNo.)(user: ?)",
+        ),
+        (
+            [say("system", "Be kind."), say("user", "One."), say("user", "Two.")],
+            "(user: Be kind.\n\nOne.\n\nTwo.)",
+        ),
+        ([say("user", "One."), say("user", "Two.", name="b")], None),
+        ([say("assistant", "Yes."), say("user", "One.")], None),
+    ],
+)
+def test_neighbours_are_joined_where_turns_alternate(messages: Any, prompt: str | None) -> None:
+    """As Mixtral's template wants it, and Anthropic's API does."""
+    if prompt is None:
+        with pytest.raises(RequestError, match="take turns"):
+            render_whole(renderer(IN_TURNS), messages, IN_TURNS)
+    else:
+        assert render_whole(renderer(IN_TURNS), messages, IN_TURNS) == prompt
