@@ -184,6 +184,7 @@ def run_tests_of_files() -> Iterator[Row]:
         argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
         output, code = bounded([*argv, str(file)], ROOT, {**os.environ, "OMP_NUM_THREADS": "1"})
         result = output.strip().splitlines()[-1] if output.strip() else ""
+        result = f"did not end in {SECONDS} s" if code is None else result
         name = str(file.relative_to(ROOT / "tests"))
         yield Row(name, "", "", code == 0, result, time.monotonic() - begin)
 

@@ -1,4 +1,4 @@
-"""docs/server.md and the code say the same, and its examples work."""
+"""The pages on the server and the code say the same, and their examples work."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moe.settings import ServerSettings
 from tests.moe.text.tool_calls.templates import HERMES
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs" / "server.md").read_text()
+PAGE = "".join((ROOT / "docs" / name).read_text() for name in ("server.md", "watching.md"))
 EXAMPLES = re.findall(r"```json\n(\{\"model\": \"MODEL\".*?)```", PAGE, re.DOTALL)
 
 
