@@ -118,7 +118,7 @@ def command(run: Callable[[], int] = main) -> NoReturn:
 
 
 class _Log(io.FileIO):
-    """Where a process says what it does. A full disk, or a reader that has gone, ends nothing."""
+    """The log of what a process does. A full disk, or a reader that has gone, ends nothing."""
 
     def write(self, data: Any, /) -> int:
         try:

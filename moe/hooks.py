@@ -114,8 +114,8 @@ def methods_on(profile: Any) -> tuple[Method, ...]:
 
 
 def readings(profile: Any) -> int:
-    """How often a pass reads each token by this `Profile`, each time with keys and values of its
-    own; 1 without a method that says otherwise."""
+    """Return how often a pass reads each token by this `Profile`, each time with keys and values of
+    its own; 1 without a method that says otherwise."""
     return max((method.readings for method in methods_on(profile)), default=1)
 
 
@@ -132,7 +132,8 @@ class Hook(Generic[T]):
     name: str
 
     def filled(self, profile: Any) -> list[T]:
-        """What the methods that a `Profile` switches on bring, in the order of their names."""
+        """Return what the methods that a `Profile` switches on bring, in the order of their
+        names."""
         on = [method for method in methods_on(profile) if self.name in method.hooks]
         return [cast(T, _imported(method.hooks[self.name])) for method in on]
 
@@ -152,7 +153,7 @@ class Registry(Generic[T]):
         return tuple(name for method in methods() for name in method.choices.get(self.key, ()))
 
     def find(self, name: str) -> T | None:
-        """What a method brings for this value; None: no method has it."""
+        """Return what a method brings for this value; None: no method has it."""
         for method in methods():
             if (place := method.choices.get(self.key, {}).get(name)) is not None:
                 return cast(T, _imported(place))

@@ -151,7 +151,7 @@ class _Read:
 
     @property
     def layers(self) -> Sequence[LayerExperts]:
-        """Those of `take_mtp` are not among them any more."""
+        """The MoE layers, without those that `take_mtp` took."""
         return self.experts.layers if isinstance(self.experts, Offloaded) else self.experts
 
     @property
@@ -267,7 +267,7 @@ def _prepare(
 
 @dataclass(frozen=True)
 class _Forecasts:
-    """What predicts the need for experts.
+    """The predictors of the need for experts.
 
     Attributes:
         prefetcher: reads experts on disk before they are needed.

@@ -68,7 +68,8 @@ def pass_notices(
 
 
 def card_notices(directory: Path) -> list[str]:
-    """What the card of a model (README.md) says to its users, as ``notice`` in its YAML header."""
+    """Return what the card of a model (README.md) says to its users, as ``notice`` in its YAML
+    header."""
     try:
         _, header, _ = read_small(directory / CARD).decode().split("---\n", 2)
         about = yaml.load(header, Loader=yaml.BaseLoader) if len(header) < _LONGEST_HEADER else None

@@ -68,7 +68,8 @@ def bundled_library() -> Path | None:
 
 
 def is_built() -> bool:
-    """Whether `load_library` has nothing to compile on this machine, or no compiler to do it."""
+    """Return whether `load_library` has nothing to compile on this machine, or no compiler to do
+    it."""
     if bundled_library():
         return True
     try:

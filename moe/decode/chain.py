@@ -32,7 +32,8 @@ from moe.network.packed_pass import Work
 from moe.sampling.batch import Proposal
 
 HEAD_BITS, GROUP = 4, 64
-"""Of a draft's output head, where the model's own has more; and the columns that share a scale."""
+"""Bits of a draft's output head, where the model's own has more; and the columns that share a
+scale."""
 COPIED = 1 << 26
 """Weights of the largest head that is copied: 36 MB. A larger one would need a place in the plan of
 memory; ``model.head_bits`` makes it small for the model, too."""
@@ -158,7 +159,7 @@ class _Made:
         self.chain.num_choices = self._counts.ctypes.data
 
     def proposals(self, told: Sequence[int]) -> list[list[Proposal | None]]:
-        """What the tokens of each draft were drawn from; None: they are the likeliest."""
+        """Return what the tokens of each draft were drawn from; None: they are the likeliest."""
         return [
             [self._proposal(row, place) for place in range(count)] for row, count in enumerate(told)
         ]

@@ -198,7 +198,7 @@ class DescribedStep(CompiledStep):
 
     @property
     def description(self) -> Description:
-        """What the step computes."""
+        """The description that the step computes."""
         return self._description
 
     @property
@@ -330,8 +330,8 @@ def _with_halves(description: Description) -> Description:
 
 
 def _has_planes(layer: Layer) -> bool:
-    """Whether all matrices but routers are bit planes, which our kernels multiply at any number of
-    rows; products of floats are left to torch where those are faster."""
+    """Return whether all matrices but routers are bit planes, which our kernels multiply at any
+    number of rows; products of floats are left to torch where those are faster."""
     a, feed = layer.attention, layer.feed
     own = feed.shared if isinstance(feed, Experts) else feed
     parts = [a.q, a.o]
@@ -359,7 +359,7 @@ class PromptSpans:
 
 
 class TokenEmbedding:
-    """How a step's rows begin: C++ reads a plain table itself, other modules fill the rows.
+    """The begin of a step's rows: C++ reads a plain table itself, other modules fill the rows.
 
     Attributes:
         width: H.
@@ -397,7 +397,7 @@ class TokenEmbedding:
 
 
 class CachePlaces:
-    """Where a step's rows stand: each one's token and position, the block size of its caches, and
+    """The places of a step's rows: each one's token and position, the block size of its caches, and
     their ``(layers, 2)`` tables.
 
     Attributes:

@@ -97,7 +97,7 @@ def _joined_dims(source: Tensor, target: Tensor) -> list[tuple[int, int, int]]:
 
 
 def disjoint(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two views of one buffer share no element; None: all of it."""
+    """Return whether two views of one buffer share no element; None: all of it."""
     if one is None or other is None:
         return False
     parts = [(tuple(x.shape), tuple(x.stride()), int(x.storage_offset())) for x in (one, other)]

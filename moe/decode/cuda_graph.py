@@ -43,15 +43,15 @@ class Capture(Protocol):
     """Runs a function once while its work is recorded; see `CudaCapture`."""
 
     def __call__(self, function: Callable[[], Made]) -> tuple[Callable[[], object], Made]:
-        """What replays the work, and what the function returned."""
+        """Record the work; return a function that replays it, and the function's result."""
 
     def beside(self, function: Callable[[], object]) -> Beside:
-        """What replays the work on another stream."""
+        """Record the work on another stream; return what replays it."""
 
 
 @dataclass(frozen=True)
 class _End:
-    """Where a segment ends: at a halt that the host answers, or with the step."""
+    """The end of a segment: at a halt that the host answers, or with the step."""
 
     halt: Halt | None
     answer: Tensor  # (B, H) that takes the rows of a halt; logits (B, V) of the step
@@ -98,7 +98,8 @@ class CudaCapture:
 
 @cache
 def _streams(_device: int) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Of the current device, the same for all pools: cuBLAS keeps memory for each stream."""
+    """Return streams of the current device, the same for all pools: cuBLAS keeps memory for each
+    stream."""
     return torch.cuda.Stream(), torch.cuda.Stream()
 
 

@@ -55,7 +55,7 @@ _CURVES: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu": 
 
 
 class RowInputs(Protocol):
-    """What all layers read of the rows of a pass.
+    """The inputs that all layers read of the rows of a pass.
 
     Attributes:
         slots: ``(B,)`` int64: where each row's keys and values go; -1: nowhere.
@@ -364,7 +364,7 @@ class DeviceOperations:
         self, given: Tensor, projection: Projection, heads: int, norm: HeadNorm | None,
         turn: Turn | None,
     ) -> Heads:  # fmt: skip
-        """What a projection has given, and what the kernel makes of it."""
+        """Return a projection's output, and what the kernel makes of it."""
         if norm is not None and not norm.per_head:  # of all heads at once: a launch of its own
             normed = self._norm(_biased(projection, given), norm.norm)
             return Heads(normed.exact.unflatten(1, (heads, -1)), turn=turn)
@@ -378,7 +378,7 @@ class DeviceOperations:
     def _products(
         self, part: Attention | LatentAttention | FeedForward, rows: Normed
     ) -> Sequence[Tensor]:
-        """Of the projections that read a part's rows, as `_product`."""
+        """Return the outputs of the projections that read a part's rows, as `_product`."""
         readers = readers_of(part)
         if part.joined is None:
             return [self._product(projection.weight, rows) for projection in readers]

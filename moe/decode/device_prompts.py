@@ -28,7 +28,7 @@ from moe.network.packed_pass import Work, put_ahead
 from moe.settings.device import to_device
 
 EXPANDED_BYTES = 256 << 20
-"""Of keys and values of latents at a time, unless one head's take more."""
+"""Most bytes of keys and values of latents at a time, unless one head's take more."""
 
 
 class DevicePrompts:
@@ -45,7 +45,7 @@ class DevicePrompts:
 
     @property
     def description(self) -> Description:
-        """What it computes."""
+        """The description that it computes."""
         return self._description
 
     @property
@@ -115,7 +115,7 @@ class DeviceAngles:
 
 
 class PromptInputs:
-    """What all layers of a pass read of its rows; see `GraphInputs`.
+    """The inputs that all layers of a pass read of its rows; see `GraphInputs`.
 
     Attributes:
         tokens: ``(T,)`` int64.
@@ -195,7 +195,7 @@ class PromptOperations(DeviceOperations):
 
 
 def _head_sizes(a: Attention | LatentAttention) -> tuple[int, int]:
-    """Of a key and a value, as prompts meet them."""
+    """Return the sizes of a key and a value, as prompts meet them."""
     if isinstance(a, LatentAttention):
         return a.plain_dim, a.value_dim
     return a.head_dim, a.value_dim

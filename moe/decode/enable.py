@@ -58,7 +58,8 @@ from offload.layer import OffloadedExperts
 
 @dataclass
 class Fused:
-    """Whether decode steps are fused, and why (not); on a GPU they may be turned off later.
+    """The state of fused decode steps, and why they are (not) fused; on a GPU they may be turned
+    off later.
 
     Attributes:
         keeps_hidden: sequences can keep the final hidden states of what decode steps read.
@@ -253,7 +254,8 @@ def _prompts_proven(
 def _compiled_experts(
     experts: MoELayers, kernel: NativeKernels, order: Sequence[int]
 ) -> tuple[Sequence[CompiledExperts], str]:
-    """What runs the experts of each visit to a MoE layer in a compiled step; none, and why not.
+    """Return what runs the experts of each visit to a MoE layer in a compiled step; none, and why
+    not.
 
     Args:
         order: the MoE layer of each visit. Looped models come to some layers again; tokens of text

@@ -1,4 +1,4 @@
-"""What a traced layer makes of its whole history before it attends.
+"""Follows what a traced layer makes of its whole history before it attends.
 
 A step's program has no place for tensors of all tokens so far: attention reads the caches itself.
 `Histories` follows such tensors through the recorded token, and remembers which caches they come
@@ -42,7 +42,7 @@ class Met(NamedTuple):
 
 
 class Lineage(NamedTuple):
-    """What a tensor of the whole history has been made of.
+    """The origin of a tensor of the whole history.
 
     Attributes:
         caches: where its rows are kept.
@@ -77,7 +77,7 @@ class Histories:
             self._kept.append(tensor)
 
     def has(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether one of them is of a whole history."""
+        """Return whether one of them is of a whole history."""
         return any(_place(tensor) in self._lineages for tensor in tensors)
 
     def lineage(self, tensor: Tensor) -> Lineage:
@@ -109,7 +109,7 @@ def _among(met: Met, others: Iterable[Met]) -> bool:
 
 
 class Latents(NamedTuple):
-    """How an attention layer expands its cached rows, latents and rotated keys, to heads.
+    """The expansion of an attention layer's cached rows, latents and rotated keys, to heads.
 
     Attributes:
         leaf: the module that expands latents.
@@ -121,7 +121,8 @@ class Latents(NamedTuple):
 
 
 def latents_of(call: AttentionCall, latent: Tensor, turned: Tensor) -> Latents:
-    """How keys and values come from ``(1, 1, L, R)`` latents and ``(1, 1, L, T)`` rotated keys.
+    """Find how keys and values come from ``(1, 1, L, R)`` latents and ``(1, 1, L, T)`` rotated
+    keys.
 
     Raises:
         NotDescribed: in no way that is known here.

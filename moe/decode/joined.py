@@ -122,7 +122,7 @@ def _blobs(matrix: PlaneMatrix) -> tuple[Tensor, ...]:
 
 
 def _alike(matrices: Sequence[PlaneMatrix]) -> bool:
-    """Whether the blobs of such matrices, one behind the other, are those of one matrix."""
+    """Return whether the blobs of such matrices, one behind the other, are those of one matrix."""
     kinds = {(replace(m.layout, rows=1), len(m.planes), m.scales.device) for m in matrices}
     whole = all(matrix.layout.rows % BLOCK_ROWS == 0 for matrix in matrices[:-1])
     return len(kinds) == 1 and whole

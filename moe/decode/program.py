@@ -65,7 +65,7 @@ def room_of(x: Operand) -> int:
 
 
 class StateLayout:
-    """Where each recurrent state lies in one float32 tensor that holds all of a sequence."""
+    """The place of each recurrent state in one float32 tensor that holds all of a sequence."""
 
     def __init__(self, states: dict[StateKey, Value], initial: Mapping[StateKey, int]) -> None:
         self._initial = initial
@@ -552,8 +552,8 @@ def _first_stages(
 
 
 def _dependences(units: Sequence[Unit]) -> tuple[list[int], list[list[int]]]:
-    """How many others each unit waits for, and which ones wait for it. Units that write different
-    parts of a buffer do not wait for each other."""
+    """Return how many others each unit waits for, and which ones wait for it. Units that write
+    different parts of a buffer do not wait for each other."""
     before: list[set[int]] = [set() for _ in units]
     writers: dict[int, list[tuple[int, Tensor | None]]] = defaultdict(list)
     readers: dict[int, list[tuple[int, Tensor | None]]] = defaultdict(list)
@@ -575,7 +575,7 @@ def _dependences(units: Sequence[Unit]) -> tuple[list[int], list[list[int]]]:
 
 
 def _covers(part: Tensor | None, other: Tensor | None) -> bool:
-    """Whether a part of a buffer surely has all elements of another."""
+    """Return whether a part of a buffer surely has all elements of another."""
     if part is None:
         return True
     return other is not None and (part.shape, part.stride(), part.storage_offset()) == (

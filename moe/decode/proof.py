@@ -95,7 +95,7 @@ def prove_traced(
 
 
 def traced_tolerance(backbone: Backbone) -> Tolerance:
-    """How far a step of a recorded token may be from transformers' forward."""
+    """Return how far a step of a recorded token may be from transformers' forward."""
     quantized = any(isinstance(module, QuantizedLinear) for module in backbone.model.modules())
     return QUANTIZED if quantized else EXACT
 
@@ -308,7 +308,7 @@ def _first_difference(
 
 
 def tolerance_of(description: Description) -> Tolerance:
-    """How far a step by this description may be from transformers' forward."""
+    """Return how far a step by this description may be from transformers' forward."""
     return QUANTIZED if any(True for _ in parts_of(description, PlaneMatrix)) else EXACT
 
 

@@ -72,7 +72,7 @@ class Operation:
 
 @dataclass
 class DecodeTrace:
-    """What one token did.
+    """The trace of one token.
 
     Attributes:
         inputs: buffers that are given: embedding, token id, position.
@@ -263,7 +263,7 @@ class Recorder(TorchDispatchMode):
         return chosen
 
     def varies(self, tensor: Tensor) -> bool:
-        """Whether it is a value."""
+        """Return whether it is a value."""
         return tensor.untyped_storage().data_ptr() in self._buffers
 
     def _new(self, tensor: Tensor) -> int:
@@ -356,8 +356,8 @@ _REAL_FORMS: Mapping[str, Callable[..., Tensor]] = {"polar": _polar, "mul": _mul
 
 
 def _real_form(name: str, arguments: Any) -> Callable[..., Tensor] | None:
-    """What computes an operation of these arguments without complex arithmetic; None if it has
-    none or needs none."""
+    """Return a function that computes an operation of these arguments without complex arithmetic;
+    None if it has none or needs none."""
     if name == "polar" or any(map(_is_complex, arguments)):
         return _REAL_FORMS.get(name)
     return None

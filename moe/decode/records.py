@@ -1,4 +1,4 @@
-"""What the C++ decode step reads and writes: records of a description, and of a step's rows.
+"""Records that the C++ decode step reads and writes: of a description, and of a step's rows.
 
 `DescriptionRecords` makes records of addresses and sizes that point into tensors of a
 `Description`, and keeps those tensors. `CompiledPass` takes the rows of one step from one stop of

@@ -158,7 +158,7 @@ def _feed(feed: FeedForward | Experts, rows: Normed, means: StepOperations) -> W
 def _shared(
     feed: Experts, expert: FeedForward, rows: Normed, means: StepOperations
 ) -> tuple[Tensor, Tensor | None]:
-    """What the shared expert makes of the rows, and its gate's logits."""
+    """Return the shared expert's output for the rows, and its gate's logits."""
     gate = feed.shared_gate
     return means.feed(expert, rows), None if gate is None else means.project(gate, rows)
 

@@ -69,7 +69,7 @@ class DecodeStep(Protocol):
     keeps_hidden: bool
 
     def takes(self, work: Sequence[Work]) -> bool:
-        """Whether the step can read this work; else transformers' forward does."""
+        """Return whether the step can read this work; else transformers' forward does."""
 
     def __call__(self, work: Sequence[Work], routed: RoutedExperts) -> list[Tensor]:
         """Call ``routed`` at every MoE layer."""
@@ -102,7 +102,7 @@ class RecordsExperts(DecodeStep, Protocol):
 
 
 class CompiledExperts(NamedTuple):
-    """What runs the experts of one MoE layer inside a compiled step.
+    """The experts of one MoE layer inside a compiled step.
 
     Attributes:
         call: the kernel's record, for C++.
@@ -201,7 +201,7 @@ class RankGroup(NamedTuple):
 
 
 def is_in_turn(order: Sequence[int]) -> bool:
-    """Whether a step visits each MoE layer once, from the first to the last."""
+    """Return whether a step visits each MoE layer once, from the first to the last."""
     return list(order) == list(range(len(order)))
 
 
@@ -294,7 +294,7 @@ class DecodeForward:
 
     @property
     def where(self) -> str:
-        """Whether experts run inside the step, and why not, for people."""
+        """Return whether experts run inside the step, and why not, for people."""
         return f"experts outside: {self._why_outside}" if self._why_outside else "experts inside"
 
     def _phase_inside(self) -> Phase | None:

@@ -234,8 +234,8 @@ class _TracedCache(PackedCache):
         self._done[own.index] = layer
 
     def states_after(self, own: OwnLayer) -> dict[StateKey, Tensor]:
-        """What a layer's states are after a token at any position: it adds its row to the rows of
-        its window, or ends the window."""
+        """Return a layer's states after a token at any position: it adds its row to the rows of its
+        window, or ends the window."""
         rate, at, layer = own.rate, self._positions[0, 0], self._done[own.index]
         left = at.remainder(rate)
         ends = left == rate - 1
@@ -432,7 +432,7 @@ def _entries_beside(
 def _others(
     recorder: Recorder, layer: int, view: View, options: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """What an attention has of the token beside its query: chosen keys, biases and sinks."""
+    """Return the inputs of an attention beside the token's query: chosen keys, biases and sinks."""
     others = dict[str, Tensor]()
     for name, option in options.items():
         if not isinstance(option, Tensor) or name == "position_ids":

@@ -35,7 +35,7 @@ from moe.kv.cache import KVCache, StateKey, States
 from moe.network.packed_pass import Work, keep_hidden_rows
 
 CHUNK_BYTES = 32 << 20
-"""Of a prompt's rows on their way from one layer of experts to the next."""
+"""Most bytes of a prompt's rows on their way from one layer of experts to the next."""
 _CHUNK_ROWS = (16, 512)  # at least, so that weights are not read for a few rows, and at most
 
 
@@ -158,7 +158,7 @@ class FlatStates(Mapping[StateKey, Tensor]):
 
 
 class _Made(NamedTuple):
-    """What a step leaves beside its logits."""
+    """The results of a step beside its logits."""
 
     states: RowStates
     final_BH: Tensor

@@ -1,4 +1,4 @@
-"""What a recorded token is lowered to: the units of a decode program, on strided operands.
+"""The units of a decode program, on strided operands, to which a recorded token is lowered.
 
 `moe.decode.lower` makes units, `moe.decode.program` orders them and writes their records. The
 functions at the end view operands, values and constants alike.

@@ -1,4 +1,4 @@
-"""What a transformers model computes, found by watching a pass and by trying; no names needed.
+"""Finds what a transformers model computes by watching a pass and by trying; no names needed.
 
 - `description.Description`: a decoder model as values, which decode steps run by.
 - `observe.Observation`: one pass of transformers' forward, with every module's inputs and outputs.

@@ -244,13 +244,13 @@ def _rows(heads: Tensor) -> Tensor:
 
 
 def _as_rows(states: Tensor, final: Tensor) -> Tensor:
-    """What a norm saw, ``(1, heads, T, D)`` or rows already, as ``(T, heads, D)``."""
+    """Return a norm's input, ``(1, heads, T, D)`` or rows already, as ``(T, heads, D)``."""
     heads_first = states.ndim == 4 and states.shape[1] == final.shape[1] != states.shape[2]
     return _rows(states) if heads_first else states.reshape(final.shape)
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Whether an attention module has leaves of latent attention."""
+    """Return whether an attention module has leaves of latent attention."""
     return child_of(module, ("kv_b_proj",)) is not None
 
 

@@ -184,7 +184,7 @@ def _logits(model: nn.Module, head: ObservedCall, logits: Tensor) -> tuple[float
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module may be a norm: it has nothing but vectors."""
+    """Return whether a module may be a norm: it has nothing but vectors."""
     own = list(module.parameters())
     return (
         not any(True for _ in module.children())

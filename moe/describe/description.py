@@ -120,7 +120,7 @@ class Attention:
 
     @property
     def cache_shape(self) -> Shape:
-        """Of the rows that it keeps."""
+        """The shape of the rows that it keeps."""
         return Shape(self.kv_heads, self.head_dim, self.value_dim)
 
 
@@ -146,7 +146,7 @@ class LatentAttention:
 
     @property
     def cache_shape(self) -> Shape:
-        """Of the rows that it keeps."""
+        """The shape of the rows that it keeps."""
         return Shape(1, self.kv_b.shape[-1], self.rotation.size)
 
 
@@ -253,7 +253,7 @@ class RotaryTable:
 
 
 def _one_by_one(rotate: Callable[[Tensor], Any], positions: Tensor) -> Any:
-    """What a rotary module returns for each position alone, one behind the other."""
+    """Return the results of a rotary module for each position alone, one after the other."""
     made = [rotate(position) for position in positions.split(1, dim=1)]
     if isinstance(made[0], Tensor):
         return torch.cat(made, -2)

@@ -67,7 +67,7 @@ class ObservedCall:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What a module handed to transformers' attention interface, ``(1, heads, T, size)`` each.
+    """The arguments of transformers' attention interface, ``(1, heads, T, size)`` each.
 
     Attributes:
         rule: by which keys are visible, or a mask of the model's own, as that of an indexer.
@@ -84,7 +84,8 @@ class AttentionCall:
 
 @dataclass
 class Observation:
-    """What one pass over all sequences did; attention and sequences: of packed passes only."""
+    """The observation of one pass over all sequences; attention and sequences: of packed passes
+    only."""
 
     calls: dict[nn.Module, list[ObservedCall]] = field(default_factory=dict)
     attention: list[AttentionCall] = field(default_factory=list)

@@ -69,7 +69,7 @@ def _kind(layer: OwnLayer) -> object:
 def _looks(
     model: PreTrainedModel, layers: Sequence[OwnLayer], length: int
 ) -> list[list[dict[CacheMember, Any]]]:
-    """What layers keep after a prompt of ``length`` tokens, and after each further token."""
+    """Return what layers keep after a prompt of ``length`` tokens, and after each further token."""
     generator = torch.Generator().manual_seed(0)
     count: int = model.get_input_embeddings().num_embeddings  # type: ignore[assignment]
     ids = torch.randint(count, (1, length + _STEPS - 1), generator=generator).to(model.device)

@@ -39,7 +39,7 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = _CLOSE) -> bool:
-    """Whether two tensors of equal count agree, relative to the largest expected element."""
+    """Return whether two tensors of equal count agree, relative to the largest expected element."""
     if actual.numel() != expected.numel():
         return False
     a, b = actual.float().reshape(-1), expected.float().reshape(-1)
@@ -47,7 +47,7 @@ def close(actual: Tensor, expected: Tensor, tolerance: float = _CLOSE) -> bool:
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors hold the same numbers in the same order, whatever their shapes."""
+    """Return whether two tensors hold the same numbers in the same order, whatever their shapes."""
     return actual.numel() == expected.numel() and torch.equal(
         actual.reshape(-1), expected.reshape(-1)
     )

@@ -72,7 +72,7 @@ def find_visits(backbone: Backbone, num_layers: int) -> Sequence[int]:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two runs may differ.
+    """Bounds of the differences between two runs.
 
     Attributes:
         values: relative to the largest value.
@@ -93,7 +93,7 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Gap:
-    """How far two runs differ in one part; ``text`` says so for people."""
+    """The difference of two runs in one part; ``text`` says so for people."""
 
     size: float
     text: str
@@ -110,7 +110,7 @@ _CHOICES, _LOGITS = "choices", "logits"
 
 @dataclass
 class ComparedRun:
-    """What one way of reading the tokens gave; stands in for the experts."""
+    """The results of one way of reading the tokens; stands in for the experts."""
 
     caches: list[KVCache]
     logits: list[Tensor] = field(default_factory=list)
@@ -136,7 +136,7 @@ def compare(
 
 
 def gaps(theirs: ComparedRun, ours: ComparedRun, layers: Sequence[LayerKey]) -> dict[str, Gap]:
-    """How far two runs differ, part by part: routings, caches of these layers, logits.
+    """Return how far two runs differ, part by part: routings, caches of these layers, logits.
 
     Raises:
         NotDescribed: they ran other MoE layers, or read other numbers of tokens.
@@ -159,7 +159,7 @@ def gaps(theirs: ComparedRun, ours: ComparedRun, layers: Sequence[LayerKey]) -> 
 
 
 def _state_gap(theirs: Sequence[KVCache], ours: Sequence[KVCache]) -> Gap:
-    """How far recurrent states differ."""
+    """Return how far recurrent states differ."""
     sizes = [
         difference(mine.states[key], state)
         for mine, other in zip(ours, theirs, strict=True)
@@ -205,7 +205,7 @@ def difference(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Packing:
-    """Whether several sequences share one forward pass, and why (not).
+    """The finding whether several sequences share one forward pass, and why (not).
 
     Attributes:
         whole: why prompts cannot be cut; empty if they can.
@@ -273,7 +273,7 @@ def _raised(error: Exception) -> str:
 
 
 def _cuts_change_nothing(backbone: Backbone) -> bool:
-    """Whether a prompt that is read in two passes has the logits of one pass."""
+    """Return whether a prompt that is read in two passes has the logits of one pass."""
     prompt = random_prompts(backbone, (2 * max(PROMPT_LENGTHS),))[0]
     half = len(prompt) // 2
     with torch.inference_mode():
@@ -293,7 +293,8 @@ def _tolerance(model: PreTrainedModel) -> float:
 
 
 def _logits(backbone: Backbone, prompts: Sequence[list[int]], *, packed: bool) -> list[Tensor]:
-    """Of prompts, and of one token behind each; or of more than the model sees of an answer."""
+    """Return logits of prompts, and of one token after each; or of more than the model sees of an
+    answer."""
     backbone.set_packed(packed)
     answers = [prompt[:1] for prompt in prompts]
     if (own := backbone.own_cache.policy) is not None:

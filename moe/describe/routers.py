@@ -162,7 +162,7 @@ def _selectors(
 
 
 def _is_exact(module: nn.Module) -> bool:
-    """Whether a module computes with float32 in main memory."""
+    """Return whether a module computes with float32 in main memory."""
     return all(p.dtype == torch.float32 and p.is_cpu for p in module.parameters())
 
 
@@ -243,8 +243,8 @@ def _agrees(selector: Selector, rows: Tensor, made: Routing) -> bool:
 
 
 def _agrees_roughly(ours: Routing, made: Routing, ranking: Tensor, eps: float) -> bool:
-    """Whether a rule agrees with a router that rounds to half precision: the experts that only the
-    router chooses are hardly worse than ours, and weights are about equal in most rows."""
+    """Return whether a rule agrees with a router that rounds to half precision: the experts that
+    only the router chooses are hardly worse than ours, and weights are about equal in most rows."""
     if ours.expert_ids.shape != made.expert_ids.shape or bool((made.expert_ids == UNUSED).any()):
         return False
     near = _ROUNDINGS * eps * ranking.where(ranking.isfinite(), 0.0).abs().amax(-1, keepdim=True)

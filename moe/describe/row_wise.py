@@ -81,7 +81,7 @@ def _choosing(model: nn.Module, gates: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def linears_are_faster(backbone: Backbone) -> bool:
-    """Whether `row_linear` should take torch's place in a packed model.
+    """Return whether `row_linear` should take torch's place in a packed model.
 
     torch's MKL multiplies float32 by 256 bits on AVX-512 of other makers than Intel; there ours is
     1.4 to 5 times as fast. Recurrent states can grow last bits to 1e-3, so these models keep the

@@ -25,7 +25,7 @@ def kv_borrowing(
 
 
 def borrowing_notice(offloaded: Offloaded | None, profile: Profile) -> str:
-    """What to tell the user if the profile asks for borrowing on a GPU; else empty."""
+    """Return a notice if the profile asks for borrowing on a GPU; else empty."""
     if offloaded is None or not profile.offload.borrow or len(offloaded.tiers) == 1:
         return ""
     return "offload.borrow changes nothing on a GPU: its slots are fixed while a model is loaded"

@@ -60,7 +60,7 @@ class StepRunner(Protocol):
 
 
 class StepLoop(Protocol):
-    """What drives sequences through a model; see `Engine`."""
+    """Drives sequences through a model; see `Engine`."""
 
     @property
     def idle(self) -> bool: ...
@@ -230,7 +230,7 @@ class Engine:
         return min(most, self.scheduler.kv_tokens)
 
     def occupancy(self) -> dict[str, int]:
-        """What the engine holds between two steps; all zero when it is idle.
+        """Return what the engine holds between two steps; all zero when it is idle.
 
         Tokens in the prefix cache do not count: they give way to requests.
         """
@@ -275,7 +275,7 @@ class Engine:
 
 
 def is_last(event: Delta | Exception) -> bool:
-    """Whether a sequence ends with this event."""
+    """Return whether a sequence ends with this event."""
     return isinstance(event, Exception) or event.finish_reason is not None
 
 

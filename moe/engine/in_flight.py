@@ -72,7 +72,7 @@ class Finished(NamedTuple):
 
 
 class End(NamedTuple):
-    """Where the next tokens of a sequence are drawn.
+    """The place where the next tokens of a sequence are drawn.
 
     Attributes:
         rows: ``(T, V)`` logits of its last tokens, drafted ones included; or why there are none.
@@ -180,7 +180,7 @@ class DrawingStep:
             return error
 
     def _verified(self) -> list[Verified]:
-        """What becomes of each sequence that draws."""
+        """Return the verification of each sequence that draws."""
         if isinstance(self._next, Exception):
             raise self._next
         ends = [end for end, _ in self._drawn]
@@ -221,7 +221,8 @@ def num_unread(sequence: RunningSequence) -> int:
 
 
 def _runs_ahead(sequence: RunningSequence) -> bool:
-    """Whether a step can read the sequence's next token before the host does, and forget it."""
+    """Return whether a step can read the sequence's next token before the host does, and forget
+    it."""
     cache = sequence.cache
     takes = cache is not None and cache.reusable and not cache.recurrent and cache.offset == 0
     return takes and not sequence.sampler.needs_tokens

@@ -34,7 +34,7 @@ class KVAccount:
         self._policy = None if pool is None else pool.policy
 
     def running(self, sequence: RunningSequence) -> int:
-        """What a running sequence holds, without blocks that count for others.
+        """Return the tokens that a running sequence holds, without blocks that count for others.
 
         A sequence that was preempted has tokens to read again: those that it will keep count.
         """
@@ -51,16 +51,17 @@ class KVAccount:
         return self._whole(tokens - max(unread - kept, 0)) - cache.shared_tokens
 
     def growth(self, sequence: RunningSequence, tokens: int) -> int:
-        """What a running sequence takes for so many tokens more."""
+        """Return the tokens that a running sequence takes for so many tokens more."""
         held = len(sequence.prompt_token_ids) + len(sequence.token_ids) - 1
         return self._whole(held + tokens) - self._whole(held)
 
     def half_read(self, group: SequenceGroup) -> int:
-        """What the part of a waiting prompt holds that has been read."""
+        """Return the tokens of the part of a waiting prompt that has been read."""
         return self._whole(group.num_held)
 
     def to_come(self, group: SequenceGroup) -> int:
-        """What a group takes beside `SequenceGroup.num_held` until its prompt has been read."""
+        """Return what a group takes beside `SequenceGroup.num_held` until its prompt has been
+        read."""
         ends = (self.unit - 1) * len(group.sequences)  # a part of a block for each
         dropped = 0 if group.keeps_all else group.num_dropped
         return max(self._when_read(group) + ends - group.num_read + dropped, 0)
@@ -76,9 +77,9 @@ class KVAccount:
     def keeps_all(
         self, group: SequenceGroup, prefixes: PrefixCache | None, kv_tokens: float
     ) -> bool:
-        """Whether a prompt keeps what is behind windows until it has been read, as the prefix cache
-        has room for all of it. A longer one does not, so that memory admits what it holds; nor one
-        that with its samples would not fit into ``kv_tokens`` then."""
+        """Return whether a prompt keeps what is behind windows until it has been read, as the
+        prefix cache has room for all of it. A longer one does not, so that memory admits what it
+        holds; nor one that with its samples would not fit into ``kv_tokens`` then."""
         if not self._windows.of_layer:
             return True
         if prefixes is None or group.sequences[0].prompt_keys is None:
@@ -87,28 +88,28 @@ class KVAccount:
         return group.num_tokens <= prefixes.max_tokens and whole <= kv_tokens
 
     def will_be_kept(self, group: SequenceGroup, prefixes: PrefixCache) -> bool:
-        """Whether the prefix cache takes a prompt once it has been read."""
+        """Return whether the prefix cache takes a prompt once it has been read."""
         most = len(group.token_ids)
         if not group.keeps_all:
             most = self._left_by_windows(group, most)
         return most <= prefixes.max_tokens
 
     def _when_read(self, group: SequenceGroup) -> int:
-        """What the sequences of a group hold at most when their prompt has been read."""
+        """Return what the sequences of a group hold at most when their prompt has been read."""
         most = self._left_by_policy(group, group.num_tokens)
         if not group.keeps_all:
             most = self._left_by_windows(group, most)
         return group.num_kv(self._block_tokens) - (group.num_tokens - most)
 
     def _left_by_policy(self, group: SequenceGroup, length: int) -> int:
-        """What a sequence that grows to ``length`` tokens holds at most under the policy."""
+        """Return what a sequence that grows to ``length`` tokens holds at most under the policy."""
         if self._policy is None:
             return length
         return self._policy.most_held(len(group.token_ids), length)
 
     def _left_by_windows(self, group: SequenceGroup, length: int) -> int:
-        """What it holds at most if it gives up what is behind windows: while a part of a prompt is
-        read, that part counts in all layers."""
+        """Return what it holds at most if it gives up what is behind windows: while a part of a
+        prompt is read, that part counts in all layers."""
         reading = len(group.token_ids)
         if self._longest_part is not None and (group.rows is None or not group.rows.whole):
             reading = min(reading, self._longest_part)

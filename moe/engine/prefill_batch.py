@@ -1,4 +1,4 @@
-"""What a step computes: `ScheduledStep`, and the prompts in it, which are read in batches.
+"""The work of a step: `ScheduledStep`, and the prompts in it, which are read in batches.
 
 Sequences that continue one prompt are a `SequenceGroup`. A `PrefillBatch` reads prompts together,
 each wholly or by a `PromptChunk`, in one of three modes (``prefill.mode``):
@@ -81,7 +81,7 @@ class SequenceGroup:
 
     @property
     def rows(self) -> PromptRows | None:
-        """What the text model is given for the prompt beside token ids; None: nothing."""
+        """Arguments of the text model for the prompt beside token ids; None: there are none."""
         return self.sequences[0].rows
 
     @property
@@ -116,7 +116,8 @@ class SequenceGroup:
         return block_hashes(first.salt, first.prompt_keys or [])
 
     def is_expected_from(self, other: SequenceGroup) -> bool:
-        """Whether most of what is left to read of the prompt is a prefix that ``other`` reads."""
+        """Return whether most of what is left to read of the prompt is a prefix that ``other``
+        reads."""
         if self.prompt_logprobs is not None or self.hashes[:1] != other.hashes[:1]:
             return False
         pairs = zip(self.hashes, other.hashes, strict=False)

@@ -42,7 +42,7 @@ Frequencies = Sequence[NDArray[np.float64]]
 SMALLEST_SAVING = 0.05
 """Layered prefill keeps a prompt's activations between steps; below this it is not worth it."""
 _FLOPS_A_BYTE = 50
-"""What a CPU computes while a byte comes from a disk: 100 GFLOP/s against 2 GB/s."""
+"""Operations of a CPU while a byte comes from a disk: 100 GFLOP/s against 2 GB/s."""
 
 
 @dataclass(frozen=True)
@@ -277,7 +277,7 @@ def _longest_chunk(work: LayerWork, group_tokens: int, prompts: Prompts) -> floa
 
 @dataclass(frozen=True)
 class RereadCost:
-    """What reading tokens again costs: their arithmetic, and the experts that come from disk.
+    """The cost of reading tokens again: their arithmetic, and the experts that come from disk.
 
     Attributes:
         work: of a layer.

@@ -42,7 +42,7 @@ from moe.speculate.speculator import Speculator
 from offload.errors import OffloadError
 
 MASKS_S = 0.02
-"""How long all sequences of a step together wait for what their structures allow."""
+"""Seconds that all sequences of a step together wait for what their structures allow."""
 
 
 class ModelRunner:
@@ -152,7 +152,7 @@ class ModelRunner:
         """These have ended; nothing is kept of them here."""
 
     def status(self) -> dict[str, Any]:
-        """What has been computed, beside the routing statistics; for JSON."""
+        """Return counts of what has been computed, beside the routing statistics; for JSON."""
         return {}
 
     def _forward(
@@ -284,7 +284,7 @@ def _results(
 
 
 def _lost_of(lanes: Sequence[Lane[list[Tensor]]], work: Sequence[Work]) -> list[Lost]:
-    """Of each item of work, what says whether it lacked an expert of another rank."""
+    """Return, for each item of work, what says whether it lacked an expert of another rank."""
     items = iter(work)
     return [lost for lane in lanes for lost in _lost_in(lane, islice(items, lane.pieces))]
 
@@ -350,9 +350,9 @@ def _limit_waiting(sequences: Sequence[RunningSequence]) -> None:
 
 
 def _read_at_once(sequences: Sequence[RunningSequence]) -> bool:
-    """Whether one pass gives the logits of all, and drawing the next tokens reads them once, while
-    it begins. Others may be looked at again, behind the next step, and are kept where masks are
-    late."""
+    """Return whether one pass gives the logits of all, and drawing the next tokens reads them once,
+    while it begins. Others may be looked at again, behind the next step, and are kept where masks
+    are late."""
     return all(
         s.sampler.is_argmax and s.cache is not None and s.cache.offset == 0 for s in sequences
     )

@@ -140,7 +140,7 @@ class Scheduler:
         return ScheduledStep(decode, None)
 
     def _admits_none(self) -> bool:
-        """Whether no prompt can join the running sequences before one of these ends."""
+        """Return whether no prompt can join the running sequences before one of these ends."""
         first = self.waiting[0]
         if self.prefixes is not None and not first.looked_up and first.prompt_logprobs is None:
             return False
@@ -190,7 +190,7 @@ class Scheduler:
         return running + half_read + prefill + (self.prefixes.num_tokens if self.prefixes else 0)
 
     def is_awaited(self, group: SequenceGroup) -> bool:
-        """Whether a waiting prompt begins with most of this one."""
+        """Return whether a waiting prompt begins with most of this one."""
         return any(other.is_expected_from(group) for other in self.waiting)
 
     def _next_batch(self) -> PrefillBatch | None:
@@ -230,8 +230,8 @@ class Scheduler:
     def _must_wait(
         self, group: SequenceGroup, prefixes: PrefixCache, taken: Sequence[SequenceGroup]
     ) -> bool:
-        """Whether most of a prompt is being read from disk, or will be by these groups' batch and
-        then be in the prefix cache."""
+        """Return whether most of a prompt is being read from disk, or will be by these groups'
+        batch and then be in the prefix cache."""
         asks = not group.num_read and group.prompt_logprobs is None
         if group.counted and self._num_sequences([*taken, group]) > self.engine.max_batch_size:
             asks = False  # it has asked, and asks again when there is a place for it
@@ -252,7 +252,7 @@ class Scheduler:
         return self._choose_mode(min(waiting, self.prefill.most_tokens), len(self.running))
 
     def _fits(self, groups: Sequence[SequenceGroup], others: Sequence[SequenceGroup]) -> bool:
-        """Whether groups of the queue can run beside the running sequences.
+        """Return whether groups of the queue can run beside the running sequences.
 
         Frees cached prefixes, and half-read prompts among ``others``, to make room.
         """
@@ -273,8 +273,8 @@ class Scheduler:
         return len(self.running) + sum(len(group.sequences) for group in groups)
 
     def _can_free(self, needed: float, others: Sequence[SequenceGroup]) -> bool:
-        """Whether `_free_read` can make room for so many tokens: what it frees in vain is read
-        again."""
+        """Return whether `_free_read` can make room for so many tokens: what it frees in vain is
+        read again."""
         missing = self.num_used_tokens() + needed - self.kv_tokens
         missing -= sum(group.num_read for group in others)
         if missing <= 0 or self.prefixes is None:

@@ -49,7 +49,7 @@ def encode_block(stored: StoredBlock, token_ids: Sequence[int]) -> list[bytes | 
 
 
 def decode_block(content: bytes | memoryview, token_ids: Sequence[int]) -> StoredBlock:
-    """What `encode_block` wrote. Raises `BlockError`.
+    """Read what `encode_block` wrote. Raises `BlockError`.
 
     Args:
         token_ids: the tokens that it must be of.

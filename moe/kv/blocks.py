@@ -111,7 +111,7 @@ class KVBlock:
 
 @dataclass(eq=False)
 class BlockHolder:
-    """What a sequence has of blocks, beside the sequence so that it outlives it.
+    """The blocks of a sequence, beside the sequence so that it outlives it.
 
     Attributes:
         blocks: in the order of tokens; None: given up.
@@ -155,7 +155,7 @@ class BlockHolder:
         return sum(not all(holder.kept for holder in block.holders) for block in own)
 
     def sole_tokens(self, length: int, block_tokens: int) -> int:
-        """Of a sequence of this length, tokens whose memory no other has."""
+        """Return the tokens of a sequence of this length whose memory no other has."""
         others = sum(len(block.holders) > 1 for block in self.held)
         return max(length - block_tokens * others, 0)
 
@@ -198,17 +198,18 @@ def _count_for(holder: BlockHolder, block: KVBlock) -> None:
 
 
 class BlockAddresses(Protocol):
-    """Where the rows of blocks begin, for compiled code."""
+    """Addresses of the rows of blocks, for compiled code."""
 
     def address(self, number: int, layer: LayerKey, shape: Shape) -> int:
-        """Of a layer's rows of a block."""
+        """Return the address of a layer's rows of a block."""
 
     def zeros(self, shape: Shape) -> int:
-        """Of what stands for a layer's rows of a block that a sequence has given up."""
+        """Return the address of rows that stand for a layer's block that a sequence has given
+        up."""
 
 
 class BlockMemory(Protocol):
-    """Where the rows of blocks lie.
+    """The memory of the rows of blocks.
 
     Attributes:
         form: how rows are stored.
@@ -242,7 +243,8 @@ class BlockMemory(Protocol):
         readable as long as somebody has them."""
 
     def are_finite(self, rows: Tensor, shape: Shape) -> bool:
-        """Whether the bytes of a layer's rows of a block, as `rows` gives them, are numbers."""
+        """Return whether the bytes of a layer's rows of a block, as `rows` gives them, are
+        numbers."""
 
     def write(
         self, cache: BlockKVCache, layer: LayerKey, keys: Tensor, values: Tensor, start: int
@@ -347,7 +349,7 @@ class BlockPool:
         return sum(BLOCK * self.shares[group] * len(own) for group, own in self._alive.items())
 
     def group_of(self, layer: LayerKey) -> int:
-        """How far a layer sees."""
+        """Return how far a layer sees."""
         return self.windows.of_layer.get(layer, ALL) if isinstance(layer, int) else ALL
 
     def new_block(self, group: int) -> KVBlock:
@@ -396,7 +398,7 @@ class BlockPool:
         self._shapes[self.group_of(layer)].setdefault(layer, shape)
 
     def takes(self, shapes: Mapping[LayerKey, Shape]) -> bool:
-        """Whether these are the layers that blocks have, as far as any are known."""
+        """Return whether these are the layers that blocks have, as far as any are known."""
         known = {layer: shape for own in self._shapes.values() for layer, shape in own.items()}
         return not known or known == dict(shapes)
 
@@ -477,7 +479,7 @@ class BlockKVCache(KVCache):
 
     @property
     def memory(self) -> BlockMemory:
-        """Where its rows lie."""
+        """The memory of its rows."""
         return self._pool.memory
 
     @property
@@ -557,7 +559,7 @@ class BlockKVCache(KVCache):
         return self.memory.begin_pass(sequences, sizes)
 
     def in_blocks(self, layer: LayerKey, end: int) -> BlockRows | None:
-        """Where the first ``end`` tokens of a layer lie, for compiled attention."""
+        """Return where the first ``end`` tokens of a layer lie, for compiled attention."""
         if layer not in self._shapes or self.memory.addresses is None:
             return None
         heads, *sizes = self._shapes[layer]
@@ -668,7 +670,7 @@ class BlockKVCache(KVCache):
 
     @property
     def shapes(self) -> Mapping[LayerKey, Shape]:
-        """Of each layer in blocks."""
+        """Shapes of the layers in blocks."""
         return self._shapes
 
     def stored_block(self, at: int) -> StoredBlock:
@@ -747,7 +749,7 @@ class BlockKVCache(KVCache):
         return self._holders[self._pool.group_of(layer)]
 
     def _key_bytes(self, shape: Shape) -> int:
-        """Of a block of a layer, the bytes of keys, behind which values lie."""
+        """Return the bytes of the keys in a layer's block; values lie after them."""
         return BLOCK * shape.heads * self.form.keys.row_bytes(shape.key_size)
 
     def layer_tables(self, layer: LayerKey) -> tuple[int, int]:

@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 
 class KVFormat(NamedTuple):
-    """How rows of keys and of values are stored."""
+    """The format of stored rows of keys and of values."""
 
     keys: RowFormat = RowFormat()
     values: RowFormat = RowFormat()
@@ -65,13 +65,13 @@ class KVFormat(NamedTuple):
         return rows + (-(-2 * heads * key_size * 4 // BLOCK) if self.bounds else 0)
 
     def bounds_begin(self, heads: int, key_size: int, value_size: int) -> int:
-        """Where the bounds of a block begin in it; 0: there are none."""
+        """Return the begin of a block's bounds in it; 0: there are none."""
         rows = self._replace(bounds=False).token_bytes(heads, key_size, value_size)
         return BLOCK * rows if self.bounds else 0
 
 
 class RowLayout(NamedTuple):
-    """How a layer's rows of a `StoredBlock` lie: all keys, then all values, head by head.
+    """The layout of a layer's rows of a `StoredBlock`: all keys, then all values, head by head.
 
     Attributes:
         form: `CODED`, or the dtype.
@@ -89,7 +89,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class StoredBlock(NamedTuple):
-    """What a sequence keeps of 64 tokens, as bytes: for disks and other processes
+    """The state of a sequence after 64 tokens, as bytes: for disks and other processes
     (`moe.kv.block_codec`).
 
     Attributes:
@@ -191,8 +191,8 @@ class KVCache(SequenceCache):
 
     @property
     def lent_tokens(self) -> int:
-        """Of a sequence that the prefix cache keeps: of `held_tokens`, those that would count for
-        sequences that run if the cache kept none."""
+        """The number of `held_tokens`, of a sequence that the prefix cache keeps, that would count
+        for sequences that run if the cache kept none."""
         return 0
 
     @property
@@ -219,7 +219,7 @@ class KVCache(SequenceCache):
         self._prompt = self.length
 
     def seen(self, position: int) -> SeenRow | None:
-        """What the token at a position attends to in layers that see all; None: all."""
+        """Return what the token at a position attends to in layers that see all; None: all."""
         if self.policy is None or self._prompt is None:
             return None
         return self.policy.row(self._prompt, position)
@@ -272,7 +272,7 @@ class KVCache(SequenceCache):
 
     @property
     def layers(self) -> list[LayerKey]:
-        """What it keeps rows of."""
+        """The layers whose rows it keeps."""
         return list(self._layers)
 
     @property
@@ -350,13 +350,13 @@ class KVCache(SequenceCache):
         return keys[:, :, begin:rows], values[:, :, begin:rows]
 
     def in_blocks(self, layer: LayerKey, end: int) -> BlockRows | None:
-        """Where the first ``end`` tokens of a layer lie, for compiled attention; None: in buffers,
-        which `read` shows."""
+        """Return the place of the first ``end`` tokens of a layer, for compiled attention; None: in
+        buffers, which `read` shows."""
         return None
 
     def begin_pass(self, sequences: Sequence[KVCache], sizes: Sequence[int]) -> RowsPass | None:
-        """What writes and reads the rows of all sequences of a packed pass at once; None: nothing
-        does, so that each sequence writes and reads its own.
+        """Return an object that writes and reads the rows of all sequences of a packed pass at
+        once; None: nothing does, so that each sequence writes and reads its own.
 
         Args:
             sequences: of one model, this one among them.

@@ -144,7 +144,7 @@ class HostBlocks:
 def _places(
     form: KVFormat, shapes: tuple[tuple[LayerKey, Shape], ...]
 ) -> tuple[dict[LayerKey, int], int]:
-    """Where the rows of each layer begin in a piece, and its bytes."""
+    """Return the begin of each layer's rows in a piece, and its bytes."""
     begins, end = {}, 0
     for layer, shape in shapes:
         begins[layer] = end
@@ -153,8 +153,8 @@ def _places(
 
 
 def kept_share(form: KVFormat, shapes: Mapping[int, Shape], heads: HeadsOfLayers) -> float:
-    """Of the bytes of these layers' rows of a block, those that stay when the heads' pages go back
-    to the system. Rows of a head that fill no page, or a part of one, stay."""
+    """Return the share of the bytes of these layers' rows of a block that stays when the heads'
+    pages go back to the system. Rows of a head that fill no page, or a part of one, stay."""
     layers = tuple(shapes.items())
     _, size = _places(form, layers)
     return 1 - sum(length for _, length in _pages_of_heads(form, layers, heads)) / size

@@ -128,7 +128,7 @@ class PrefixCache:
 
     @property
     def evictable_tokens(self) -> int:
-        """Of `num_tokens`, those that become free if all is evicted; the others are those of
+        """The number of `num_tokens` that become free if all is evicted; the others are those of
         running sequences, too."""
         return self.num_tokens - sum(entry.kv.lent_tokens for entry in self._entries.values())
 
@@ -218,8 +218,8 @@ class PrefixCache:
         return not room.stop.is_set()
 
     def is_being_read(self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes]) -> bool:
-        """Whether what follows the longest cached prefix of a prompt is being read from disk, for
-        this prompt or for another: look again later.
+        """Return whether what follows the longest cached prefix of a prompt is being read from
+        disk, for this prompt or for another: look again later.
 
         Args:
             hashes: `block_hashes` of the tokens.
@@ -310,7 +310,8 @@ class PrefixCache:
         return sorted({parting, before_end} - {0, len(token_ids)})
 
     def _parting(self, salt: str, token_ids: Sequence[int], hashes: Sequence[bytes]) -> int:
-        """Where a prompt parts from the cached prompt that is the most like it, or 0."""
+        """Return the place where a prompt parts from the cached prompt that is the most like it, or
+        0."""
         for digest in reversed(hashes):
             entry = self._index.get(digest)
             if entry is not None and entry.salt == salt:

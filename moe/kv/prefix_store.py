@@ -123,7 +123,7 @@ class PrefixStore:
         self._drop(self._path(digest), "has another layout")
 
     def num_stored(self, digests: Sequence[bytes]) -> int:
-        """How many of these blocks are on disk, up to the first that is not."""
+        """Return how many of these blocks are on disk, up to the first that is not."""
         return sum(1 for _ in takewhile(lambda digest: self._path(digest).exists(), digests))
 
     def read(self, digests: Sequence[bytes], ids: Sequence[int]) -> Future[list[StoredBlock]]:
@@ -246,7 +246,7 @@ class PrefixStore:
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    """What is in the folders of a directory, but not behind links."""
+    """Yield the files in the folders of a directory, but not behind links."""
     for folder in root.iterdir():
         if folder.is_dir() and not folder.is_symlink():
             with suppress(FileNotFoundError):

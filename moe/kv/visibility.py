@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SeenRow(NamedTuple):
-    """What a token attends to in layers that see all tokens.
+    """The blocks that a token attends to in layers that see all tokens.
 
     Attributes:
         blocks: int32, ascending, the last is its own; None: all of its sequence.
@@ -57,7 +57,7 @@ class SeenRow(NamedTuple):
 HeadsOfLayers = tuple[tuple[int, tuple[int, ...]], ...]
 """Key heads of some layers."""
 HeadScores = Mapping[int, tuple[float, ...]]
-"""Of layers that see all tokens, the score of each key head: how much it looks up earlier text
+"""The score of each key head, of layers that see all tokens: how much it looks up earlier text
 (`moe.commands.calibrate.induction`)."""
 NONE = np.arange(0, dtype=np.int32)
 """No blocks."""
@@ -112,8 +112,8 @@ class RowVisibility(ABC):
 
     @abstractmethod
     def row(self, prompt: int, position: int) -> SeenRow | None:
-        """What a token behind a prompt of so many tokens attends to; None: all. By heads: with
-        those that it holds for."""
+        """Return what a token after a prompt of so many tokens attends to; None: all. By heads:
+        with those that it holds for."""
 
     def given_up(self, prompt: int, position: int) -> np.ndarray:
         """The blocks that no token in the block of this position, behind a prompt of so many
@@ -136,9 +136,9 @@ class RowVisibility(ABC):
         return length
 
     def most_forked(self, prompt: int, length: int) -> int:
-        """Of the first ``length`` tokens of a sequence, those that another may have in its prompt.
-        Where the model is made so, these have to have seen all before them; a lossy rule leaves
-        that to who reuses answers."""
+        """Return how many of the first ``length`` tokens of a sequence another may have in its
+        prompt. Where the model is made so, these have to have seen all before them; a lossy rule
+        leaves that to who reuses answers."""
         return length
 
 

@@ -89,7 +89,7 @@ def locate(model: str | Path) -> Path | HubName:
 
 
 def _what_else(model: str) -> str:
-    """What a name that is no model's may have been meant for."""
+    """Guess what a name that is no model's may have been meant for."""
     if model.isdecimal():
         return f"a port is given by --port {model}"
     on_hub = re.fullmatch(r"(?:https?://)?(?:hf\.co|huggingface\.co)/([^/\s]+/[^/\s]+)/?", model)

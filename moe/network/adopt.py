@@ -193,7 +193,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a block's experts are served; names are those of the block's parts.
+    """The way in which a block's experts are served; names are those of the block's parts.
 
     Attributes:
         activation: name of the module that has it as an attribute, and of the attribute.
@@ -253,7 +253,7 @@ class Recipe:
 
 
 def _recipe(block: nn.Module, model: PreTrainedModel) -> Recipe | str:
-    """How the experts of a block on meta are served; else why they cannot be."""
+    """Return the recipe of a block on meta; else why its experts cannot be served."""
     hidden = model.config.get_text_config(decoder=True).hidden_size
     try:
         mini, size = make_miniature(block, hidden)
@@ -341,7 +341,7 @@ def _gates(block: nn.Module) -> list[tuple[str, str]]:
 def _call_forms(
     block: nn.Module, calls: Sequence[BlockCall], hidden: int
 ) -> Iterator[Listed | Routed]:
-    """How the block may hand tokens to its experts."""
+    """Yield ways in which the block may hand tokens to its experts."""
     owners = {name.partition(".")[0] for name in stacked_parameters(block)}
     called = [call for call in calls if call.name in owners]
     if {call.name for call in called} != owners or len(called) > 2:
@@ -381,7 +381,7 @@ def _listed_places(
 
 @torch.no_grad()
 def _is_proven(recipe: Recipe, block: nn.Module, hidden: int) -> bool:
-    """Whether a block with the recipe gives what it gives by itself."""
+    """Return whether a block with the recipe gives the same results as by itself."""
     served = copy.deepcopy(block)
     try:
         recipe.install(served, SimpleNamespace(_experts_implementation=_REFERENCE))

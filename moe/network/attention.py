@@ -60,7 +60,7 @@ class MaskRule:
         return self.allows(zero, zero, positions[keys - queries :, None], positions[None, :])
 
     def is_plain(self, keys: int) -> bool:
-        """Whether each of ``keys`` tokens sees all tokens up to itself."""
+        """Return whether each of ``keys`` tokens sees all tokens up to itself."""
         return self.window is not None and keys <= self.window
 
 
@@ -190,8 +190,8 @@ def packed_attention(
 
 
 def is_within_tokens(module: nn.Module, attention_mask: object) -> bool:
-    """Whether attention reads nothing but rows of the token itself: without a layer's cache, and
-    without a mask."""
+    """Return whether attention reads nothing but rows of the token itself: without a layer's cache,
+    and without a mask."""
     return attention_mask is None and not hasattr(module, "layer_idx")
 
 
@@ -215,7 +215,7 @@ class SeenRows(NamedTuple):
         return sequence.read(layer, self.tokens)
 
     def in_blocks(self) -> BlockRows | None:
-        """Where they lie; None if not in blocks."""
+        """Return the place of the rows; None if they are not in blocks."""
         if self.cached is None:
             return None
         sequence, layer = self.cached
@@ -223,7 +223,7 @@ class SeenRows(NamedTuple):
 
 
 def _leaves_out(seen: SeenRows) -> bool:
-    """Whether the last token does not attend to all that its layer's rule lets it see."""
+    """Return whether the last token does not attend to all that its layer's rule lets it see."""
     return seen.cached is not None and seen.cached[0].seen(seen.tokens - 1) is not None
 
 

@@ -176,7 +176,7 @@ class Backbone:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether decode steps can be launched behind each other before they are done."""
+        """Return whether decode steps can be launched behind each other before they are done."""
         return self.packed and self.contrast is None and self._runs_ahead()
 
     def new_cache(self, capacity: int) -> SequenceCache:

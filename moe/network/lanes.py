@@ -288,7 +288,7 @@ class Lane(Generic[Result]):
             self._forward, self.state = None, LaneState.CANCELLED
 
     def result(self) -> Result:
-        """What the forward returned. Raises what it raised, or `LaneCancelled`."""
+        """Return the result of the forward. Raises what it raised, or `LaneCancelled`."""
         assert self.finished, f"the lane is still {self.state.value}"
         if self._error is not None:
             raise self._error

@@ -19,7 +19,8 @@ _LEAST = 4  # of the hidden size and an expert's width in a miniature
 
 
 def owns_stack(module: nn.Module) -> bool:
-    """Whether a module, none of torch's own, has 3-D parameters, or several equal 2-D ones."""
+    """Return whether a module, none of torch's own, has 3-D parameters, or several equal 2-D
+    ones."""
     if type(module).__module__.startswith("torch."):
         return False
     shapes = [p.shape for p in module._parameters.values() if p is not None]
@@ -39,8 +40,8 @@ def stacked_parameters(block: nn.Module) -> dict[str, Tensor]:
 
 
 def expert_counts(block: nn.Module) -> list[int]:
-    """What E may be: the least leading dimension of 3-D parameters; where experts' rows come one
-    after the other, any number of rows of another matrix that divides theirs."""
+    """Return values that E may have: the least leading dimension of 3-D parameters; where experts'
+    rows come one after the other, any number of rows of another matrix that divides theirs."""
     stacked = stacked_parameters(block)
     leading = [p.shape[0] for p in stacked.values() if p.ndim == 3]
     if leading:

@@ -196,12 +196,12 @@ class MoELayers:
 
     @property
     def context(self) -> int:
-        """How many of a sequence's last tokens `begin` wants; 0 without a prefetcher."""
+        """The number of a sequence's last tokens that `begin` wants; 0 without a prefetcher."""
         return 0 if self._prefetcher is None else self._prefetcher.predictor.context
 
     @property
     def looks_ahead(self) -> bool:
-        """Whether the prefetcher wants to hear of every layer that runs."""
+        """Return whether the prefetcher wants to hear of every layer that runs."""
         return self._prefetcher is not None and self._prefetcher.awake
 
     def begin(self, contexts: Sequence[Sequence[int]], forecast: Forecast | None = None) -> None:

@@ -31,7 +31,7 @@ from moe.sampling.batch import Proposal
 
 
 class MtpInput(nn.Module):
-    """What the layer reads: ``project(norm(embedding), norm(hidden state of the token before))``.
+    """The input of the layer: ``project(norm(embedding), norm(hidden state of the token before))``.
 
     It stands where a network has its embedding, and is called with token ids only: `reading` gives
     the hidden states. Probes, which have none, get the embeddings in their place.
@@ -155,7 +155,7 @@ def take_head(network: PreTrainedModel) -> PreTrainedModel | None:
 
 
 class ChainStart(NamedTuple):
-    """Where a sequence's draft begins.
+    """The beginning of a sequence's draft.
 
     Attributes:
         work: what it reads first; its cache grows by that.
@@ -192,8 +192,8 @@ class DraftChain(Protocol):
 
 
 class ChainedDrafts(NamedTuple):
-    """Of each sequence its tokens, the probability of each, and what it was drawn from; and the
-    rows of each pass."""
+    """Tokens of each sequence, the probability of each, and what it was drawn from; and the rows of
+    each pass."""
 
     tokens: list[list[int]]
     confidence: list[list[float]]

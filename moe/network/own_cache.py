@@ -44,7 +44,7 @@ _C = TypeVar("_C", bound=Cache)
 
 @dataclass(frozen=True)
 class OwnCache:
-    """What a model keeps beside keys and values by classes of its modeling file.
+    """The states that a model keeps beside keys and values by classes of its modeling file.
 
     Attributes:
         base: the cache class that the model's modeling file defines; None unless it is just one.
@@ -139,7 +139,7 @@ class LayerStates:
 
 
 class CacheMember(NamedTuple):
-    """What a cache layer keeps in an attribute, or under a key of a dictionary there."""
+    """A value that a cache layer keeps in an attribute, or under a key of a dictionary there."""
 
     attribute: str
     key: str | None = None
@@ -223,7 +223,7 @@ class OwnLayer:
         return layer
 
     def states_of(self, layer: Any) -> dict[StateKey, Tensor]:
-        """What a sequence keeps as states of the layer that it has made."""
+        """Return the states of the layer that a sequence has made."""
         states = dict[StateKey, Tensor]()
         for member in self.windows:
             rows = member.get(layer)
@@ -235,7 +235,7 @@ class OwnLayer:
 
 
 def members_of(layer: Any) -> list[CacheMember]:
-    """What a cache layer keeps beside what transformers' own layers keep."""
+    """Return what a cache layer keeps beside what transformers' own layers keep."""
     known = vars(DynamicLayer()) | vars(DynamicSlidingWindowLayer(sliding_window=1))
     found = list[CacheMember]()
     for name, value in vars(layer).items():
@@ -274,7 +274,7 @@ class OwnLayers:
 
 @dataclass
 class _PlainLayer:
-    """What modules read of a layer that keeps keys and values only, behind its `update`."""
+    """The view that modules have of a layer that keeps keys and values only, after its `update`."""
 
     cache: _Pass
     layer: int

@@ -132,7 +132,7 @@ def _calls(cache: PackedCache, together: bool) -> Iterator[tuple[list[int], int,
 
 
 def _index(rows: Sequence[int] | np.ndarray, device: torch.device) -> slice | Tensor:
-    """What chooses rows without a wait for the device, as a list would."""
+    """Return an index that chooses rows without a wait for the device, as a list would."""
     first, end = int(rows[0]), int(rows[0]) + len(rows)
     if np.array_equal(rows, range(first, end)):
         return slice(first, end)

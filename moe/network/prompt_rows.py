@@ -29,14 +29,14 @@ from moe.network.own_cache import CACHE_ARGUMENT, tensors_in
 POSITIONS, EMBEDDINGS, MASK = "position_ids", "inputs_embeds", "attention_mask"
 _IDS = "input_ids"
 _OURS = {CACHE_ARGUMENT, "past_key_values", "cache_position", "use_cache", "return_dict"}
-"""What a pass says itself."""
+"""Arguments that a pass gives itself."""
 
 _given: ContextVar[Mapping[str, Any] | None] = ContextVar("_given", default=None)
 _caught: ContextVar[dict[str, Any] | None] = ContextVar("_caught", default=None)
 
 
 class NotRows(ValueError):
-    """What a text model was given does not belong to tokens."""
+    """An argument of a text model does not belong to tokens."""
 
 
 class _Caught(Exception):
@@ -58,7 +58,7 @@ class _Rows:
 
 
 class PromptRows:
-    """What a text model is given for the T tokens of a prompt.
+    """Arguments of a text model for the T tokens of a prompt.
 
     Args:
         arguments: of its forward by name, for a prompt with one more token of text at its end.

@@ -109,7 +109,7 @@ def use_kernels(modules: Iterable[nn.Module]) -> dict[str, str]:
 
 
 def _device(module: nn.Module) -> torch.device:
-    """Where a module's weights are; the CPU if they have no memory, as where passes are
+    """Return the device of a module's weights; the CPU if they have no memory, as where passes are
     measured."""
     device = next((weight.device for weight in module.parameters()), _CPU)
     return _CPU if device.type == "meta" else device

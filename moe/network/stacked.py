@@ -30,7 +30,7 @@ BOTH = -1
 """A gate's place if one function makes both halves of the first projection one."""
 
 Outputs = tuple[Any, ...]
-"""What a router returns."""
+"""Outputs of a router."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def stacked_origins(
 
 
 class RouterReading(Protocol):
-    """How a router's outputs say which experts a token visits, with which weights."""
+    """Reads from a router's outputs which experts a token visits, with which weights."""
 
     def read(self, outputs: Outputs) -> tuple[Tensor, Tensor]:
         """``(T, K)`` expert ids and weights."""
@@ -234,7 +234,8 @@ def _integers(value: Any) -> list[int]:
 
 
 def _each_as_often(value: Tensor, count: int) -> bool:
-    """Whether a tensor of integers holds each of ``range(count)``, one as often as the other."""
+    """Return whether a tensor of integers holds each of ``range(count)``, one as often as the
+    other."""
     if int(value.min()) < 0 or int(value.max()) >= count:
         return False
     return len(set(value.bincount(minlength=count).tolist())) == 1

@@ -29,9 +29,9 @@ from moe.parallel.worker import RankWorker
 from moe.settings import ParallelSettings
 
 NAMED_S = 2.0
-"""How long the watchdog has to name the lost rank once an exchange has failed."""
+"""Seconds that the watchdog has to name the lost rank once an exchange has failed."""
 ANSWER_S = 5.0
-"""How long rank 0 has to tell its callers of a loss; then the process ends in any case."""
+"""Seconds that rank 0 has to tell its callers of a loss; then the process ends in any case."""
 _logger = logging.getLogger("moe")
 
 
@@ -165,7 +165,7 @@ class Coordinator:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """What the ranks have sent, for JSON; from any thread.
+        """Return counts of what the ranks have sent, for JSON; from any thread.
 
         ``halves_take`` is empty: whether overlapped steps pay is no longer measured while serving.
         """

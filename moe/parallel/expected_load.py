@@ -35,7 +35,7 @@ SAMPLE = 1 << 13
 
 @dataclass(frozen=True)
 class _StepTokens:
-    """What all ranks read in a step, as contexts ``(T, 2)``.
+    """The tokens that all ranks read in a step, as contexts ``(T, 2)``.
 
     Attributes:
         prompts: contexts of each rank's prompts, and the layers that they pass in the step.

@@ -63,7 +63,7 @@ class WatchedExchange:
 
 
 class RankExchanges(NamedTuple):
-    """What connects the ranks of a group.
+    """The connections of a group's ranks.
 
     Attributes:
         host: their main memories.
@@ -158,7 +158,7 @@ def own_address(peer: socket.socket) -> str:
 
 
 class _Communication(NamedTuple):
-    """What carries a group's rows.
+    """The carriers of a group's rows.
 
     Attributes:
         comm: of DeepSpeed; None where it is not installed.

@@ -1,4 +1,5 @@
-"""What a launcher says about this process, the launch's secret, and how the process ends with it.
+"""Reads what a launcher says about this process, keeps the launch's secret, and ends the process
+with the launch.
 
 `Launch` reads the variables of DeepSpeed's launcher and torchrun: rank, number of ranks, and where
 rank 0 listens. If all ranks are on one machine, they use its loopback addresses only.
@@ -72,7 +73,7 @@ class Launch:
 
     @property
     def warnings(self) -> list[str]:
-        """What to tell the user about how exposed the ranks are; often empty."""
+        """Return warnings of how exposed the ranks are; often empty."""
         found = []
         if ipaddress.ip_address(self.address).is_global:
             found.append(
@@ -241,7 +242,7 @@ def shield_from_launcher(launch: Launch) -> None:
 
 
 def _outlived(launch: Launch) -> bool:
-    """Whether rank 0 outlived the child; returns when rank 0 is gone."""
+    """Return whether rank 0 outlived the child; returns when rank 0 is gone."""
     try:
         with socket.create_connection((launch.address, launch.port)) as rank_0:
             while rank_0.recv(1):

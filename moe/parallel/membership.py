@@ -1,4 +1,4 @@
-"""How the ranks of a launch find each other: within bounded time, and only if they fit together.
+"""Brings the ranks of a launch together: within bounded time, and only if they fit together.
 
 Rank 0 listens at the launch's address and opens a store there. Every rank writes a `Member` into
 it: its process, and its `identity` (settings, versions, code, model files). Ranks that differ would
@@ -48,7 +48,7 @@ Identity = dict[str, str]
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank says about itself.
+    """The facts that a rank states about itself.
 
     Attributes:
         identity: what must be the same on all ranks.
@@ -94,11 +94,12 @@ class Membership:
         ]
 
     def threads(self, rank: int) -> int:
-        """How many threads a rank may have: its cores, divided by the ranks that share them."""
+        """Return how many threads a rank may have: its cores, divided by the ranks that share
+        them."""
         return max(1, len(self.members[rank].cores) // len(self.sharers(rank)))
 
     def neighbours(self, rank: int) -> int:
-        """How many ranks are on a rank's machine, itself included."""
+        """Return how many ranks are on a rank's machine, itself included."""
         return sum(member.host == self.members[rank].host for member in self.members)
 
 

@@ -197,7 +197,7 @@ class OrderQueue:
 
     @property
     def has_orders(self) -> bool:
-        """Whether the rank has something to free."""
+        """Return whether the rank has something to free."""
         return bool(self.caches or self._ended)
 
     def end(self, sequences: Sequence[RunningSequence]) -> None:

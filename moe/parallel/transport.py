@@ -32,7 +32,7 @@ class WireError(ConnectionError):
 
 
 def readable(files: Iterable[int], timeout_s: float | None = None) -> list[int]:
-    """Those of these descriptors that can be read, once there are any, or when the time is up.
+    """Return the descriptors that can be read, once there are any, or when the time is up.
 
     Unlike `select`, it takes descriptors from 1024 on: connections of clients may have all below.
     """

@@ -52,7 +52,7 @@ class Heartbeat:
 
 
 class _Peer:
-    """What the watchdog knows of a rank."""
+    """The facts that the watchdog knows of a rank."""
 
     def __init__(self, now: float) -> None:
         self.heard = self.moved = now
@@ -140,7 +140,7 @@ class Watchdog(threading.Thread):
         self._excuse(until)
 
     def _excuse(self, until: float) -> float:
-        """Where this thread was held up, the peers are not late; returns until when to listen."""
+        """Excuse the peers where this thread was held up; returns until when to listen."""
         late = time.monotonic() - until
         if late <= self._interval:
             return until

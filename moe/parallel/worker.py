@@ -1,4 +1,4 @@
-"""What a rank computes, and how it obeys the coordinator.
+"""Computes a rank's part of a step, and obeys the coordinator.
 
 Every rank has a `RankWorker`, which computes the rank's own sequences and serves its share of the
 experts to all ranks. The coordinator calls the one of rank 0 directly. On any other rank a
@@ -185,7 +185,7 @@ class RankWorker:
         )
 
     def dispatch_status(self) -> dict[str, str]:
-        """How rows reach other ranks, for JSON; from any thread."""
+        """Return how rows reach other ranks, for JSON; from any thread."""
         name = _NAMES.get(type(self.dispatcher), "local")
         return {"name": name, "why_no_deep_ep": self._why_no_deep_ep}
 
@@ -274,7 +274,7 @@ def new_dispatcher(
 
 
 def _why_no_deep_ep(settings: ParallelSettings) -> str:
-    """What the profile asks for that DeepEP does not do; empty if it does all."""
+    """Return what the profile asks for that DeepEP does not do; empty if it does all."""
     if settings.combine == "exact":
         return "parallel.combine is exact, and DeepEP adds up in an order of its own"
     if settings.payload != "plain":

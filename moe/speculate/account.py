@@ -32,7 +32,7 @@ tokens that came anyway, so a few failures in a row are bad luck."""
 TRYING = 0.005
 """Share of all time that trials of elastic drafts may lose."""
 RECENT = 0.998
-"""What a step still counts for in the gain after the next one."""
+"""Weight of a step in the gain after the next one."""
 
 FIRST = 8
 """Plain steps before the first lookup with a new number of sequences."""
@@ -71,11 +71,11 @@ class Account:
         return 1.0 + self._foreseen / self._recent if self._recent else None
 
     def affords(self, loss: float, trust: float = 0.0) -> bool:
-        """Whether this many seconds may be lost, ``trust`` of them beyond the room."""
+        """Return whether this many seconds may be lost, ``trust`` of them beyond the room."""
         return loss <= self.room + trust
 
     def affords_trial(self, loss: float) -> bool:
-        """Whether a trial may lose this many seconds, whatever has been gained."""
+        """Return whether a trial may lose this many seconds, whatever has been gained."""
         return loss <= self._trying
 
     def tried(self, loss: float) -> None:

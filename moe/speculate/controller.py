@@ -28,7 +28,7 @@ from moe.speculate.step_times import OUTLIER, Line, StepTimes
 CAUTION = 1.02
 """Goodput that offers must have."""
 LOYALTY = 1.02
-"""How much better than the best known goodput a trial must be hoped to be."""
+"""Factor over the best known goodput that a trial must be hoped to reach."""
 OPTIMISM = 2.0
 """Standard deviations that are added to an acceptance rate to get the hoped one."""
 KEPT = 2.0
@@ -37,15 +37,15 @@ FIRST, FIRST_MTP, DOUBT = 0.35, 0.6, 4.0
 """Acceptance rate assumed of an untried mode, too low to use elastic drafts without a trial; of a
 layer, which was trained to draft; and the tokens that this assumption weighs."""
 KEEP, FADE = 0.995, 0.998
-"""What a token still counts for after the next draft of its mode, and after each step."""
+"""Weights of a token after the next draft of its mode, and after each step."""
 POSITIONS = 4
-"""Of a draft, whose acceptance is learned one by one; those behind share the last."""
+"""Positions of a draft whose acceptance is learned one by one; those after them share the last."""
 RISE = 0.1
-"""How much more a position may accept than the one before it. Where the first ones begin to fail,
-what is known of deeper ones is old, as they are not reached any more."""
+"""Most by which a position may accept more than the one before it. Where the first ones begin to
+fail, what is known of deeper ones is old, as they are not reached any more."""
 PASS, PASS_MTP, HOPED_PASS = 0.7, 0.25, 0.1
-"""What a draft pass is assumed to take before one has been measured, of the model itself and of one
-layer; and what is hoped for."""
+"""Assumed times of a draft pass before one has been measured, of the model itself and of one layer;
+and the time that is hoped for."""
 FOLLOW = 0.1
 """Weight of the last draft in what a pass takes."""
 BELIEF = 32.0
@@ -115,7 +115,7 @@ class AutoController(Controller):
             self._settle(plan, round)
 
     def figures(self) -> dict[str, Any]:
-        """What has been learned, and what came of it, for JSON."""
+        """Return what has been learned, and what came of it, for JSON."""
         best = self._passes
         return {
             "predicted_gain": self.account.predicted_gain,
@@ -147,8 +147,8 @@ class AutoController(Controller):
         return plan
 
     def _offered(self, line: Line, offers: Sequence[Sequence[Draft]]) -> DraftPlan | None:
-        """Of each sequence the offer with the most expected tokens, cut where tokens are not worth
-        their rows; None if all together do not pay, or the account has no room for their loss."""
+        """Choose for each sequence the offer with the most expected tokens, cut where tokens are
+        not worth their rows; None if all together do not pay."""
         if not any(offers):
             return None
         batch, choices, gained = len(offers), list[Choice](), 0.0
@@ -232,7 +232,7 @@ class AutoController(Controller):
 
 
 class DraftPlan(NamedTuple):
-    """How a step drafts.
+    """The drafts of a step.
 
     Attributes:
         choices: one for each sequence.
@@ -250,7 +250,7 @@ class DraftPlan(NamedTuple):
 
 
 class PassArm:
-    """What is known of drafts by passes in one mode.
+    """The record of drafts by passes in one mode.
 
     The first trial already measures what a pass takes. A mode whose passes cost too much is not
     tried again, whatever acceptance may be hoped for. A position that has been verified little is
@@ -271,7 +271,7 @@ class PassArm:
 
     @property
     def expected_pass(self) -> float:
-        """What a pass takes, or is assumed to take."""
+        """The time of a pass, measured or assumed."""
         return self._pass if self.pass_time is None else self.pass_time
 
     def acceptance(self, position: int, optimism: float = 0.0) -> float:
@@ -294,16 +294,16 @@ class PassArm:
         return tuple(self.acceptance(position) for position in range(count))
 
     def survival(self, confidence: Sequence[float]) -> list[float]:
-        """Of each drafted token the probability that it and all before it are accepted: half by its
-        confidence, half by how often tokens at its position are accepted."""
+        """Return the probability of each drafted token that it and all before it are accepted: half
+        by its confidence, half by how often tokens at its position are accepted."""
         chances = (
             (each + self.acceptance(position)) / 2 for position, each in enumerate(confidence)
         )
         return list(accumulate(chances, mul))
 
     def goodput(self, depth: int, line: Line, optimism: float = 0.0) -> float:
-        """Of drafts of ``depth`` tokens: by acceptance and times, corrected by how well such
-        predictions have held.
+        """Return the goodput of drafts of ``depth`` tokens: by acceptance and times, corrected by
+        how well such predictions have held.
 
         Args:
             line: what verification takes.

@@ -109,7 +109,7 @@ PLAIN = Draft()
 
 
 class Choice(NamedTuple):
-    """How a sequence drafts in a step; depth 0 is plain decoding."""
+    """The drafting of a sequence in a step; depth 0 is plain decoding."""
 
     mode: Mode | None = None
     depth: int = 0
@@ -176,14 +176,14 @@ class Stop:
     price: float
 
     def goes_on(self, confidence: Sequence[float]) -> bool:
-        """Whether a draft whose tokens have this confidence is worth another pass."""
+        """Return whether a draft whose tokens have this confidence is worth another pass."""
         chance = self.at(len(confidence))
         for position, each in enumerate(confidence):
             chance *= (each + self.at(position)) / 2
         return chance >= self.price
 
     def at(self, position: int) -> float:
-        """How often a token there is right."""
+        """Return how often a token there is right."""
         return self.accepted[min(position, len(self.accepted) - 1)]
 
 
@@ -223,8 +223,8 @@ class Controller(ABC):
         return None
 
     def rests(self, batch: int) -> int:
-        """How many of the next steps of ``batch`` sequences decode plainly, without a lookup.
-        Called before each step that would look drafts up."""
+        """Return how many of the next steps of ``batch`` sequences decode plainly, without a
+        lookup. Called before each step that would look drafts up."""
         return 0
 
     def rested(self, plain: Plain) -> None:
@@ -232,7 +232,7 @@ class Controller(ABC):
         return None
 
     def figures(self) -> dict[str, Any] | None:
-        """What it has learned, for JSON; None if it does not learn."""
+        """Return what it has learned, for JSON; None if it does not learn."""
         return None
 
 

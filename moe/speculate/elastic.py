@@ -221,7 +221,7 @@ class DraftLayers:
         return self._forward(rows, ids, routing.weights, held)
 
     def chose(self, routings: Sequence[Routing]) -> None:
-        """What the model's own routers chose in a recorded pass, of each layer."""
+        """Take the choices of the model's own routers in a recorded pass, of each layer."""
         for passes, routing in zip(self.wanted, routings, strict=True):
             passes.append(routing.expert_ids)
         self._bytes = None
@@ -317,7 +317,8 @@ def middle(layers: int, share: float) -> frozenset[int]:
 
 
 def _all(mask: Tensor) -> bool:
-    """Whether the host knows, without waiting for a device, that a mask is True everywhere."""
+    """Return whether the host knows, without waiting for a device, that a mask is True
+    everywhere."""
     return mask.is_cpu and bool(mask.all())
 
 

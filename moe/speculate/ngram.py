@@ -30,7 +30,7 @@ KINDS = [bisect(SIZES, size) - 1 for size in range(SIZES[-1] + MOST)]
 
 
 class History:
-    """Where each run of tokens of one sequence occurred last.
+    """The place where each run of tokens of one sequence occurred last.
 
     Attributes:
         size: length of the run that the last guess followed, rounded down to one of `SIZES`.
@@ -55,7 +55,8 @@ class History:
         self._runs = runs
 
     def following(self, limit: int) -> list[int]:
-        """What followed the last occurrence of the longest known run at the end of the sequence.
+        """Return the tokens that followed the last occurrence of the longest known run at the end
+        of the sequence.
 
         If that reaches the end of the sequence, it is repeated, as for a loop.
         """
@@ -88,7 +89,7 @@ BINS = 8
 
 
 class Chances:
-    """How often guesses of each kind have been right, over about the last hundred.
+    """The probability that guesses of each kind are right, over about the last hundred.
 
     Args:
         known: assumed by kind at first.
@@ -111,7 +112,7 @@ class Chances:
 
 
 State = TypeVar("State")
-"""What a source keeps for one sequence."""
+"""The state that a source keeps for one sequence."""
 
 
 class ModelFree(ABC, Generic[State]):
@@ -264,7 +265,7 @@ class Offers:
     def of(
         self, sequences: Sequence[RunningSequence], limits: Sequence[int]
     ) -> list[Sequence[Draft]]:
-        """Of each sequence the drafts, of at most ``limits`` tokens."""
+        """Return the drafts of each sequence, of at most ``limits`` tokens."""
         if sequences != self._asked:
             self._asked, self._states = list(sequences), [self._of(each) for each in sequences]
         offers = list[Sequence[Draft]]()
@@ -290,7 +291,7 @@ class Offers:
 
 
 class _SourceStates:
-    """What all sources keep for one sequence.
+    """The states that all sources keep for one sequence.
 
     Attributes:
         by_source: state of each source.

@@ -17,7 +17,7 @@ ENDS = 1.0, 6.0
 """Tokens a sequence at which the line is assumed, with the weight of `BELIEF` measurements each."""
 BELIEF = 4.0
 KEEP = 1 - 1 / 32
-"""What a measurement still counts for when the next one of its kind comes."""
+"""Weight of a measurement when the next one of its kind comes."""
 OUTLIER = 2.0
 """Times its expected seconds that a step may count for: other work interrupts some steps."""
 JUDGED = 128
@@ -27,7 +27,7 @@ UNJUDGED = 16
 
 
 class Line(NamedTuple):
-    """What verifying drafts takes, in plain steps: for itself, and for each token a sequence."""
+    """The time of verifying drafts, in plain steps: for itself, and for each token a sequence."""
 
     start: float
     slope: float
@@ -102,7 +102,7 @@ class StepTimes:
         return known.verify((rows - batch) / batch) if rows > batch else known.plain
 
     def line(self, batch: int) -> Line:
-        """What verifying drafts of this many sequences takes."""
+        """Return the time of verifying drafts of this many sequences."""
         return self._batches[batch].line
 
     def add_plain(self, batch: int, seconds: float, steps: int) -> None:
@@ -127,8 +127,8 @@ class StepTimes:
         self._last = known.line
 
     def figures(self) -> dict[str, Any]:
-        """How good predictions have been lately, for JSON; None before any. The target efficiency
-        is MoESD's: the time of a plain step over that of one that verifies."""
+        """Return how good predictions have been lately, for JSON; None before any. The target
+        efficiency is MoESD's: the time of a plain step over that of one that verifies."""
         seen = self._measured > 0
         return {
             "target_efficiency": {

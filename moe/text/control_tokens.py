@@ -150,7 +150,7 @@ class ControlTokens:
 
 
 def _encoding(tokenizer: Tokenizer, text: str) -> Encoding:
-    """Of a text, without the interpreter, which ``tokenizer.encode`` holds to its end."""
+    """Encode a text without the interpreter, which ``tokenizer.encode`` holds to its end."""
     with without_interpreter():
         (encoding,) = tokenizer.encode_batch([text], add_special_tokens=False)
     return encoding

@@ -228,7 +228,8 @@ class TextCodec:
         return probe_reasoning(template)
 
     def template_mentions(self, name: str) -> bool:
-        """Whether the chat template may read a variable: its source has the name, or is unknown."""
+        """Return whether the chat template may read a variable: its source has the name, or is
+        unknown."""
         template = None if self.tokenizer is None else self.tokenizer.chat_template
         return (
             not isinstance(template, str)

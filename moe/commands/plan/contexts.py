@@ -108,7 +108,7 @@ def policy_prices(planned: PlannedModel) -> list[PolicyPrice]:
 
 
 def _known_policies(tokens: int) -> Iterator[RowVisibility | None]:
-    """Those that need no more than the number of tokens."""
+    """Yield the policies that need no more than the number of tokens."""
     for name in VISIBILITIES.names():
         with suppress(ProfileError):
             yield visibility(f"{name}:{tokens}")

@@ -141,8 +141,9 @@ class ReasoningBody(ToolBody, StructuredBody):
     thinking_token_budget: int | None = Field(default=None, ge=NO_LIMIT, le=MAX_INT)
     """Most tokens of reasoning; then its end is forced. -1: any number."""
     thinking: bool | None = None
-    """Whether to think; left out: the model's own default. Where unknown fields are taken, it may
-    be an object, ``{"type": "enabled"}`` or ``disabled``, or have the name ``enable_thinking``."""
+    """Switches thinking on or off; left out: the model's own default. Where unknown fields are
+    taken, it may be an object, ``{"type": "enabled"}`` or ``disabled``, or have the name
+    ``enable_thinking``."""
     include_reasoning: bool = True
     """false: answers are reported without their reasoning."""
 
@@ -278,7 +279,7 @@ _OTHER_WORDS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "reasoning.exclude": ("include_reasoning", lambda value: value is not True),
     "reasoning.max_tokens": ("thinking_token_budget", lambda value: value),
 }
-"""What other servers call a field of `ReasoningBody`: its own name, and its value from theirs."""
+"""Other servers' names for a field of `ReasoningBody`: its own name, and its value from theirs."""
 
 
 def _in_own_words(body: Json, ignored: Ignored) -> Json:
