@@ -189,6 +189,37 @@ def test_a_store_without_checksums_loads(tmp_path: Path) -> None:
         old.verify()
 
 
+def test_a_prefix_is_checked_as_far_as_it_was_read(tmp_path: Path) -> None:
+    with Store.open(make_store(tmp_path / "x")) as store:
+        key = ExpertKey(1, 2)
+        place = store.prefix(key, 2)
+        content = bytearray(store.file(1).path.read_bytes()[place.start : place.stop])
+        part = torch.frombuffer(content, dtype=torch.uint8)
+        store.check(key, 8, [part[:7], part[7:]])
+        part[-1] ^= 1
+        with pytest.raises(StoreError, match="damaged"):
+            store.check(key, 8, [part])
+
+
+def test_manifests_whose_numbers_do_not_fit_one_another(tmp_path: Path) -> None:
+    store = make_store(tmp_path / "x", bits=4)
+    (tmp_path / "y").mkdir()
+    lie = rewritten(store, tmp_path / "y", "layers", 0, "bits", value=[4, 8, 4])
+    with pytest.raises(StoreError, match="an expert has more bits than the store"):
+        Store.open(lie)
+    manifest = read_manifest(store)
+    files = {
+        name: file.model_copy(update={"sums": None if file.sums is None else file.sums[:-1]})
+        for name, file in manifest.files.items()
+    }
+    write_manifest(store, manifest.model_copy(update={"files": files}))
+    with (
+        Store.open(store) as fewer,
+        pytest.raises(StoreError, match=r"has \d+ tensors and \d+ checksums$"),
+    ):
+        load(fewer, 4)
+
+
 @given(data=st.data())
 def test_random_damage_is_refused_or_harmless(
     made: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
@@ -272,6 +303,7 @@ FILE = "experts-00000.safetensors"
         (["files", FILE, "header"], "0" * 32, rf"{FILE}: has a header that is not the one"),
         (["files", FILE, "data"], "x", "not valid: files"),
         (["files", FILE], None, "each layer needs a file of its own"),
+        (["layers", 0, "bits"], [4, 4], "2 numbers of bits for 3 experts"),
         (["linears"], {"x": 5}, "not valid: linears"),
         (["more"], 1, "not valid: more"),
     ],
