@@ -7,7 +7,9 @@ further than they may be long.
 
 from __future__ import annotations
 
+import ipaddress
 import re
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ MAX_ANSWER_BYTES = 64 << 20
 """Most bytes of JSON: far above a page of the list of files, which has a thousand."""
 MAX_ERROR_BYTES = 64 << 10
 MAX_PAGES = 100
+MAX_REDIRECTS = 10
 MAX_FILE_BYTES = 1 << 50
 MAX_PATH_BYTES = 1024
 MAX_PART_BYTES = 255
@@ -155,21 +158,53 @@ def pause(error: HTTPError, failures: int) -> None:
 def ask(url: str, **headers: str) -> Iterator[Response]:
     """An answer whose body was not read yet, and comes as it is sent.
 
-    Raises `CheckpointError` for one that is compressed, and what `hub_errors` translates.
+    Raises `CheckpointError` for one that is compressed, or sends us where a hub has no files, and
+    what `hub_errors` translates.
     """
     headers = {**build_hf_headers(), **headers, "Accept-Encoding": "identity"}
-    with http_stream_backoff(
-        # what breaks off is tried again by those who know how far it came
-        "GET", url, headers=headers, timeout=TIMEOUT_S, retry_on_exceptions=(),
-        retry_on_status_codes=(),
-    ) as answer:  # fmt: skip
-        encoding = answer.headers.get("Content-Encoding", "identity")
-        if encoding != "identity":
-            raise untrusted(url, f"answers in the encoding {encoding!r}, which was not asked for")
-        if answer.status_code >= 400:
-            _skip(answer)
-        hf_raise_for_status(answer)
-        yield answer
+    at = url
+    for _ in range(MAX_REDIRECTS + 1):
+        with http_stream_backoff(
+            # what breaks off is tried again by those who know how far it came
+            "GET", at, headers=headers, timeout=TIMEOUT_S, retry_on_exceptions=(),
+            retry_on_status_codes=(), follow_redirects=False,
+        ) as answer:  # fmt: skip
+            following = answer.next_request
+            if following is None:
+                encoding = answer.headers.get("Content-Encoding", "identity")
+                if encoding != "identity":
+                    raise untrusted(
+                        url, f"answers in the encoding {encoding!r}, which was not asked for"
+                    )
+                if answer.status_code >= 400:
+                    _skip(answer)
+                hf_raise_for_status(answer)
+                yield answer
+                return
+        _check_redirect(url, at, at := str(following.url))
+        # Those of the client, which leave the token out at another host
+        headers = {name: v for name, v in following.headers.items() if name.lower() != "host"}
+    raise untrusted(url, f"redirects more than {MAX_REDIRECTS} times")
+
+
+def _check_redirect(url: str, before: str, to: str) -> None:
+    """Raise `CheckpointError` where an answer must not send us: files, servers of this machine and
+    of its network (unless the hub is one), and from HTTPS to plain HTTP."""
+    old, new = urlsplit(before), urlsplit(to)
+    if new.scheme not in ("http", "https") or (old.scheme, new.scheme) == ("https", "http"):
+        raise untrusted(url, f"redirects to {to!r:.200}, which is no {old.scheme} address")
+    hub, host = urlsplit(url).hostname or "", new.hostname or ""
+    if host != hub and _is_local(host) and not _is_local(hub):
+        raise untrusted(url, f"redirects to {host!r:.200}, in the network of this machine")
+
+
+def _is_local(host: str) -> bool:
+    """Whether one of a host's addresses is none of the internet; a proxy may know others."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return not all(ipaddress.ip_address(address[0]).is_global for *_, address in found)
 
 
 def _skip(answer: Response) -> None:

@@ -221,17 +221,57 @@ def test_an_answer_is_of_the_bytes_that_were_asked_for(hub: FakeHub, cache: Path
         list(file.stream(7, 10))
 
 
+def redirect(hub: FakeHub, kind: str, to: str) -> None:
+    def lie(of: str, headers: dict[str, str], body: Any) -> tuple[dict[str, str], Any]:
+        if of != kind:
+            return headers, body
+        return {"status": "302", "Location": to, "Content-Length": "0"}, iter([])
+
+    hub.lie = lie
+
+
+@pytest.mark.parametrize("kind", ["model", "tree", "file"])
+def test_redirects_lead_to_no_file_and_not_into_our_network(
+    hub: FakeHub, cache: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "_is_local", lambda host: host in ("127.0.0.2", "inside"))
+    for to in ("file:///etc/passwd", "ftp://other/x"):
+        redirect(hub, kind, to)
+        refused(hub, downloaded, r"redirects to '(file|ftp)://.*', which is no http address; try")
+    for to in ("http://127.0.0.2:1/x", "http://inside/x"):
+        redirect(hub, kind, to)
+        refused(hub, downloaded, r"redirects to '(127\.0\.0\.2|inside)', in the network of this")
+
+
+def test_redirects_end(hub: FakeHub, cache: Path) -> None:
+    redirect(hub, "model", f"/api/models/{NAME}")
+    refused(hub, downloaded, "redirects more than 10 times")
+
+
+def test_hosts_of_our_network_are_known() -> None:
+    local = ("127.0.0.1", "localhost", "10.0.0.1", "169.254.169.254", "::1", "fe80::1", "0.0.0.0")
+    assert all(map(answers._is_local, local))
+    assert not any(
+        map(answers._is_local, ("1.1.1.1", "2606:4700::1111", "no.such.host.invalid", ""))
+    )
+    answers._check_redirect("http://127.0.0.1/a", "http://127.0.0.1/a", "http://10.0.0.1/b")
+    answers._check_redirect("http://1.1.1.1/a", "http://1.1.1.1/a", "https://1.0.0.1/b")
+    with pytest.raises(CheckpointError, match="which is no https address"):
+        answers._check_redirect("https://1.1.1.1/a", "https://1.1.1.1/a", "http://1.1.1.1/a")
+    with pytest.raises(CheckpointError, match=r"'10\.0\.0\.1', in the network of this machine"):
+        answers._check_redirect("http://1.1.1.1/a", "http://1.1.1.1/a", "http://10.0.0.1/b")
+
+
 def test_answers_without_a_byte_end(hub: FakeHub, cache: Path) -> None:
     def lie(kind: str, headers: dict[str, str], body: Any) -> tuple[dict[str, str], Any]:
         return (headers | {"Content-Length": "0"}, iter([])) if kind == "file" else (headers, body)
 
     hub.lie = lie
-    refused(hub, downloaded, "gave no answer for org/small: .*without a byte")
-    hub.log.clear()
     with pytest.raises(HTTPError, match="without a byte"):
         Repository.find(HubName(NAME)).files["model.safetensors"].content()
     asked = [one for one in hub.log if one.path.endswith("model.safetensors")]
     assert 5 <= len(asked) <= 6  # the last is noted when it was sent
+    refused(hub, downloaded, "gave no answer for org/small: .*without a byte")
 
 
 def test_lists_end(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
