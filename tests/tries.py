@@ -28,6 +28,8 @@ import pytest
 from tests.mutants import digest_of
 
 _SECONDS = 300.0
+_ALL_SECONDS = 1800.0
+"""Of all tests without a mutant, which are traced."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class _Stem:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
         reached = self._tree / "reached.json"
-        code = _forked()
+        code = _forked(_ALL_SECONDS)
         if code is None:
             files = {trial.file for trial in self._trials}
             session.config.pluginmanager.register(_Reach(self._tree, files, reached))
@@ -140,13 +142,13 @@ _WORDS = {0: "SURVIVED", 3: "SURVIVED", 4: "SURVIVED", 5: "SURVIVED", _HUNG: "hu
 """Of exit codes of pytest; others are failures, or a death by a signal."""
 
 
-def _forked() -> int | None:
+def _forked(seconds: float = _SECONDS) -> int | None:
     """None in the child; its exit code, or `_HUNG`."""
     child = os.fork()
     if child == 0:
         os.setsid()
         return None
-    until = time.monotonic() + _SECONDS
+    until = time.monotonic() + seconds
     try:
         while time.monotonic() < until:
             ended, status = os.waitpid(child, os.WNOHANG)
