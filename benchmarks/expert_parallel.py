@@ -60,7 +60,7 @@ def shape(target: Target) -> dict[str, Any]:
     """What the simulator must know of a store."""
     profile = load_profile(None, {"device": "cpu"}).profile
     with planning(target.store, profile, torch.device("cpu"), lambda _: None) as planned:
-        sizes, hidden = model_sizes(planned), planned.config.get_text_config().hidden_size
+        sizes, hidden = model_sizes(planned, profile), planned.config.get_text_config().hidden_size
     names = ("layers", "experts", "top_k", "expert_bytes", "trunk_bytes")
     return {name: getattr(sizes, name) for name in names} | {"hidden": hidden}
 

@@ -6,7 +6,7 @@ called `METHOD`. `methods` finds the folders that are there, so a method is remo
 A declaration imports no torch: it names its code as ``"module:attribute"``, and that module is
 imported when the profile switches the method on.
 
-The core calls what methods bring in two ways:
+The core calls what methods bring in three ways:
 
 - A `Hook` is a point of the core that each method which is on may fill::
 
@@ -20,7 +20,12 @@ The core calls what methods bring in two ways:
       make = BACKENDS.find(profile.kernels.backend)
       # by Method(choices={"kernels.backend": {"megablocks": "moe.methods.megablocks.code:make"}})
 
-The room that calls defines the `Hook` or `Registry`, with its type. moe/methods/__init__.py says
+- A `ModelHook` is a point of the core that a method fills for the models that it serves::
+
+      MEASURE = ModelHook[Callable[[PreTrainedModel], Footprint]]("measure")
+      measure = MEASURE.of(network) or measure_footprint  # by Method(serves=..., hooks={...})
+
+The room that calls defines the hook, with its type. moe/methods/__init__.py says
 how to write a method.
 """
 
@@ -36,7 +41,16 @@ from typing import Any, Generic, TypeVar, cast
 
 from moe.section import Settings
 
-__all__ = ["Hook", "Method", "Registry", "methods", "methods_on", "moved_keys", "readings"]
+__all__ = [
+    "Hook",
+    "Method",
+    "ModelHook",
+    "Registry",
+    "methods",
+    "methods_on",
+    "moved_keys",
+    "readings",
+]
 
 T = TypeVar("T")
 _PACKAGE = "moe.methods"
@@ -60,6 +74,9 @@ class Method:
         moved: former keys of a profile, each with its key of today.
         readings: how often it reads each token, with keys and values of its own each time. With
             more than one, keys and values are in buffers, and prompts have no images.
+        serves: ``"module:attribute"`` of a function that tells a model which the method serves. For
+            such a model it fills each `ModelHook`, whatever the profile says. Any key of its
+            section that is not the default switches it on in a profile.
         files: tests and benchmarks that are about nothing else, from the root of the repository.
             They go when the method goes.
         name: of its folder, and of its section. `methods` fills it in.
@@ -75,21 +92,26 @@ class Method:
     needs: Mapping[str, Any] = field(default_factory=dict)
     moved: Mapping[str, str] = field(default_factory=dict)
     readings: int = 1
+    serves: str = ""
     files: Sequence[str] = ()
     name: str = ""
 
     @property
     def switches(self) -> tuple[str, ...]:
         """The keys of a profile that switch it on."""
-        own = (f"methods.{self.name}.{self.switch}",) if self.switch else ()
-        return (*own, *self.choices)
+        return (*(f"methods.{self.name}.{key}" for key in self._own_switches), *self.choices)
+
+    @property
+    def _own_switches(self) -> tuple[str, ...]:
+        every = tuple(self.settings.model_fields) if self.serves and self.settings else ()
+        return (self.switch,) if self.switch else every
 
     def on_by(self, profile: Any) -> str:
         """The key of a `Profile` that switches the method on; empty if none does."""
-        if self.switch and self.settings is not None:
-            default = self.settings.model_fields[self.switch].default
-            if attrgetter(self.switch)(getattr(profile.methods, self.name)) != default:
-                return self.switches[0]
+        for key in self._own_switches:
+            default = self.settings.model_fields[key].default if self.settings else None
+            if attrgetter(key)(getattr(profile.methods, self.name)) != default:
+                return f"methods.{self.name}.{key}"
         for key, values in self.choices.items():
             found = attrgetter(key)(profile)
             texts = found if isinstance(found, tuple) else (found,)
@@ -157,6 +179,21 @@ class Registry(Generic[T]):
         for method in methods():
             if (place := method.choices.get(self.key, {}).get(name)) is not None:
                 return cast(T, _imported(place))
+        return None
+
+
+@dataclass(frozen=True)
+class ModelHook(Generic[T]):
+    """A point of the core that methods fill for the models that they serve; ``T`` is the type of
+    what they bring."""
+
+    name: str
+
+    def of(self, model: Any) -> T | None:
+        """What the method that serves this model brings; None: the core's own way stays."""
+        for method in methods():
+            if self.name in method.hooks and method.serves and _imported(method.serves)(model):
+                return cast(T, _imported(method.hooks[self.name]))
         return None
 
 

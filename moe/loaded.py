@@ -13,11 +13,11 @@ from kernels.cpu.kv import BLOCK
 from moe.calibration.predictors import PromptEstimator
 from moe.decode.enable import Fused
 from moe.describe.probe import Packing
+from moe.engine.writer import Writer
 from moe.images.reader import ImageReader
 from moe.loading.memory_plan import MemoryPlan
 from moe.memory.kv_precision import KVPrecision
 from moe.network.backbone import Backbone
-from moe.network.block_diffusion import BlockWriter
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead
 from moe.sampling.constraint import Structures
@@ -48,8 +48,7 @@ class LoadedModel:
         context_length: most tokens of a sequence; None without a limit.
         offloaded: the cache of experts on disk; None if all experts are in memory.
         mtp: the multi-token-prediction layer that the model brings, or why none is loaded.
-        blocks: writes whole blocks by the model's own generation code; None: it writes tokens one
-            by one.
+        writer: writes its sequences in place of the sampler; None: the model is autoregressive.
         expect: which experts a prompt needs, if requests may be ordered by it.
         sampling: how the model itself wants its tokens sampled.
         prefix_key: names everything that the bits of keys and values depend on; empty: prefixes are
@@ -73,7 +72,7 @@ class LoadedModel:
     context_length: int | None
     offloaded: Offloaded | None
     mtp: MtpHead | str
-    blocks: BlockWriter | None = None
+    writer: Writer | None = None
     expect: PromptEstimator | None = None
     sampling: ModelSampling = field(default_factory=ModelSampling)
     prefix_key: str = ""
@@ -117,7 +116,7 @@ class LoadedModel:
             "device": str(self.backbone.device),
             "proofs": self.proofs,
             "packing": {"enabled": self.packing.enabled, "why": self.packing.reason},
-            "blocks": self._block_status(),
+            "writer": None if self.writer is None else self.writer.status(),
             "fused": {"enabled": self.fused.enabled, "why": self.fused.reason},
             "speculation": {
                 "enabled": self.speculation.speculator is not None,
@@ -133,15 +132,6 @@ class LoadedModel:
                 self.codec.response_template, "the tokenizer carries one"
             ),
             "notices": list(self.notices),
-        }
-
-    def _block_status(self) -> dict[str, Any] | None:
-        if self.blocks is None:
-            return None
-        return {
-            "canvas_length": self.blocks.canvas_length,
-            "schedule": self.blocks.schedule,
-            "policies": self.blocks.no_policies or "any",
         }
 
     def _kv_status(self) -> dict[str, Any]:

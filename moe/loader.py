@@ -26,9 +26,10 @@ from moe.decode.enable import FUSED_OFF, Fused, enable_fused
 from moe.decode.proof import prove_policy
 from moe.describe.attention import check_views, seen_windows
 from moe.describe.description import NotDescribed
-from moe.describe.probe import Packing, enable_packing, find_visits, stand_in
-from moe.describe.routers import enable_policies
+from moe.describe.probe import Packing, enable_packing, find_visits
+from moe.describe.routers import enable_policies, find_selectors
 from moe.describe.row_wise import linears_are_faster, make_linears_row_wise, make_row_wise
+from moe.engine.writer import REFUSE, WRITER, Writer
 from moe.errors import CheckpointError, ProfileError
 from moe.extras import install_line, is_installed
 from moe.hooks import Registry
@@ -48,10 +49,8 @@ from moe.loading.sources import total_bytes
 from moe.loading.takeover import arrange_linears, mend_linears, precision_notices
 from moe.machine import keep_freed_memory
 from moe.memory.kv_precision import KVPrecision
-from moe.memory.planning import PlannedModel, check_fit, planning
+from moe.memory.planning import GENERATION, PlannedModel, check_fit, planning
 from moe.network.backbone import Backbone
-from moe.network.block_diffusion import BlockWriter, writes_blocks
-from moe.network.denoise import Acceptance
 from moe.network.moe_layer import MoELayers
 from moe.network.mtp import MtpHead, take_head
 from moe.network.seam import attach, experts_modules
@@ -185,14 +184,14 @@ def _read(
     with planning(path, profile, device, report, ranks) as planned:
         network, config = planned.network, planned.config
         sampling = ModelSampling({"temperature": 1.0})
-        if in_blocks := writes_blocks(network):
-            _check_block_profile(network, profile)
+        if (refuse := REFUSE.of(network)) is not None:
+            refuse(network, profile)
         _check_policy(profile, planned.kv)
         on_plan(planned.memory)
         check_fit(planned.memory, profile, planned.why_resident)
         # Small files first: a fault in them must not show up minutes later, after the weights.
         codec = TextCodec.from_directory(path, config)
-        if not in_blocks:
+        if GENERATION.of(network) is None:
             sampling = ModelSampling.from_directory(path)
         experts, differences = planned.source.load(planned.weights, device, report, planned.room)
         towers = planned.towers
@@ -215,19 +214,20 @@ def _prepare(
     experts = MoELayers(read.layers, backend.forward, forecasts.prefetcher)
     attach(read.network, experts.layers, experts.run)
     backbone = Backbone(read.network)
-    blocks, vision = None, read.vision
-    if writes_blocks(read.network):
-        blocks = _block_writer(backbone, profile)
-    else:
+    writer = _writer(backbone, profile)
+    if writer is None:
         make_row_wise(backbone)
     mtp = _mtp(head, head_layers, backend, planned, profile)
-    backbone.blocks = _blocks_on_device(planned, read.device)
-    found = _probe(backbone, experts, profile, mtp) if blocks is None else _BLOCKS
-    images = _images(backbone, vision, read.codec, read.path, planned.config, profile)
-    if ranks > 1 and blocks is None:
+    if writer is None:
+        backbone.blocks = _blocks_on_device(planned, read.device)
+        found = _probe(backbone, experts, profile, mtp)
+    else:
+        found = _Found.without(writer.why)
+    images = _images(backbone, read.vision, read.codec, read.path, planned.config, profile)
+    if ranks > 1 and writer is None:
         experts.set_visits(find_visits(backbone, len(experts.layers)))
-    _alter(backbone, experts, offloaded, policies, profile, blocks)
-    kv = _keep_in_blocks(backbone, planned, found.fused, profile, blocks)
+    _alter(backbone, experts, offloaded, policies, profile, writer)
+    kv = _keep_in_blocks(backbone, planned, found.fused, profile, writer)
     _check_policy(profile, kv)
     codec, plan = read.codec.with_images(images), planned.memory
     loaded = LoadedModel(
@@ -246,7 +246,7 @@ def _prepare(
         context_length=planned.context_length,
         offloaded=offloaded,
         mtp=mtp,
-        blocks=blocks,
+        writer=writer,
         expect=forecasts.expect,
         sampling=read.sampling,
     )
@@ -310,46 +310,21 @@ class _Found:
     fused: Fused
     speculation: Speculation
 
+    @classmethod
+    def without(cls, why: str) -> _Found:
+        """None of them, for this reason."""
+        return cls(Packing(False, why), [], Fused(False, why), Speculation(None, why))
+
 
 _SPARE_BLOCKS = 8  # for copies of a block that the scheduler learns of a step later
-_OWN_CODE = "it writes whole blocks by its own generation code"
-_BLOCKS = _Found(
-    Packing(False, _OWN_CODE), [], Fused(False, _OWN_CODE), Speculation(None, _OWN_CODE)
-)
 
 
-def _check_block_profile(network: PreTrainedModel, profile: Profile) -> None:
-    """Refuse what a profile asks for and a model that writes blocks cannot do."""
-    name, drafts = type(network).__name__, profile.speculation.mode
-    for key, value, instead in (
-        ("speculation.mode", "off" if drafts == "auto" else drafts, "off"),
-        ("speculation.contrast", profile.speculation.contrast, 0.0),
-        ("memory.kv_policy", profile.memory.kv_policy, None),
-    ):
-        if value != instead:
-            raise ProfileError(
-                f"{key} is {value}, and {name} writes whole blocks, for which that does not exist; "
-                f"set {key}: {'null' if instead is None else instead}"
-            )
-
-
-def _block_writer(backbone: Backbone, profile: Profile) -> BlockWriter:
-    """Return what drives the model's own generation code, proven on short blocks."""
-    make_linears_row_wise(backbone.model)
-    writer = BlockWriter(backbone.model)
-    with torch.inference_mode():
-        writer.prove(stand_in)
-    if writer.no_policies:
-        acceptance = Acceptance.of(profile.diffusion)
-        for key, instead, asked in (
-            ("accept", "own", acceptance.kind == "confidence"),
-            ("refresh", "all", acceptance.refresh is not None),
-        ):
-            if asked:
-                raise ProfileError(
-                    f"diffusion.{key} is {getattr(profile.diffusion, key)}, and "
-                    f"{writer.no_policies}; set diffusion.{key}: {instead}"
-                )
+def _writer(backbone: Backbone, profile: Profile) -> Writer | None:
+    """The writer that a method brings for this model; None: it is autoregressive."""
+    make = WRITER.of(backbone.model)
+    if make is None:
+        return None
+    writer = make(backbone, profile)
     backbone.read_prompts_by(writer.reading)
     return writer
 
@@ -424,13 +399,14 @@ def _alter(
     offloaded: Offloaded | None,
     policies: PolicyChain,
     profile: Profile,
-    blocks: BlockWriter | None,
+    writer: Writer | None,
 ) -> None:
     """Enable what changes the model's results, as the profile asks.
 
     Probes compare ways to compute the unaltered model, so they cannot run after this.
     """
-    enable_policies(policies, backbone, experts, blocks)
+    find = find_selectors if writer is None else writer.selectors
+    enable_policies(policies, backbone, experts, find)
     enable_contrast(profile.speculation, backbone, experts)
     if offloaded is not None and profile.offload.late == "prefix":
         offloaded.serve_prefixes(profile.offload.late_share)
@@ -441,19 +417,17 @@ def _keep_in_blocks(
     planned: PlannedModel,
     fused: Fused,
     profile: Profile,
-    writer: BlockWriter | None,
+    writer: Writer | None,
 ) -> KVPrecision:
-    """Keep keys and values as planned from now on if a compiled decode step reads them, or a model
-    that writes blocks, or, on a GPU, as probes have read them already. Raises `ProfileError` for a
+    """Keep keys and values as planned from now on if a compiled decode step reads them, or a
+    writer, or, on a GPU, as probes have read them already. Raises `ProfileError` for a
     policy that has no effect."""
     kv = planned.kv
     if not kv.in_blocks or backbone.blocks is not None:
         return kv
     kernel, _ = choose_kernel()
     if kernel is not None and writer is not None:
-        backbone.blocks = BlockPool(
-            HostBlocks(kernel.kv, kv.form), writer.windows(kv.form, stand_in)
-        )
+        backbone.blocks = BlockPool(HostBlocks(kernel.kv, kv.form), writer.windows(kv.form))
         return kv
     if kernel is None or not fused.enabled:
         return kv.without_blocks(f"decode steps are not compiled: {fused.reason}")
@@ -498,7 +472,7 @@ def _check_policy(profile: Profile, kv: KVPrecision, why: str = "") -> None:
 
 def _blocks_on_device(planned: PlannedModel, device: torch.device) -> BlockPool | None:
     """The pool of a GPU's keys and values, as the plan has it; None: there is none."""
-    if device.type == "cpu" or not planned.kv.in_blocks or writes_blocks(planned.network):
+    if device.type == "cpu" or not planned.kv.in_blocks:
         return None
     from moe.kv.device_blocks import DeviceBlocks  # needs Triton
 

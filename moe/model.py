@@ -21,11 +21,11 @@ from torch import Tensor
 
 from experts.placement import Placement
 from moe.completion import Completion, StreamEvent, collect, stream_events
-from moe.engine.blocks import BlockRunner
 from moe.engine.borrowing import kv_borrowing
 from moe.engine.engine import Engine, StepLoop, StepRunner
 from moe.engine.prefill_batch import SequenceGroup
 from moe.engine.prefill_mode import LayerWork, RereadCost
+from moe.engine.writer import Writer
 from moe.errors import RankLostError, RequestError
 from moe.expert_map import cache_counters, expert_activity, expert_choices, expert_layout
 from moe.kv.prefix_cache import PrefixCache
@@ -229,32 +229,15 @@ class MoE:
         return [rows for lane in lanes for rows in lane.result()]
 
     @property
-    def canvas_length(self) -> int | None:
-        """Tokens of a block, if the model writes whole blocks; None: it writes single tokens."""
-        return None if self._loaded.blocks is None else self._loaded.blocks.canvas_length
-
-    @torch.inference_mode()
-    def canvas_logits(self, token_ids: Sequence[int], canvas: Sequence[int]) -> Tensor:
-        """``(C, V)`` logits of the tokens of a canvas behind a text, in a first pass over it.
-
-        Raises:
-            RequestError: the model writes no blocks, or the canvas has another length.
-        """
-        blocks = self._loaded.blocks
-        if blocks is None or len(canvas) != blocks.canvas_length or not token_ids:
-            wanted = "no blocks" if blocks is None else f"blocks of {blocks.canvas_length} tokens"
-            raise RequestError(
-                f"this model writes {wanted}, and a canvas of {len(canvas)} tokens behind "
-                f"{len(token_ids)} was given; give it a text and a canvas of its length"
-            )
-        with self._lock():
-            return blocks.logits(token_ids, canvas, self.experts.run)
+    def writer(self) -> Writer | None:
+        """Writes the model's sequences in place of the sampler; None: it is autoregressive."""
+        return self._loaded.writer
 
     def _check_autoregressive(self, why: str) -> None:
-        """Raise `RequestError` if the model writes whole blocks."""
-        if self._loaded.blocks is not None:
+        """Raise `RequestError` if the model is not autoregressive."""
+        if self.writer is not None:
             raise RequestError(
-                f"{type(self.backbone.model).__name__} writes whole blocks, so {why}; it can "
+                f"{type(self.backbone.model).__name__} is not autoregressive, so {why}; it can "
                 "generate (MoE.generate, moe generate, moe serve)"
             )
 
@@ -286,25 +269,22 @@ class MoE:
         longest = plan.longest_sequence(_pool(profile, kv_tokens), num_prompt)
         limits = [longest, self.context_length]
         room = min(limit for limit in limits if limit is not None) - num_prompt
-        if self._loaded.blocks is not None:
-            room -= room % self._loaded.blocks.canvas_length
+        if self.writer is not None:
+            room -= room % self.writer.unit
         return max(room, 1)
 
     def loop(self) -> StepLoop:
         """A new step loop over this model and all its ranks, for callers that drive it."""
         self._check_open()
-        blocks = self._loaded.blocks
         if isinstance(self._session, Coordinator):
             return ParallelEngine(
                 self._session,
                 self._planning_engine,
                 continue_on_loss=self.profile.profile.parallel.on_rank_loss == "continue",
-                in_blocks=blocks is not None,
             )
-        if blocks is None:
+        if self.writer is None:
             return self.engine()
-        settings = self.profile.profile.diffusion
-        return self._engine(BlockRunner(self.backbone, self.experts, blocks, settings))
+        return self._engine(self.writer.runner(self.backbone, self.experts))
 
     def engine(self, *, drafts: bool = True) -> Engine:
         """A step loop over this rank only.

@@ -26,9 +26,8 @@ def notices_of(loaded: LoadedModel, profile: Profile, ranks: int) -> list[str]:
     borrowing = borrowing_notice(loaded.offloaded, profile)
     return [
         *loaded.sampling.notices,
-        *pass_notices(
-            loaded.packing, loaded.fused, loaded.codec, in_blocks=loaded.blocks is not None
-        ),
+        *(pass_notices(loaded.packing, loaded.fused) if loaded.writer is None else []),
+        *prompt_notices(loaded.codec),
         *_image_notices(loaded, profile),
         *loaded.speculation.notices,
         *filter(None, [borrowing, loaded.kv.notice(profile)]),
@@ -39,19 +38,12 @@ def notices_of(loaded: LoadedModel, profile: Profile, ranks: int) -> list[str]:
     ]
 
 
-def pass_notices(
-    packing: Packing, fused: Fused, codec: TextCodec, *, in_blocks: bool = False
-) -> list[str]:
-    """Say how forward passes are slower, or prompts less free, than they might be.
-
-    Args:
-        in_blocks: the model writes whole blocks.
-    """
+def pass_notices(packing: Packing, fused: Fused) -> list[str]:
+    """Say how forward passes are slower, or prompts less free, than they might be."""
     made = []
     if not packing.enabled:
-        what = "prompt" if in_blocks else "sequence"
         made.append(
-            f"each {what} runs in a pass of its own, and prompts are neither cut nor kept for "
+            f"each sequence runs in a pass of its own, and prompts are neither cut nor kept for "
             f"others that begin alike: {packing.reason}"
         )
     if packing.whole:
@@ -62,9 +54,14 @@ def pass_notices(
         made.append(f"recurrent layers run transformers' own functions: {packing.slow}")
     if packing.enabled and not fused.enabled and fused is not FUSED_OFF:
         made.append(f"decode steps run through transformers' own layers: {fused.reason}")
-    if codec.tokenizer is None:
-        made.append(f"prompts can only be token ids: {codec.no_tokenizer_reason}")
     return made
+
+
+def prompt_notices(codec: TextCodec) -> list[str]:
+    """What prompts cannot be."""
+    if codec.tokenizer is not None:
+        return []
+    return [f"prompts can only be token ids: {codec.no_tokenizer_reason}"]
 
 
 def card_notices(directory: Path) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from moe.engine.prefill_batch import SequenceGroup
@@ -21,20 +19,6 @@ from moe.text.tokenizer import ImagePrompt, Prompt, is_chat
 
 CONTINUATION = 128
 """Most new tokens after a text prompt under ``max_new_tokens: auto``, if the model says nothing."""
-_ONE_BY_ONE = (
-    *(
-        "structure",
-        "min_tokens",
-        "thinking",
-        "prompt_logprobs",
-        "logit_bias",
-        "top_p",
-        "top_k",
-        "min_p",
-    ),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
-)
-"""Fields of `SamplingParams` that models which write blocks do not have."""
 _NEUTRAL = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
@@ -55,12 +39,9 @@ def make_group(
     num_new = params.max_new_tokens
     if num_new is None:
         num_new = room_for(len(ids))
-    if loaded.blocks is not None:
-        _check_block_params(params, loaded.blocks.no_policies)
-        if params.seed is None:  # a rank that takes over writes the same blocks again
-            params = replace(params, seed=random.getrandbits(63))
-        size = loaded.blocks.canvas_length
-        check_length(loaded, len(ids), math.ceil(num_new / size) * size)
+    if (writer := loaded.writer) is not None:
+        params = writer.checked(params)
+        check_length(loaded, len(ids), math.ceil(num_new / writer.unit) * writer.unit)
     check_length(loaded, len(ids), num_new)
     _check_biased(loaded, params.logit_bias)
     check_priority(priority)
@@ -93,28 +74,6 @@ def make_group(
         for index in range(params.n)
     ]
     return SequenceGroup(sequences, prompt_logprobs=None if params.prompt_logprobs is None else [])
-
-
-def _check_block_params(params: SamplingParams, only_own: str) -> None:
-    """Refuse parameters that choose tokens one after the other, by name.
-
-    Args:
-        only_own: why nothing but the model's own procedure can be had; empty if more can.
-    """
-    changed = {"temperature": params.temperature == 0, "logprobs": params.logprobs is not None}
-    for name in (name for name, asked in changed.items() if asked and only_own):
-        raise RequestError(
-            f"{name} is not possible with this model (got {getattr(params, name)!r}): {only_own}; "
-            "leave it out"
-        )
-    neutral = SamplingParams()
-    for name in _ONE_BY_ONE:
-        value = getattr(params, name)
-        if value != getattr(neutral, name):
-            raise RequestError(
-                f"{name} is not possible with this model, which writes whole blocks of tokens at "
-                f"once; leave it out (got {value!r:.80})"
-            )
 
 
 def check_length(loaded: LoadedModel, num_prompt: int, num_new: int) -> None:

@@ -17,12 +17,11 @@ from torch import Tensor
 
 from routing.routing import Routing, counted
 
-Phase = Literal["prefill", "decode", "denoise"]
-"""The phase of a token: it belongs to a prompt (or a block that is final), it is the next token of
-a running sequence, or it stands on a canvas that is being refined."""
+Phase = Literal["prefill", "decode"]
+"""The phase of a token: it is read as a prompt, or to write a running sequence."""
 
-LoadedFor = Literal["prefill", "decode", "denoise", "both"]
-"""Which phases' tokens visited an expert in one step of a layer; ``both``: those of several."""
+LoadedFor = Literal["prefill", "decode", "both"]
+"""Which phases' tokens visited an expert in one step of a layer."""
 
 _MAX_STEPS, _MAX_IDS = 1 << 13, 1 << 20
 """Steps of layers, and expert ids in them, that may wait to be counted: all of a prompt's."""

@@ -1,1 +1,1 @@
-"""Models that write whole blocks: expert sharing, policies of fewer passes, speed."""
+"""Models that write canvases: expert sharing, policies of fewer passes, speed."""

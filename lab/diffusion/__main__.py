@@ -1,4 +1,4 @@
-"""What do models that write whole blocks cost, with all, half and a quarter of the experts?
+"""What do models that write canvases cost, with all, half and a quarter of the experts?
 
     python -m lab.diffusion [--quick] [--model DIR] [--sequences 4]
         [--parts speed memory policies sharing chances]
@@ -14,8 +14,8 @@ experts shared. "experts a step": distinct experts of a layer in a pass of all s
 there. "bytes a token": of those experts, as a machine without a cache reads them; "read a token":
 what was really read from disk; "x fewer read": than one by one. Both fall with `--sequences 8`.
 
-policies: together, with rules that refine a block in fewer passes, or fewer rows of a pass. "steps
-a token": passes over a canvas, and tokens of final blocks. "rows": share of a canvas that a pass
+policies: together, with rules that refine a canvas in fewer passes, or fewer rows of a pass. "steps
+a token": passes over a canvas, and tokens of final canvases. "rows": share of a canvas that a pass
 computes. "same tokens": as the own schedule's at their place; what other seeds have is chance.
 "nats" a token: what the shipped next-token model says of the text that came out (of the true
 continuation in the first row), so a tokenizer like its own is needed; little for text that repeats
@@ -36,25 +36,25 @@ import argparse
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DiffusionGemmaForBlockDiffusion
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.common import environment, print_header, print_json, print_table, take_turns
 from lab.diffusion import fewer_passes as chance
+from lab.diffusion.own_generate import serve_transformers
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
-from moe.commands.evaluate.canvases import evaluate_canvases
 from moe.loading.memory_plan import GIB
+from moe.methods.diffusion.evaluate import driver_of, evaluate_canvases
 from moe.settings import ModelSettings
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 MODEL, JUDGE = ROOT / "examples/diffusion-model", ROOT / "examples/demo-model"
 DOMAINS = ("prose", "python", "cpp")
 SHARES = (1.0, 0.5, 0.25)
@@ -66,16 +66,19 @@ REFRESHES = ("elastic:0.99:4", "elastic:0.4:4", "elastic:0.3:4", "elastic:0.2:4"
 POLICIES: dict[str, dict[str, Any]] = {
     "own schedule": {},
     OTHER: {},
-    "max_steps 24": {"diffusion.max_steps": 24},
-    "max_steps 12": {"diffusion.max_steps": 12},
-    "entropy:0.5": {"diffusion.accept": "entropy:0.5"},
-    "entropy:2": {"diffusion.accept": "entropy:2"},
-    "confidence:0.9": {"diffusion.accept": "confidence:0.9"},
-    "confidence:0.5": {"diffusion.accept": "confidence:0.5"},
-    "stable for 2 passes": {"diffusion.stable_steps": 2},
-    "stable for 4 passes": {"diffusion.stable_steps": 4},
-    "entropy:2, stable for 2": {"diffusion.accept": "entropy:2", "diffusion.stable_steps": 2},
-    **{f"refresh {rule}": {"diffusion.refresh": rule} for rule in REFRESHES},
+    "max_steps 24": {"methods.diffusion.max_steps": 24},
+    "max_steps 12": {"methods.diffusion.max_steps": 12},
+    "entropy:0.5": {"methods.diffusion.accept": "entropy:0.5"},
+    "entropy:2": {"methods.diffusion.accept": "entropy:2"},
+    "confidence:0.9": {"methods.diffusion.accept": "confidence:0.9"},
+    "confidence:0.5": {"methods.diffusion.accept": "confidence:0.5"},
+    "stable for 2 passes": {"methods.diffusion.stable_steps": 2},
+    "stable for 4 passes": {"methods.diffusion.stable_steps": 4},
+    "entropy:2, stable for 2": {
+        "methods.diffusion.accept": "entropy:2",
+        "methods.diffusion.stable_steps": 2,
+    },
+    **{f"refresh {rule}": {"methods.diffusion.refresh": rule} for rule in REFRESHES},
 }
 Row = dict[str, Any]
 
@@ -95,11 +98,10 @@ class Bench:
             "prefill.wave_tokens": 256,  # else it shrinks, and leaves room for experts
         }
         if quick:
-            self.profile["diffusion.max_steps"] = 4
+            self.profile["methods.diffusion.max_steps"] = 4
         with MoE.from_pretrained(self.store, self.profile) as model:
             self.experts = model.stats()["expert_bytes"]
-            assert model.canvas_length is not None
-            self.canvas = model.canvas_length
+            self.canvas = driver_of(model).canvas_length
         tokenizer: Any = AutoTokenizer.from_pretrained(path)
         self.text = {
             domain: (ROOT / f"tests/data/heldout_{domain}.txt").read_text("utf-8")[:60_000]
@@ -154,7 +156,7 @@ class Transformers:
     def __init__(self, bench: Bench) -> None:
         settings = {"max_new_tokens": bench.canvas, "eos_token_id": -1}
         if bench.quick:
-            settings["max_denoising_steps"] = bench.profile["diffusion.max_steps"]
+            settings["max_denoising_steps"] = bench.profile["methods.diffusion.max_steps"]
         context = multiprocessing.get_context("spawn")
         self._here, there = context.Pipe()
         arguments = there, bench.path, settings, torch.get_num_threads()
@@ -171,21 +173,6 @@ class Transformers:
     def close(self) -> None:
         self._here.close()  # it ends then
         self._process.join()
-
-
-def serve_transformers(pipe: Any, path: Path, settings: dict[str, Any], threads: int) -> None:
-    """What the process of `Transformers` does."""
-    torch.set_num_threads(threads)
-    model: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(path, dtype=torch.float32).eval()
-    pipe.send("loaded")
-    with suppress(EOFError):
-        while batches := pipe.recv():
-            found = []
-            for seed, batch in enumerate(batches):
-                torch.manual_seed(seed)
-                sequences: Tensor = model.generate(torch.tensor(batch), **settings).sequences
-                found += sequences[:, BEFORE:].tolist()
-            pipe.send(found)
 
 
 def speed(bench: Bench) -> list[Row]:
@@ -228,7 +215,10 @@ def memory(bench: Bench) -> list[Row]:
         "together": (True, {}),
         "together, half for each canvas": (True, shared(bench.canvas)),
         "together, half for all canvases": (True, shared(everything)),
-        **{f"together, {rule}": (True, {"diffusion.refresh": rule}) for rule in REFRESHES[1:3]},
+        **{
+            f"together, {rule}": (True, {"methods.diffusion.refresh": rule})
+            for rule in REFRESHES[1:3]
+        },
     }
     rows: list[Row] = []
     for share in SHARES:
@@ -269,7 +259,7 @@ def policies(bench: Bench) -> list[Row]:
             written, passes = write_counted(model, prompts, num_new, other=way == OTHER)
             spent, layers = perf_counter() - start, model.stats()["layers"]
         own = own or written
-        canvas = sum(layer["tokens_by"]["denoise"] for layer in layers) / len(layers)
+        canvas = sum(layer["tokens_by"]["decode"] for layer in layers) / len(layers)
         total = num_new * count
         row = {"way": way, "rate": total / spent, "steps": passes / total}
         row |= {"computed": canvas / bench.canvas / passes, "equal": alike(written, own)}
@@ -292,7 +282,7 @@ def write_counted(
     while not engine.idle:
         engine.step()
     written = [group.sequences[0].token_ids for group in groups]
-    return written, engine.status()["blocks"]["passes"]["denoise"]
+    return written, engine.status()["canvases"]["passes"]["decode"]
 
 
 def alike(texts: list[list[int]], others: list[list[int]]) -> float:

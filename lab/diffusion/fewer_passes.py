@@ -1,4 +1,4 @@
-"""What other rules of fewer passes could give a model that writes blocks (`lab.diffusion`).
+"""What other rules of fewer passes could give a model that writes canvases (`lab.diffusion`).
 
 `watch` keeps what each pass of the model's own schedule reads and says. What follows from that
 changes no token:
@@ -32,8 +32,9 @@ from torch import Tensor
 
 from moe import MoE, SamplingParams
 from moe.kv.cache import KVCache
-from moe.network.block_diffusion import BlockWriter
-from moe.network.denoise import OWN, Acceptance, CanvasCall, draw, entropies
+from moe.methods.diffusion.denoise import OWN, Acceptance, CanvasCall, draw, entropies
+from moe.methods.diffusion.driver import CanvasDriver
+from moe.methods.diffusion.evaluate import driver_of
 from moe.network.lanes import Lane, LaneRandom, run_lanes
 
 Row = dict[str, Any]
@@ -61,7 +62,7 @@ class Watching(Acceptance):
 
 
 class Pass(NamedTuple):
-    """A pass over a canvas but for the first of a block.
+    """A pass over a canvas but for the first of a canvas.
 
     Attributes:
         call: with what it reads.
@@ -102,7 +103,7 @@ class Pass(NamedTuple):
         return torch.where(kept, drawn, noise)
 
 
-class Block(NamedTuple):
+class Canvas(NamedTuple):
     """Passes over a canvas but for the first, and the ``(C,)`` tokens it ends with."""
 
     passes: list[Pass]
@@ -116,45 +117,44 @@ class Block(NamedTuple):
 
 
 @torch.inference_mode()
-def watch(model: MoE, prompts: Sequence[list[int]]) -> list[Block]:
-    """One block behind each prompt, all together, by the model's own schedule."""
-    writer = writer_of(model)
-    size = writer.canvas_length
+def watch(model: MoE, prompts: Sequence[list[int]]) -> list[Canvas]:
+    """One canvas behind each prompt, all together, by the model's own schedule."""
+    driver = denoising(model)
+    size = driver.canvas_length
     rules = [Watching() for _ in prompts]
     lanes = [
-        writer.lane(prompt, size, seed, acceptance=own, rows=KVCache(len(prompt) + size))
+        driver.lane(prompt, size, seed, acceptance=own, rows=KVCache(len(prompt) + size))
         for seed, (prompt, own) in enumerate(zip(prompts, rules, strict=True))
     ]
-    blocks = [Block([], torch.empty(0)) for _ in lanes]
+    canvases = [Canvas([], torch.empty(0)) for _ in lanes]
     while running := [lane for lane in lanes if not lane.ended]:
-        writer.step(running, model.experts.run)
+        driver.step(running, model.experts.run)
         for at, lane in enumerate(lanes):
             if lane.asked is not None and (said := rules[at].said):
                 random = copy.copy(lane.asked.random)
-                blocks[at].passes.append(Pass(lane.asked, random, said[-1]))
+                canvases[at].passes.append(Pass(lane.asked, random, said[-1]))
             if tokens := lane.take_final():
-                blocks[at] = blocks[at]._replace(final=torch.tensor([one.id for one in tokens]))
-    for block in blocks:
-        for one, after in zip(block.passes, block.passes[1:], strict=False):
+                canvases[at] = canvases[at]._replace(final=torch.tensor([one.id for one in tokens]))
+    for canvas in canvases:
+        for one, after in zip(canvas.passes, canvas.passes[1:], strict=False):
             assert torch.equal(one.next_canvas(*after.before), after.canvas), "replayed otherwise"
-    return blocks
+    return canvases
 
 
-def writer_of(model: MoE) -> BlockWriter:
-    writer = model._loaded.blocks
-    assert writer is not None
-    assert writer.denoiser is not None, writer.no_policies
-    return writer
+def denoising(model: MoE) -> CanvasDriver:
+    driver = driver_of(model)
+    assert driver.denoiser is not None, driver.no_policies
+    return driver
 
 
 @torch.inference_mode()
-def drafts(model: MoE, blocks: Sequence[Block]) -> list[Row]:
+def drafts(model: MoE, canvases: Sequence[Canvas]) -> list[Row]:
     """Canvases foreseen, and passes over several that verify them."""
     right: dict[int, list[bool]] = {ahead: [] for ahead in AHEAD}
     tokens: dict[int, list[Tensor]] = {ahead: [] for ahead in AHEAD}
     older: list[bool] = []
     rounds = dict.fromkeys(AHEAD, 0)
-    for passes, _ in blocks:
+    for passes, _ in canvases:
         foreseen = []  # of each pass: how many canvases in a row
         for at, source in enumerate(passes):
             hits = []
@@ -174,7 +174,7 @@ def drafts(model: MoE, blocks: Sequence[Block]) -> list[Row]:
                 done += 1 + min(foreseen[done - 1], ahead)
                 rounds[ahead] += 1
             rounds[ahead] += 1
-    every = sum(len(passes) + 1 for passes, _ in blocks)
+    every = sum(len(passes) + 1 for passes, _ in canvases)
     return [
         {
             "way": f"{ahead} ahead",
@@ -193,27 +193,27 @@ def _reading_of(model: MoE, one: Pass, other: Pass) -> Tensor:
     given = one.call.given | {name: other.call.given[name]}
     given["diffusion_stopping_criteria"] = None  # it would remember
     call = CanvasCall(given, OWN, copy.copy(one.random), greedy=False)
-    denoiser = writer_of(model).denoiser
+    denoiser = denoising(model).denoiser
     assert denoiser is not None
-    lane = Lane(partial(denoiser.run, [call]), "denoise")
+    lane = Lane(partial(denoiser.run, [call]), "decode")
     run_lanes([lane], model.experts.run)
     lane.result()
     assert isinstance(call.result, tuple)
     return call.result[0]
 
 
-def anchors(blocks: Sequence[Block]) -> list[Row]:
+def anchors(canvases: Sequence[Canvas]) -> list[Row]:
     """Likely tokens near likelier ones, and far from any."""
     rows = []
     for least, relaxed in BOUNDS:
         found: dict[str, list[Tensor]] = {"anchors": [], "near": [], "far": []}
-        for block in blocks:
-            for token, probability in block.said():
+        for canvas in canvases:
+            for token, probability in canvas.said():
                 at = probability >= least
                 around = torch.nn.functional.max_pool1d(
                     at[None].float(), 2 * RADIUS + 1, 1, RADIUS
                 )[0].bool()
-                likely, same = (probability >= relaxed) & ~at, token == block.final
+                likely, same = (probability >= relaxed) & ~at, token == canvas.final
                 for name, mask in {
                     "anchors": at,
                     "near": likely & around,
@@ -230,17 +230,17 @@ def anchors(blocks: Sequence[Block]) -> list[Row]:
     return rows
 
 
-def settling(blocks: Sequence[Block]) -> list[Row]:
+def settling(canvases: Sequence[Canvas]) -> list[Row]:
     """When tokens are what they end as, and what two passes have in common."""
     tokens, canvases, likeliest, same = [], [], [], []
-    for block in blocks:
-        said = torch.stack([token for token, _ in block.said()] + [block.final])
-        wrong = (said != block.final).flip(0).float().cummax(0).values.flip(0)
+    for canvas in canvases:
+        said = torch.stack([token for token, _ in canvas.said()] + [canvas.final])
+        wrong = (said != canvas.final).flip(0).float().cummax(0).values.flip(0)
         settled = wrong.sum(0) + 1  # the first pass from which a token stays
         tokens.append(settled.mean() / len(said))
         canvases.append(settled.max() / len(said))
         likeliest.append((said[1:] == said[:-1]).float().mean())
-        read = torch.cat([one.canvas for one in block.passes])
+        read = torch.cat([one.canvas for one in canvas.passes])
         same.append((read[1:] == read[:-1]).float().mean())
     names = {
         "a token stays from": tokens,
@@ -267,7 +267,7 @@ def borders(
         text_of: a token.
         judged: what is said of the texts behind the prompts.
     """
-    size = writer_of(model).canvas_length
+    size = denoising(model).canvas_length
     rules: dict[str, Callable[[list[int], list[float]], int]] = {
         "whole canvases": lambda ids, _: len(ids),
         "first half": lambda ids, _: len(ids) // 2,

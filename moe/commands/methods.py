@@ -38,7 +38,7 @@ def table(profile: Profile) -> Table:
     """A row for each method."""
     made = Table("method", "state", "switched on by", "what it does", "price")
     for method in methods():
-        state = "on" if method.on_by(profile) else "off"
+        state = "on" if method.on_by(profile) else "by model" if method.serves else "off"
         made.add_row(method.name, state, "\n".join(_switches(method)), method.about, method.price)
     return made
 
@@ -58,4 +58,5 @@ def description(method: Method, profile: Profile) -> str:
 def _switches(method: Method) -> list[str]:
     """``key: value`` of each setting that switches it on."""
     own = [f"methods.{method.name}.{method.switch}"] if method.switch else []
+    own += ["a model of its kind"] if method.serves else []
     return [*own, *(f"{key}: {value}" for key in method.choices for value in method.choices[key])]

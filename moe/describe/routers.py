@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -21,14 +20,12 @@ from torch import Tensor, nn
 
 from kernels.triton import triton_status
 from moe.describe.description import NotDescribed, OwnRouter, Projection, Router
-from moe.describe.observe import Observation, ObservedCall, observe_random
+from moe.describe.observe import Observation, observe_random
 from moe.describe.parts import project, same
-from moe.describe.probe import stand_in
 from moe.errors import ProfileError
 from moe.network.backbone import Backbone
-from moe.network.block_diffusion import BlockWriter
-from moe.network.moe_layer import FoundSelector, MoELayers, Selector, WatchedSelector
-from moe.network.seam import experts_modules, layer_of, parents_of, watch_router
+from moe.network.moe_layer import FoundSelector, MoELayers, Selector
+from moe.network.seam import experts_modules, layer_of, parents_of
 from routing import PolicyChain, Routing, RoutingError
 from routing.routers import GroupScore, RouterRule, Score
 from routing.routing import UNUSED
@@ -57,16 +54,19 @@ def find_selectors(backbone: Backbone, seen: Observation | None = None) -> list[
         ]
 
 
+FindSelectors = Callable[[Backbone], list[FoundSelector]]
+
+
 def enable_policies(
     chain: PolicyChain,
     backbone: Backbone,
     experts: MoELayers,
-    blocks: BlockWriter | None = None,
+    find: FindSelectors = find_selectors,
 ) -> None:
     """Let a chain of policies change routings from now on.
 
     Args:
-        blocks: runs the model if it writes blocks.
+        find: what finds the selectors that a policy asks for.
 
     Raises:
         ProfileError: a policy is not made for this model, or cannot choose again in it.
@@ -78,74 +78,15 @@ def enable_policies(
             raise ProfileError(f"routing.policies: {error}") from error
     selectors: list[Selector] = []
     if "select" in chain.needs:
-        find = find_selectors if blocks is None else partial(watch_selectors, blocks)
         selectors = _selectors(chain, backbone, find)
     backbone.watch_attention("importance" in chain.needs)
     experts.set_policies(chain, selectors)
 
 
-def watch_selectors(blocks: BlockWriter, backbone: Backbone) -> list[FoundSelector]:
-    """One entry for each MoE layer of a model that writes blocks. Its routers are modules that
-    return scores, weights and ids; their scores come with each call of experts from now on."""
-    seen: dict[nn.Module, ObservedCall] = {}
-    parents = parents_of(backbone.model)
-    found = [experts for _, experts in experts_modules(backbone.model)]
-    routers = {
-        module: experts
-        for experts in found
-        for module in parents[experts].modules()
-        if module not in (experts, parents[experts])
-    }
-
-    def keep(module: nn.Module, inputs: Any, kwargs: Any, outputs: Any) -> None:
-        seen[module] = ObservedCall.of(inputs, kwargs, outputs)
-
-    hooks = [router.register_forward_hook(keep, with_kwargs=True) for router in routers]
-    try:
-        with torch.inference_mode():
-            blocks.prove(stand_in)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    made = dict.fromkeys(found, FoundSelector(None, "no module beside its experts returns scores"))
-    for router, experts in routers.items():
-        if router in seen and (fitted := _fit_scores(router, seen[router], experts)) is not None:
-            output, selector = fitted
-            made[experts] = FoundSelector(selector)
-            watch_router(experts, router, output)
-    return list(made.values())
-
-
-def _fit_scores(
-    router: nn.Module, call: ObservedCall, experts: Any
-) -> tuple[int, WatchedSelector] | None:
-    """Which output of a module holds scores, and the rule that makes its choice of them."""
-    count = experts.expert_seat.num_experts
-    tensors = [one for one in call.outputs if isinstance(one, Tensor) and one.ndim == 2]
-    ids = next((one for one in tensors if not one.is_floating_point()), None)
-    if ids is None or len(tensors) != len(call.outputs):
-        return None
-    own = [p.detach().float() for p in router.parameters() if p.numel() == count and p.ndim == 1]
-    floats = [at for at, one in enumerate(call.outputs) if one.is_floating_point()]
-    for at, weights_at in product(floats, floats):
-        scores, weights = call.outputs[at].float(), call.outputs[weights_at]
-        if at == weights_at or scores.shape[1] != count or weights.shape != ids.shape:
-            continue
-        expected = Routing.from_router(ids, weights, count)
-        for renormalise, scale in product((False, True), (*own, None)):
-            rule = RouterRule(ids.shape[1], renormalise=renormalise, expert_scale=scale)
-            ours = rule.select(scores)
-            if torch.equal(ours.expert_ids, expected.expert_ids) and torch.allclose(
-                ours.weights, expected.weights.float(), rtol=_SAME_WEIGHTS
-            ):
-                return at, WatchedSelector(scores, None, rule)
-    return None
-
-
 def _selectors(
     chain: PolicyChain,
     backbone: Backbone,
-    find: Callable[[Backbone], list[FoundSelector]],
+    find: FindSelectors,
 ) -> list[Selector]:
     """The selector of each MoE layer; raises `ProfileError` where one is missing."""
     name = type(backbone.model).__name__

@@ -7,8 +7,8 @@ this, an answer could depend on what else was read in the same pass.
 Matrix products of few rows sum in another order. Routers and the head get `kernels.row_linear`, and
 routers `kernels.row_top_k`, as torch chooses any of equal numbers and takes five times as long;
 quantized layers (`QuantizedLinear`) are row-wise anyway. Other layers get `row_linear` where it is
-faster (`linears_are_faster`), and in models that write whole blocks, as their canvases share every
-pass; elsewhere they are left to torch, and their float32 bits may differ.
+faster (`linears_are_faster`), or where a method asks for it (`make_linears_row_wise`). Elsewhere
+torch computes them, and their float32 bits may differ.
 
 torch computes activations (SiLU, sigmoid, ...) of the elements after the last whole SIMD vector of
 a thread's share by other code, so the bits depend on where a token stands. Modules that compute

@@ -9,6 +9,6 @@
   hides the exchange between ranks behind the other half of a step.
 - `PrefixCache` (prefix_cache): keys and values of prompts that others begin with.
 - `ExpertAwareOrder` (expert_aware_order): requests that share experts go first.
-- `BlockRunner` (blocks): the same for models that write whole blocks by their own code.
+- `Writer` (writer): what a method answers that writes a model's sequences in place of the sampler.
 - `KVBorrowing` (borrowing): lends unused memory of the KV cache to the expert cache.
 """

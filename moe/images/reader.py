@@ -17,27 +17,24 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from moe.describe.probe import TOLERANCE, difference, stand_in
 from moe.errors import RequestError
+from moe.hooks import ModelHook
 from moe.images.decode import Picture, decode
 from moe.images.tower_rows import TowerRows
-from moe.kv.cache import KVCache
-from moe.loading.meta_model import join_towers
+from moe.loading.meta_model import join_towers, text_model
 from moe.model_lock import on_device, plain_torch
 from moe.network.attention import PACKED
 from moe.network.backbone import Backbone
-from moe.network.block_cache import BlockCache, layer_windows
-from moe.network.block_diffusion import text_model, writes_blocks
 from moe.network.lanes import Lane, LaneRandom, run_lanes
-from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
-from moe.network.prompt_rows import NotRows, PromptRows, caught, watch
+from moe.network.prompt_rows import PromptRows, caught, watch
 from moe.network.stored_embedding import backbone_dtype
 from moe.text.chat import render
 from moe.text.tokenizer import ImagePrompt
@@ -58,6 +55,7 @@ class ImageReader:
         model: the whole multimodal model, which shares its text part with the backbone.
         most_pixels: of all images of a prompt.
         towers: the rows of pictures that its towers have encoded.
+        own_pass: see `ImageProbe`.
 
     Attributes:
         towers: as given.
@@ -71,9 +69,10 @@ class ImageReader:
         most_pixels: int,
         towers: TowerRows,
         *,
+        own_pass: Callable[[PreTrainedModel, Mapping[str, Any]], Callable[[], Any]],
         whole: bool = False,
     ) -> None:
-        self._processor, self._model = processor, model
+        self._processor, self._model, self._own_pass = processor, model, own_pass
         self._most_pixels, self.towers, self.whole = most_pixels, towers, whole
         self._lock = threading.Lock()
         self._known: OrderedDict[object, ImagePrompt] = OrderedDict()
@@ -126,36 +125,83 @@ class ImageReader:
         """The prompt with what the text model is given for it. Raises what the model raises."""
         ids = inputs["input_ids"]
         with _attention(self._model, PACKED):
-            found = caught(self._pass_over(_one_more(inputs)))
+            found = caught(self._own_pass(self._model, _one_more(inputs)))
         rows = PromptRows(found, ids.shape[1])
         rows.whole |= self.whole
         return ImagePrompt(ids[0].tolist(), rows)
 
     @torch.inference_mode()
-    def reference(self, inputs: Mapping[str, Any]) -> Tensor:
-        """``(T, V)`` float32 logits by transformers' own whole forward; experts stand in. Of a
-        model that writes blocks, all keys and values that its first canvas sees, in one row."""
-        lane = Lane(self._pass_over(inputs), "prefill")
+    def reference(self, inputs: Mapping[str, Any]) -> Any:
+        """What transformers' own pass over a prompt returns; experts stand in."""
+        lane = Lane(self._own_pass(self._model, inputs), "prefill")
         with LaneRandom(0, self._model.device).active():
             run_lanes([lane], stand_in)
-        found = lane.result()
-        if writes_blocks(self._model):
-            return _in_a_row(getattr(found, CACHE_ARGUMENT))
-        logits: Tensor = found.logits
-        return logits[0].float()
+        return lane.result()
 
-    def _pass_over(self, inputs: Mapping[str, Any]) -> Callable[[], Any]:
-        """transformers' own pass over a prompt. Only the generation code of a model that writes
-        blocks lets tokens of an image see each other; it goes on with one pass over a canvas."""
-        if writes_blocks(self._model):
-            return partial(
-                cast(Any, self._model).generate,
-                **inputs,
-                max_new_tokens=1,
-                max_length=None,
-                max_denoising_steps=1,
-            )
-        return partial(self._model, **inputs, use_cache=False)
+
+class ImageProbe(Protocol):
+    """Compares our passes over prompts with images to transformers' own.
+
+    Attributes:
+        what: it compares.
+    """
+
+    what: ClassVar[str]
+
+    @staticmethod
+    def own_pass(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Callable[[], Any]:
+        """transformers' own pass over a prompt, to be called."""
+        ...
+
+    @staticmethod
+    def gaps(
+        backbone: Backbone, reader: ImageReader, inputs: Mapping[str, Any]
+    ) -> tuple[float, float]:
+        """The differences if the prompt is read in one pass, and in two; NaN: it cannot be."""
+        ...
+
+
+IMAGES = ModelHook[type[ImageProbe]]("images")
+
+
+class LogitsProbe:
+    """Compares the logits of a prompt, and of one token more."""
+
+    what: ClassVar[str] = "logits"
+
+    @staticmethod
+    def own_pass(model: PreTrainedModel, inputs: Mapping[str, Any]) -> Callable[[], Any]:
+        return partial(model, **inputs, use_cache=False)
+
+    @staticmethod
+    def gaps(
+        backbone: Backbone, reader: ImageReader, inputs: Mapping[str, Any]
+    ) -> tuple[float, float]:
+        packed, longer = backbone.packed, _one_more(inputs)
+        backbone.set_packed(False)
+        try:
+            expected = reader.reference(longer).logits[0].float()
+        finally:
+            backbone.set_packed(packed)
+        return read_apart(backbone, reader.rows(inputs), _logits, expected)
+
+
+def read_apart(
+    backbone: Backbone,
+    prompt: ImagePrompt,
+    read: Callable[[Backbone, ImagePrompt, Sequence[int]], Tensor],
+    expected: Tensor,
+) -> tuple[float, float]:
+    """The differences of `ImageProbe.gaps`.
+
+    Args:
+        read: gives the numbers of a prompt that is read up to these ends.
+        expected: transformers' own.
+    """
+    whole = difference(read(backbone, prompt, [len(prompt)]), expected)
+    if not backbone.can_cut or prompt.rows.whole:
+        return whole, float("nan")
+    return whole, difference(read(backbone, prompt, [len(prompt) // 2, len(prompt)]), expected)
 
 
 def _one_more(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,75 +243,22 @@ def enable_images(
     join_towers(towers, backbone.model)
     watch(text_model(backbone.model))
     rows = TowerRows(towers.eval())
-    reader = ImageReader(processor, towers, most_pixels, rows)
+    probe = IMAGES.of(backbone.model) or LogitsProbe
+    made = partial(ImageReader, processor, towers, most_pixels, rows, own_pass=probe.own_pass)
+    reader = made()
     try:
         inputs = reader.inputs(conversation(1), [_probe_image(96, 64)])
-        in_blocks = writes_blocks(backbone.model)
-        gap, cut = (_gaps_in_blocks if in_blocks else _gaps)(backbone, reader, inputs)
+        gap, cut = probe.gaps(backbone, reader, inputs)
     except Exception as error:  # as `enable_packing`: an architecture may do anything
         return f"its images cannot be read: {type(error).__name__}: {error!s:.300}"
     most = TOLERANCE[backbone_dtype(backbone.model)]
     if not gap <= most:
-        what = "keys and values" if in_blocks else "logits"
-        return f"rows of images give other {what} than transformers' own forward (by {gap:.1e})"
+        return f"rows of images give other {probe.what} than transformers' own (by {gap:.1e})"
     # `rows` finds out by several pictures; a model that reads one a prompt needs not know.
     with suppress(Exception), plain_torch(), on_device(towers.device):
         reader.rows(reader.inputs(conversation(2), [_probe_image(96, 64), _probe_image(64, 128)]))
     rows.reset()
-    return ImageReader(processor, towers, most_pixels, rows, whole=not cut <= most)
-
-
-def _gaps(
-    backbone: Backbone, reader: ImageReader, inputs: Mapping[str, Any]
-) -> tuple[float, float]:
-    """Return how far our logits differ from transformers' if the prompt is read in one pass, with a
-    token after it; and if it is read in two."""
-    packed = backbone.packed
-    longer = _one_more(inputs)
-    backbone.set_packed(False)
-    try:
-        expected = reader.reference(longer)
-    finally:
-        backbone.set_packed(packed)
-    prompt = reader.rows(inputs)
-    whole = difference(_logits(backbone, prompt, [len(prompt)]), expected)
-    if not backbone.can_cut or prompt.rows.whole:
-        return whole, float("nan")
-    return whole, difference(_logits(backbone, prompt, [len(prompt) // 2, len(prompt)]), expected)
-
-
-def _gaps_in_blocks(
-    backbone: Backbone, reader: ImageReader, inputs: Mapping[str, Any]
-) -> tuple[float, float]:
-    """As `_gaps`, of what a canvas sees of the prompt: a model that writes blocks has no logits of
-    it."""
-    expected, prompt = reader.reference(inputs), reader.rows(inputs)
-    if prompt.rows.offset:
-        raise NotRows("positions behind the prompt are not the tokens' indices")
-    whole = difference(_seen(backbone, prompt, [len(prompt)]), expected)
-    if not backbone.can_cut or prompt.rows.whole:
-        return whole, float("nan")
-    return whole, difference(_seen(backbone, prompt, [len(prompt) // 2, len(prompt)]), expected)
-
-
-@torch.inference_mode()
-def _seen(backbone: Backbone, prompt: ImagePrompt, ends: Sequence[int]) -> Tensor:
-    """Return what a canvas sees of a prompt that is read up to these ends, as `_in_a_row`."""
-    cache, start = KVCache(len(prompt)), 0
-    for end in ends:
-        part = prompt.rows.part(start, end)
-        lanes = backbone.reading([Work(prompt[start:end], cache, rows=part)])
-        run_lanes(lanes, stand_in)
-        for lane in lanes:
-            lane.result()
-        start = end
-    return _in_a_row(BlockCache(layer_windows(backbone.model.config), len(prompt), cache))
-
-
-def _in_a_row(cache: Cache) -> Tensor:
-    """All of a cache's keys and values as float32 numbers."""
-    layers: Sequence[Any] = cache.layers
-    return torch.cat([x.flatten().float() for one in layers for x in (one.keys, one.values)])
+    return made(whole=not cut <= most)
 
 
 @torch.inference_mode()

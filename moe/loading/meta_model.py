@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.models.auto.modeling_auto import (
@@ -24,13 +25,16 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from moe.errors import UnsupportedModelError
+from moe.hooks import ModelHook
 from moe.network.adopt import adopt_experts
 from moe.network.backbone import Backbone
-from moe.network.block_diffusion import share_tied_modules, text_model, writes_blocks
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
 from moe.network.seam import attach, experts_modules
 
+BUILT = ModelHook[Callable[[PreTrainedModel], None]]("built")
+"""Prepares a new model on the meta device, before its experts are adopted."""
+TEXT_MODEL = ModelHook[Callable[[PreTrainedModel], nn.Module]]("text_model")
 _MOST_DRAFTING = 64
 _MAPPINGS: tuple[Any, ...] = (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -55,7 +59,7 @@ def build_meta_model(
         raise UnsupportedModelError(
             f"{config.model_type} ({type(config).__name__}) has no class in transformers "
             f"{transformers.__version__} that generates text (a causal language model, or a "
-            "multimodal or block-diffusion one with text output); only such models are supported"
+            "multimodal one with text output); only such models are supported"
         )
     config = copy.deepcopy(config)
     if config.sub_configs.get("text_config") is not None and (
@@ -69,10 +73,11 @@ def build_meta_model(
     removed = _keep_text(model) if "text_config" in config.sub_configs else []
     _ignore(model, [*removed, *others])
     _ignore_drafting_layers(model)
-    if writes_blocks(model):
-        share_tied_modules(model)
+    built = BUILT.of(model)
+    if built is not None:
+        built(model)
     adopt_experts(model)
-    if removed and not writes_blocks(model):
+    if removed and built is None:
         _check_text_pass(model, removed)
     return model
 
@@ -82,10 +87,18 @@ def build_like(network: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
     model = _construct(type(network), config, network.dtype)
     if "text_config" in config.sub_configs:
         _keep_text(model)
-    if writes_blocks(model):
-        share_tied_modules(model)
+    if (built := BUILT.of(model)) is not None:
+        built(model)
     adopt_experts(model)
     return model
+
+
+def text_model(model: PreTrainedModel) -> nn.Module:
+    """The module that turns embeddings of a prompt into keys and values: the decoder of text,
+    unless a method says otherwise."""
+    own = TEXT_MODEL.of(model)
+    found: nn.Module = model.get_decoder() if own is None else own(model)
+    return found
 
 
 def has_towers(network: PreTrainedModel) -> bool:
@@ -185,8 +198,8 @@ def _ignore_drafting_layers(model: PreTrainedModel) -> None:
 
 
 def _keep_text(model: PreTrainedModel) -> list[str]:
-    """Remove the modules that are neither the decoder of text nor its head, nor what reads text for
-    a decoder of blocks; their names."""
+    """Remove the modules that are neither the decoder of text nor its head, nor the `text_model`;
+    their names."""
     decoder = model.get_decoder()
     if model.get_output_embeddings() is None:  # the head is a part of the decoder
         model.get_output_embeddings = decoder.get_output_embeddings  # type: ignore[method-assign]

@@ -93,9 +93,9 @@ def plan_memory(
         state, copies = footprint.bytes_per_sequence, _state_copies(profile)
         what = f"{batch} sequences of {copies} times {state} bytes"
         lines.append(PlanLine("states", batch * copies * state, what))
-    if canvas := footprint.canvas_bytes:
-        what = f"{batch} sequences of {canvas} bytes, what a pass leaves for the next"
-        lines.append(PlanLine("canvases", batch * canvas, what))
+    for name, own in footprint.between_steps.items():
+        what = f"{batch} sequences of {own} bytes, what a step leaves for the next"
+        lines.append(PlanLine(name, batch * own, what))
     used = sum(line.bytes for line in lines)
     left = None if available_bytes is None else available_bytes - used
     per_token = max(footprint.kv_bytes_per_token, 1)

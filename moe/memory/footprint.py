@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    DynamicCache,
     PreTrainedModel,
 )
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -34,16 +33,11 @@ from kernels.cpu.experts import tokens_a_call
 from moe.cache_dir.proofs import current_proofs, outline
 from moe.describe.attention import seen_windows
 from moe.describe.stateful import find_stateful
-from moe.errors import UnsupportedModelError
 from moe.kv.cache import KVFormat, Shape
 from moe.kv.sequence_cache import SequenceCache
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
-from moe.network.block_cache import seen_by_blocks
-from moe.network.block_diffusion import writes_blocks
-from moe.network.denoise import Denoiser, canvases_of_a_pass
 from moe.network.lanes import run_lanes
-from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
 from moe.network.recurrent_kernels import without_advice
 from moe.network.seam import experts_modules
@@ -72,8 +66,8 @@ class Footprint:
         shapes: of the layers that keep keys and values in blocks.
         bounds_bytes: of a token, what bounds of the keys take if a policy chooses by them
             (`KVFormat.bounds`).
-        canvas_bytes: what a sequence keeps of a pass over its canvas for the next one; 0 where none
-            is.
+        between_steps: bytes that a sequence keeps from one step for the next beside these, by the
+            name of their line in the plan.
     """
 
     kv_bytes_per_token: int
@@ -84,7 +78,7 @@ class Footprint:
     windows: Mapping[int, int] = field(default_factory=dict)
     bounds_bytes: int = 0
     shapes: Mapping[int, Shape] = field(default_factory=dict)
-    canvas_bytes: int = 0
+    between_steps: Mapping[str, int] = field(default_factory=dict)
 
 
 def measure_footprint(
@@ -121,8 +115,6 @@ def _measured(
 ) -> Footprint:
     network = copy.deepcopy(network)
     stand_in_for_experts(network, on_cuda=on_cuda)
-    if writes_blocks(network):
-        return _measure_blocks(network, longest, form)
     backbone = Backbone(network)
     if _compiled(on_cuda):
         with suppress(Exception):  # it wants a cache of its own class
@@ -199,57 +191,6 @@ def _measure(
     activations = own * longest // size + waiting * (batch_tokens - longest)
     how = f"measured on the meta device with {size} tokens, each sequence in a pass of its own"
     return Footprint(per_token, per_token, rest, activations, how)
-
-
-def _measure_blocks(network: PreTrainedModel, longest: int, form: KVFormat | None) -> Footprint:
-    """Measure a model that writes blocks: each prompt in a pass of its own, canvases together.
-
-    The sampler copies a canvas' logits several times: scaled, as probabilities, for entropies.
-    A sequence keeps them until its next pass, or only soft embeddings (`moe.network.denoise`).
-    """
-    length = network.config.canvas_length
-    logits = length * network.get_output_embeddings().weight.shape[0] * 4
-    hidden = network.config.get_text_config(decoder=True).hidden_size
-    kept = logits if Denoiser.why_not(network) else length * hidden * network.dtype.itemsize
-    cache: Any
-    try:
-        long, cache = _probe_blocks(network, longest)
-        together, _ = _probe_blocks(network, SHORT_PROMPT, canvases_of_a_pass(logits))
-    except Exception as error:  # the architecture cannot run in this way
-        raise UnsupportedModelError(
-            f"{type(network).__name__} writes blocks, and a pass of it cannot be planned: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    size = network.dtype.itemsize
-    shapes = [(x.keys.shape[1], x.keys.shape[3], x.values.shape[3]) for x in cache.layers]
-    plain = sum(heads * (keys + values) * size for heads, keys, values in shapes)
-    how = "measured on the meta device, each prompt in a pass of its own, canvases together"
-    peak = max(long, together) + 4 * logits
-    footprint = Footprint(plain, plain, 0, peak, how, canvas_bytes=kept)
-    if form is None:
-        return footprint
-    coded = {layer: form.token_bytes(*shape) for layer, shape in enumerate(shapes)}
-    windows = seen_by_blocks(network.config, coded).token_bytes
-    return replace(footprint, kv_bytes_per_token=sum(coded.values()), windows=windows)
-
-
-def _probe_blocks(
-    network: PreTrainedModel, num_tokens: int, sequences: int = 1
-) -> tuple[int, DynamicCache]:
-    """Read prompts of this length, and refine a canvas of each once: most bytes alive, and what is
-    kept."""
-    size, vocabulary = network.config.canvas_length, network.get_output_embeddings().weight.shape[0]
-    network.set_attn_implementation("sdpa")
-    ids = torch.zeros(sequences, num_tokens, dtype=torch.int64, device="meta")
-    cache = DynamicCache(config=network.config.get_text_config(decoder=True))
-    with torch.inference_mode(), StorageCounter() as counter:
-        network(
-            **{CACHE_ARGUMENT: cache},
-            input_ids=ids,
-            decoder_input_ids=torch.zeros(sequences, size, dtype=torch.int64, device="meta"),
-            self_conditioning_logits=torch.zeros(sequences, size, vocabulary, device="meta"),
-        )
-    return counter.peak, cache
 
 
 def _from_configuration(network: PreTrainedModel, batch_tokens: int, reason: str) -> Footprint:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -21,7 +22,9 @@ from experts.placement import slots_for
 from kernels.triton import triton_status
 from moe.calibration.files import CALIBRATION_FOLDER, load_manifest
 from moe.errors import CalibrationError, DoesNotFitError, ProfileError
+from moe.hooks import ModelHook
 from moe.images.towers import PlannedTowers, plan_towers
+from moe.kv.cache import KVFormat
 from moe.kv.hidden import KEPT
 from moe.kv.visibility import HeadScores, RowVisibility
 from moe.loading.hub import read_config
@@ -43,7 +46,6 @@ from moe.memory.budget import (
 )
 from moe.memory.footprint import Footprint, measure_footprint
 from moe.memory.kv_precision import KVPrecision, choose_kv_precision
-from moe.network.block_diffusion import set_generation, writes_blocks
 from moe.network.mtp import take_head, width_of
 from moe.network.own_cache import OwnCache
 from moe.network.seam import experts_modules
@@ -53,6 +55,12 @@ from moe.text.generation_config import read_generation_config
 from offload.capacity import Capacity
 from offload.offloaded import HOST
 
+GENERATION = ModelHook[Callable[[PreTrainedModel, dict[str, Any]], None]]("generation")
+"""Takes the settings of generation that are stored beside a model, in place of our sampler."""
+Measure = Callable[[PreTrainedModel, int, KVFormat | None, Profile], Footprint]
+MEASURE = ModelHook[Measure]("measure")
+"""Measures a model on the meta device, given the tokens of the longest prompt and how keys and
+values are stored, as `measure_footprint` does."""
 HOST_RESERVE = 1 / 10
 """Share of free main memory that experts which a GPU does not hold leave to others."""
 
@@ -111,8 +119,8 @@ def planning(
         spread_memory()
     config = read_config(path)
     network = build_meta_model(config, dtype=_backbone_dtype(profile, device))
-    if writes_blocks(network):
-        set_generation(network, read_generation_config(path))
+    if (take := GENERATION.of(network)) is not None:
+        take(network, read_generation_config(path))
     no_mtp = _why_no_mtp(profile, ranks)
     with open_source(path, config, network, profile, device, report, no_mtp=no_mtp) as source:
         weights = source.plan(_dtypes(network, profile, device, keep_embedding(network)))
@@ -226,16 +234,15 @@ def _footprint(
     longest = min(_context_length(network.config, profile) or batch, batch)
     form = kv.form if kv.in_blocks else None
     on_cuda = device.type == "cuda"
-    whole = measure_footprint(network, batch, longest, on_cuda=on_cuda, form=form)
+    measure = MEASURE.of(network)
+    if measure is not None:
+        whole = measure(network, longest, form, profile)
+    else:
+        whole = measure_footprint(network, batch, longest, on_cuda=on_cuda, form=form)
     if ranks > 1 or profile.speculation.contrast:
         # Rank 0 does not know what sequences of another rank give up, and with contrast they are
         # not in blocks.
         whole = replace(whole, windows={})
-    if whole.canvas_bytes and profile.diffusion.refresh != "all":
-        # Rows that a pass leaves out keep their keys, values and inputs.
-        length, hidden = network.config.canvas_length, network.config.get_text_config().hidden_size
-        row = whole.kv_plain_bytes + hidden * network.dtype.itemsize
-        whole = replace(whole, canvas_bytes=whole.canvas_bytes + length * row)
     head = take_head(copy.deepcopy(network))
     if head is None:
         return whole

@@ -5,9 +5,6 @@
   tokens of sequences.
 - `lanes.Lane`: one forward pass that sleeps at MoE layers; `lanes.run_lanes` drives several of them
   so that they meet there. What a lane waits with is an `lanes.ExpertCall`.
-- `block_diffusion.BlockWriter`: runs the generation code of models that write whole blocks, as
-  lanes that rest between passes (`block_lane`); `denoise.Denoiser` does their steps of refinement
-  together, and a `block_cache.BlockCache` stands in for their caches.
 - `moe_layer.MoELayers`: policies, dispatch, experts and combination for all calls at a layer.
 - `packed_pass.PackedCache`: what transformers' modules see of several of them in one pass, packed
   into one row; `attention` reads it for them.

@@ -27,7 +27,6 @@ from moe.kv.cache import KVCache
 from moe.kv.hidden import KEPT, HiddenRows
 from moe.kv.sequence_cache import SequenceCache, TransformersCache
 from moe.network.attention import PACKED, packed_pass
-from moe.network.block_diffusion import writes_blocks
 from moe.network.lanes import Lane
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache
 from moe.network.packed_pass import PackedCache, Work, keep_hidden_rows, put_ahead
@@ -83,7 +82,6 @@ class Backbone:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model.eval()
         self.device = model.device
-        self._in_blocks = writes_blocks(model)
         self._prompt_reader: PromptReader | None = None
         self._own_attention = "sdpa" if getattr(model, "_supports_sdpa", False) else "eager"
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
@@ -132,7 +130,7 @@ class Backbone:
         self.recurrent_kernels = use_kernels(modules.recurrent)
 
     def read_prompts_by(self, reader: PromptReader) -> None:
-        """Let this read the prompts of a model that writes blocks."""
+        """Let this read prompts in place of `lanes`, of a model that is not autoregressive."""
         self._prompt_reader = reader
 
     @property
@@ -203,8 +201,8 @@ class Backbone:
         return self.blocks if self.contrast is None else None
 
     def reading(self, work: Sequence[Work]) -> list[Lane[list[Tensor]]]:
-        """Lanes that read prompts. As `lanes`, but those of a model that writes blocks have an
-        empty row for each piece of work, as nothing follows a prompt there."""
+        """Lanes that read prompts. As `lanes`, but a `PromptReader`'s give an empty row for each
+        piece of work, as it has no logits of a next token."""
         if self._prompt_reader is not None:
             return [self._prompt_reader(item) for item in work]
         return self.lanes(work)
@@ -220,11 +218,11 @@ class Backbone:
             phase: what the tokens are read for.
 
         Raises:
-            UnsupportedModelError: the model writes blocks (`moe.network.block_diffusion`).
+            UnsupportedModelError: the model is not autoregressive (`read_prompts_by`).
         """
-        if self._in_blocks:
+        if self._prompt_reader is not None:
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} writes whole blocks, so no logits of a next token "
+                f"{type(self.model).__name__} is not autoregressive, so no logits of a next token "
                 "exist to work with; it can generate (moe generate, moe batch, moe serve)"
             )
         if not self.packed:

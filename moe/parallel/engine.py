@@ -26,7 +26,6 @@ class ParallelEngine:
         coordinator: of the ranks.
         new_engine: see `NewEngine`.
         continue_on_loss: if a rank is lost, the others read its sequences again.
-        in_blocks: the model writes blocks.
     """
 
     def __init__(
@@ -35,10 +34,9 @@ class ParallelEngine:
         new_engine: NewEngine,
         *,
         continue_on_loss: bool,
-        in_blocks: bool = False,
     ) -> None:
         self._coordinator, self._new_engine = coordinator, new_engine
-        self._continue_on_loss, self._in_blocks = continue_on_loss, in_blocks
+        self._continue_on_loss = continue_on_loss
         self._homes: dict[RunningSequence, int] = {}
         self._schedulers: dict[int, RankScheduler] = {}
         self._open()
@@ -136,7 +134,7 @@ class ParallelEngine:
         self._schedulers = {}
         for rank in coordinator.links.ranks:
             engine = self._new_engine(coordinator.kv_tokens[rank])
-            orders = OrderQueue(engine.scheduler.account.pool, in_blocks=self._in_blocks)
+            orders = OrderQueue(engine.scheduler.account.pool)
             self._schedulers[rank] = RankScheduler(orders, engine)
         weakref.finalize(self, coordinator.ended_engines.append, self._id).atexit = False
 

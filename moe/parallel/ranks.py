@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from experts.dispatch import RowKind
-from moe.engine.blocks import BlockRunner
 from moe.engine.borrowing import kv_borrowing
 from moe.engine.pinning import pinned_cpus
 from moe.engine.runner import ModelRunner
@@ -167,9 +166,8 @@ class Ranks:
             borrowing = kv_borrowing(offloaded, loaded.memory_plan, profile.offload)
             cpus, _ = pinned_cpus(profile, loaded.backbone.device)
             runner = ModelRunner(loaded.backbone, loaded.experts, speculator, cpus)
-            if loaded.blocks is not None:
-                how = loaded.blocks, profile.diffusion
-                runner = BlockRunner(loaded.backbone, loaded.experts, *how)
+            if loaded.writer is not None:
+                runner = loaded.writer.runner(loaded.backbone, loaded.experts)
             return EngineMirror(runner, loaded.logits_size, loaded.structures, borrowing)
 
         return RankWorker(

@@ -170,8 +170,6 @@ class OrderQueue:
 
     Args:
         pool: of blocks as the rank has them; None: it keeps rows in buffers, which forks copy.
-        in_blocks: the model writes blocks, so a step's new tokens are read by later ones; else all
-            but the last have been read.
 
     Attributes:
         caches: copies and frees of keys and values, to be done before the next step.
@@ -180,8 +178,8 @@ class OrderQueue:
         pool: counts the blocks of the rank's sequences.
     """
 
-    def __init__(self, pool: BlockPool | None = None, *, in_blocks: bool = False) -> None:
-        self._in_blocks, self.shares = in_blocks, pool is not None
+    def __init__(self, pool: BlockPool | None = None) -> None:
+        self.shares = pool is not None
         self.pool = BlockPool(RowsElsewhere()) if pool is None else pool.of_another_process()
         self.state_tokens = 0
         self.caches: deque[list[Any]] = deque()  # handles may become garbage in any thread
@@ -232,12 +230,10 @@ class OrderQueue:
                 sequence.keep_prompt_logprobs([token and _token(token) for token in prompt])
             outcomes.append((sequence, _error(*error) if error else list(map(_token, tokens))))
         self._settle_batch(step.prefill, {s for s, got in outcomes if isinstance(got, Exception)})
-        for sequence, tokens in outcomes:
-            if sequence.cache is not None and not isinstance(tokens, Exception):
-                read = len(sequence.prompt_token_ids) + len(sequence.token_ids)
-                read += 0 if self._in_blocks else len(tokens) - 1
-                new = max(0, read - sequence.cache.length)
-                sequence.cache.kv.advance({new: {}} if self.state_tokens else {}, new)
+        for sequence, length in zip(step.decode, reply["lengths"], strict=True):
+            if (cache := sequence.cache) is not None:
+                new = max(0, length - cache.length)
+                cache.kv.advance({new: {}} if self.state_tokens else {}, new)
         return outcomes
 
     def _introduce(self, sequence: RunningSequence) -> Message:
@@ -366,10 +362,12 @@ class EngineMirror:
         spare = float("inf") if order["spare"] is None else order["spare"]
         outcomes = self._runner.run(ScheduledStep(decode, self._batch, spare, overlap))
         self._settle_batch()
+        lengths = [self._caches[cache].length for _, cache in order["decode"]]
         for sequence in decode:
             sequence.release()  # `_caches` holds the state until rank 0 frees it
         return {
             "outcomes": [self._reply(outcome) for outcome in outcomes],
+            "lengths": lengths,
             "state_tokens": self._state_tokens,
         }
 

@@ -18,7 +18,6 @@ from pydantic_core import PydanticCustomError
 from moe.hooks import methods, methods_on
 from moe.section import Settings
 from moe.settings.sections import (
-    DiffusionSettings,
     EngineSettings,
     GenerationSettings,
     KernelSettings,
@@ -33,7 +32,6 @@ from moe.settings.sections import (
 )
 
 __all__ = [
-    "DiffusionSettings",
     "EngineSettings",
     "GenerationSettings",
     "KernelSettings",
@@ -123,9 +121,6 @@ class Profile(Settings):
     speculation: SpeculationSettings = SpeculationSettings()
     """Speculative decoding: tokens are drafted, and the model verifies several in one pass."""
 
-    diffusion: DiffusionSettings = DiffusionSettings()
-    """Refinement by models that write whole blocks; other models ignore it."""
-
     parallel: ParallelSettings = ParallelSettings()
     """Expert parallelism: the ranks of one launch share the experts of a model."""
 
@@ -185,15 +180,6 @@ class Profile(Settings):
                     "{name}: {lossy} {why}, which lossless: true refuses; "
                     "set lossless: false or {name}: {instead}",
                     {"name": f"{section}.{key}", "lossy": lossy, "instead": instead, "why": why},
-                )
-        for key, own in DiffusionSettings().model_dump().items():
-            value = getattr(self.diffusion, key)
-            if self.lossless and value != own:
-                raise PydanticCustomError(
-                    "lossless",
-                    "diffusion.{key}: {value} changes what a model writes, which lossless: true "
-                    "refuses; set lossless: false or diffusion.{key}: {own}",
-                    {"key": key, "value": value, "own": "null" if own is None else own},
                 )
         return self
 

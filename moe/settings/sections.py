@@ -361,51 +361,6 @@ class SpeculationSettings(Settings):
     never drawn."""
 
 
-def _check_accept(text: str) -> str:
-    kind, _, bound = text.partition(":")
-    try:
-        number = float(bound) if bound else 0.0
-    except ValueError:
-        number = -1.0
-    highest = {"confidence": 1.0, "entropy": 1e6}.get(kind, 0.0)
-    if text != "own" and not 0.0 < number <= highest:
-        raise PydanticCustomError(
-            "accept", "must be own, confidence:P with P in (0, 1], or entropy:NATS with NATS > 0"
-        )
-    return text
-
-
-def _check_refresh(text: str) -> str:
-    if text != "all" and not re.fullmatch(r"elastic:(0?\.\d+|[01](\.0*)?):[1-9]\d{0,3}", text):
-        raise PydanticCustomError(
-            "refresh",
-            "must be all, or elastic:S:N with a similarity S in [0, 1] and N of 1 to 9999 passes",
-        )
-    return text
-
-
-class DiffusionSettings(Settings):
-    """Refinement by models that write whole blocks; other models ignore it. What differs from the
-    defaults changes the model's output, so ``lossless: true`` refuses it."""
-
-    accept: Annotated[str, AfterValidator(_check_accept)] = "own"
-    """Which predictions of a pass stay on the canvas. own: as the model's own sampler decides.
-    confidence:P: those with a probability of at least P, and the likeliest. entropy:NATS: the
-    model's rule of bounded entropy, with this bound."""
-
-    max_steps: int | None = Field(default=None, ge=1, le=4096)
-    """Most passes that refine a block. null: as many as the model's schedule has."""
-
-    stable_steps: int | None = Field(default=None, ge=1, le=4096)
-    """A block is final once its likeliest tokens have not changed for this many passes. null: by
-    the model's own rule."""
-
-    refresh: Annotated[str, AfterValidator(_check_refresh)] = "all"
-    """Which rows of a canvas a pass computes. all: every one. elastic:S:N: those whose input has a
-    cosine similarity below S to the one they were last computed with; the others keep keys, values
-    and predictions. Each N-th pass computes all."""
-
-
 class ParallelSettings(Settings):
     """Expert parallelism: the ranks of one launch share the experts of a model."""
 

@@ -9,7 +9,7 @@ import torch
 
 from lab.diffusion import fewer_passes as chance
 from moe import MoE
-from tests.moe.test_block_diffusion import PROMPTS, SIZES, make_model
+from tests.methods.diffusion.test_writer import PROMPTS, SIZES, make_model
 
 pytestmark = pytest.mark.deep
 

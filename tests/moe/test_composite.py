@@ -31,7 +31,7 @@ SMALL: dict[str, Any] = {
     "engine": {"max_batch_size": 4},
     "offload": {"hot_set": False},
 }
-BLOCK_DIFFUSION = "diffusion_gemma"  # tests/moe/test_block_diffusion.py
+BLOCK_DIFFUSION = "diffusion_gemma"  # tests/methods/diffusion/test_writer.py
 LARGE = "dots3_note"  # of 76 M parameters at its smallest
 NAMES = [name for name in composite_architectures() if name not in (BLOCK_DIFFUSION, LARGE)]
 

@@ -14,7 +14,7 @@ from moe.describe.probe import Packing
 from moe.errors import CheckpointError
 from moe.loading.load import LoadReport
 from moe.loading.progress import LoadProgress
-from moe.notices import pass_notices, tensor_notices
+from moe.notices import pass_notices, prompt_notices, tensor_notices
 from moe.text.tokenizer import TextCodec
 
 
@@ -51,8 +51,8 @@ def test_a_model_that_is_replaced_while_it_is_loaded_is_refused(
 
 def test_passes_that_fall_back_are_said() -> None:
     codec = TextCodec(None, vocab_size=10, no_tokenizer_reason="none was given")
-    packing, tokenizer = pass_notices(Packing(False, "a reason"), FUSED_OFF, codec)
+    (packing,) = pass_notices(Packing(False, "a reason"), FUSED_OFF)
     assert packing.endswith(
         "prompts are neither cut nor kept for others that begin alike: a reason"
     )
-    assert tokenizer == "prompts can only be token ids: none was given"
+    assert prompt_notices(codec) == ["prompts can only be token ids: none was given"]

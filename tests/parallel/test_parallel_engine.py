@@ -19,7 +19,6 @@ from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams, Structure
 from moe.describe.probe import find_visits
-from moe.engine.blocks import BlockRunner
 from moe.engine.runner import ModelRunner
 from moe.errors import RankLostError, RequestError
 from moe.kv.cache import KVCache
@@ -32,7 +31,6 @@ from moe.sampling.batch import LogitsError, Row
 from moe.sampling.sampler import Sampler
 from moe.settings import ParallelSettings
 from tests.amounts import deep_except
-from tests.moe.test_block_diffusion import SIZES, make_model
 from tests.parallel.generation import PROMPTS
 
 KV_TOKENS = 400
@@ -45,9 +43,8 @@ class Loopback:
         def new_mirror() -> EngineMirror:
             loaded = model._loaded
             runner = ModelRunner(loaded.backbone, loaded.experts)
-            if loaded.blocks is not None:
-                how = loaded.blocks, model.profile.profile.diffusion
-                runner = BlockRunner(loaded.backbone, loaded.experts, *how)
+            if loaded.writer is not None:
+                runner = loaded.writer.runner(loaded.backbone, loaded.experts)
             return EngineMirror(runner, loaded.logits_size, loaded.structures)
 
         def new_worker(rank: int) -> RankWorker:
@@ -104,7 +101,6 @@ def parallel(model: MoE, ranks: int = 2, **how: Any) -> tuple[ParallelEngine, Lo
         loopback,  # type: ignore[arg-type]
         new_engine,
         continue_on_loss=True,
-        in_blocks=model._loaded.blocks is not None,
     )
     return engine, loopback
 
@@ -280,30 +276,6 @@ def test_lost_sequences_are_read_again_by_the_others(tiny_moe: Callable[[str], M
     loopback.lost_at = {2: 1, 6: 2}
     assert tokens_of(engine, model, PARAMS) == tokens_of(model.engine(), model, PARAMS)
     assert loopback.links.ranks == [0]
-
-
-def test_blocks_that_a_lost_rank_has_written_do_not_come_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = MoE.from_pretrained(make_model(tmp_path / "model", **SIZES[1]))
-    params = [
-        SamplingParams(seed=seed, max_new_tokens=24, ignore_eos=True)
-        for seed in range(len(PROMPTS))
-    ]
-    expected = tokens_of(model.loop(), model, params)
-    begun: list[int] = []
-    new_sequence = EngineMirror._new_sequence
-
-    def counted(self: EngineMirror, fields: Any) -> Any:
-        begun.append(len(fields["tokens"]))
-        return new_sequence(self, fields)
-
-    monkeypatch.setattr(EngineMirror, "_new_sequence", counted)
-    engine, loopback = parallel(model, 3)
-    loopback.lost_at = {9: 1, 20: 2}
-    assert tokens_of(engine, model, params) == expected
-    assert loopback.links.ranks == [0]
-    assert max(begun) > 0  # some rank took over behind the first block
 
 
 def test_structures_are_followed_on_ranks_and_by_those_that_take_over() -> None:

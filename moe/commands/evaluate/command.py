@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from moe.commands.console import stdout_console
-from moe.commands.evaluate.canvases import evaluate_canvases
 from moe.commands.evaluate.policy_costs import (
+    WINDOW,
     PolicyCost,
     PolicyCostMeter,
     alone_and_together,
@@ -29,8 +30,31 @@ from moe.commands.evaluate.scoring import (
     windows_of,
 )
 from moe.errors import RequestError
+from moe.hooks import ModelHook
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
+
+
+class Evaluation(Protocol):
+    """What an evaluation has found."""
+
+    @property
+    def policies(self) -> tuple[PolicyCost, ...]:
+        """The costs of the profile's routing policies."""
+        ...
+
+    @property
+    def window(self) -> int:
+        """Tokens whose distinct experts they count."""
+        ...
+
+    def as_json(self) -> dict[str, Any]: ...
+
+    def table(self) -> Table: ...
+
+
+EVALUATE = ModelHook[Callable[[MoE, str, int | None, str | None], Evaluation]]("evaluate")
+"""Evaluates a model on a text, with ``--tokens`` and ``--against``, in place of `evaluate`."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +77,7 @@ class Quality:
     difference: Difference | None = None
     policies: tuple[PolicyCost, ...] = ()
     kv_policy: float | None = None
+    window: ClassVar[int] = WINDOW
 
     def as_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -72,6 +97,26 @@ class Quality:
         if self.policies:
             found["policies"] = [asdict(cost) for cost in self.policies]
         return found
+
+    def table(self) -> Table:
+        table = Table(show_header=False)
+        rows = [
+            ("tokens", f"{self.tokens:,}"),
+            ("bits per byte", f"{self.bits_per_byte:.4f}"),
+            ("perplexity of a token", f"{self.perplexity:.3f}"),
+        ]
+        if (found := self.difference) is not None:
+            routing = ", ".join(f"{share:.3f}" for share in found.routing)
+            rows += [
+                ("KL from the original, bits a token", f"{found.kl:.5f}"),
+                ("same most likely token", f"{found.agreement:.4f}"),
+                ("same experts, by layer", routing),
+            ]
+        if self.kv_policy is not None:
+            rows.append(("bits with memory.kv_policy, of those without", f"{self.kv_policy:.5f}"))
+        for row in rows:
+            table.add_row(*row)
+        return table
 
 
 def evaluate(
@@ -134,32 +179,20 @@ def run(
     words = read_text(text)
     shown = sys.stderr.isatty()
     model = MoE.from_pretrained(name, profile, progress=shown)
-    if model.canvas_length is not None:
-        return _run_canvases(model, words, tokens, against, as_json=as_json)
+    if (own := EVALUATE.of(model.backbone.model)) is not None:
+        return _show(own(model, words, tokens, against), as_json=as_json)
     original = None if against is None else MoE.from_pretrained(against, progress=shown)
     quality = evaluate(model, words, tokens=tokens, original=original, progress=shown)
-    if as_json:
-        print(json.dumps(quality.as_json()))
-    else:
-        stdout_console().print(_table(quality))
-        if quality.policies:
-            stdout_console().print(cost_table(quality.policies))
-    return 0
+    return _show(quality, as_json=as_json)
 
 
-def _run_canvases(
-    model: MoE, text: str, tokens: int | None, against: str | None, *, as_json: bool
-) -> int:
-    """Evaluate a model that writes whole blocks."""
-    if against is not None:
-        raise RequestError("--against is not possible with models that write whole blocks")
-    found = evaluate_canvases(model, text, tokens)
+def _show(found: Evaluation, *, as_json: bool) -> int:
     if as_json:
         print(json.dumps(found.as_json()))
         return 0
     stdout_console().print(found.table())
     if found.policies:
-        stdout_console().print(cost_table(found.policies, model.canvas_length or 0))
+        stdout_console().print(cost_table(found.policies, found.window))
     return 0
 
 
@@ -175,24 +208,3 @@ def _check(model: MoE, original: MoE, text: str) -> None:
             f"the models have different experts: {len(own)} layers of {own[0]} and {len(other)} "
             f"of {other[0]}"
         )
-
-
-def _table(quality: Quality) -> Table:
-    table = Table(show_header=False)
-    rows = [
-        ("tokens", f"{quality.tokens:,}"),
-        ("bits per byte", f"{quality.bits_per_byte:.4f}"),
-        ("perplexity of a token", f"{quality.perplexity:.3f}"),
-    ]
-    if (found := quality.difference) is not None:
-        routing = ", ".join(f"{share:.3f}" for share in found.routing)
-        rows += [
-            ("KL from the original, bits a token", f"{found.kl:.5f}"),
-            ("same most likely token", f"{found.agreement:.4f}"),
-            ("same experts, by layer", routing),
-        ]
-    if quality.kv_policy is not None:
-        rows.append(("bits with memory.kv_policy, of those without", f"{quality.kv_policy:.5f}"))
-    for row in rows:
-        table.add_row(*row)
-    return table

@@ -35,8 +35,8 @@ class PolicyCost:
         bits_per_byte, without: cross-entropy of the text with the policy, and without any.
         kl_bits: KL divergence from the predictions without policies, in bits per token.
         top1_agreement: share of tokens with the same most likely next token.
-        distinct, distinct_without: mean distinct experts of a layer for 8 consecutive tokens, or
-            for a canvas, with the policy and without any.
+        distinct, distinct_without: mean distinct experts of a layer for 8 consecutive tokens (or
+            `Evaluation.window`), with the policy and without any.
         dropped: share of (token, expert) pairs that the policy removes.
     """
 
@@ -160,7 +160,7 @@ def cost_table(costs: Sequence[PolicyCost], window: int = WINDOW) -> Table:
     for cost in costs:
         table.add_row(
             cost.policy if " + " not in cost.policy else "all of them",
-            {"prefill": "prompt", "decode": "decoded", "denoise": "canvas"}[cost.phase],
+            {"prefill": "prompt", "decode": "decoded"}[cost.phase],
             f"{100 * cost.worse:.2f}",
             f"{cost.kl_bits:.5f}",
             f"{cost.top1_agreement:.4f}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,19 @@ from moe.commands.plan.decode_speed import (
 from moe.commands.plan.speeds import DiskSpeed, MachineSpeeds
 from moe.commands.plan.traced_routing import known_routing
 from moe.errors import DoesNotFitError
+from moe.hooks import ModelHook
 from moe.loader import expert_backend, routing_policies
 from moe.loading.hub import ModelFiles, experts_per_token, reach_model
 from moe.loading.local import public_name
 from moe.loading.memory_plan import GIB, MemoryPlan
 from moe.memory.planning import PlannedModel, check_fit, planning
-from moe.network.block_diffusion import schedule_of, writes_blocks
 from moe.network.seam import experts_modules
 from moe.settings import Profile
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile, load_profile, value_of
+
+SIZES = ModelHook[Callable[[PreTrainedModel, DecodeSizes, Profile], DecodeSizes]]("sizes")
+"""Says what steps of a model read that is not autoregressive."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = (
         proofs_of(files.path, settings, device=device),
         planning(files.path, settings, device, lambda _: None) as planned,
     ):
-        sizes, misfit = model_sizes(planned, settings.diffusion.max_steps), ""
+        sizes, misfit = model_sizes(planned, settings), ""
         try:
             check_fit(planned.memory, settings, planned.why_resident)
         except DoesNotFitError as error:
@@ -148,7 +151,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = (
     speeds = replace(
         machine.steps(expert_bits(planned.network, sizes), disk),
         to_device=machine.to_device() if offloads else None,
-        products=machine.products() if sizes.canvas > 1 else None,
+        products=machine.products() if sizes.rows > 1 else None,
     )
     all_near = replace(sizes, slots=sizes.total)
     return SpeedPlan(
@@ -205,12 +208,8 @@ def _for_offload(said: Sequence[str], profile: LoadedProfile) -> list[str]:
     return [*said, *(word for setting in added for word in ("--set", setting))]
 
 
-def model_sizes(planned: PlannedModel, max_steps: int | None = None) -> DecodeSizes:
-    """Sizes of a model and of its memory plan; the mean if layers differ.
-
-    Args:
-        max_steps: `diffusion.max_steps` of the profile.
-    """
+def model_sizes(planned: PlannedModel, profile: Profile) -> DecodeSizes:
+    """Sizes of a model and of its memory plan; the mean if layers differ."""
     network, weights, memory = planned.network, planned.weights.nbytes, planned.memory
     modules = experts_modules(network)
     total = sum(module.num_experts for _, module in modules)
@@ -226,16 +225,8 @@ def model_sizes(planned: PlannedModel, max_steps: int | None = None) -> DecodeSi
         slots=total if near is None else near,
         host_slots=next((tier.experts for tier in memory.tiers if tier.name == "host"), 0),
     )
-    if not writes_blocks(network):
-        return sizes
-    # A canvas also goes through the head, and what that says through the embedding.
-    ends = 4.0 * network.get_output_embeddings().weight.numel()
-    return replace(
-        sizes,
-        canvas=network.config.canvas_length,
-        passes=1 + (max_steps or schedule_of(network)["max_denoising_steps"] or 1),
-        flops=flops_a_token(network, sizes) + ends,
-    )
+    refine = SIZES.of(network)
+    return sizes if refine is None else refine(network, sizes, profile)
 
 
 def flops_a_token(network: PreTrainedModel, sizes: DecodeSizes) -> float:
@@ -333,13 +324,8 @@ def sentences(made: SpeedPlan) -> list[str]:
         f"Measured {made.measured}: {figures}. At best: all transfers overlap with other work.",
         kv_sentence(made.memory),
     ]
-    if (canvas := made.sizes.canvas) > 1:
-        found.insert(
-            0,
-            f"Blocks: each step refines a canvas of {canvas} tokens of every sequence. A block is "
-            f"counted with {made.sizes.passes} passes: as many as the schedule has at most, and "
-            "one that reads it. What the sampler takes is not counted.",
-        )
+    if made.sizes.about:
+        found.insert(0, made.sizes.about)
     if made.policies:
         found.append(
             "memory.kv_policy changes answers (lossless: false; moe eval prices that), and loading "

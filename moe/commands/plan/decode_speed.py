@@ -8,8 +8,8 @@ added. There, too, a layer's reads begin together, and its experts run in order 
 (`layer_with_reads`); on a GPU paths are taken one after the other. Prefetches, and attention to
 long contexts, are not counted.
 
-Of a model that writes blocks, a step refines the canvas of each sequence: B times as many tokens,
-whose products take longer than reading weights does. A block is final after several.
+Where a step reads several tokens of each sequence, products may take longer than reading weights,
+and tokens may be final only after several steps.
 Legend: E experts of a layer, K of them per token, B tokens of a step.
 """
 
@@ -63,9 +63,10 @@ class DecodeSizes:
         trunk_bytes: of the weights that every step reads.
         slots: experts that device memory holds.
         host_slots: experts that host memory holds for a CUDA device; 0 on a CPU.
-        canvas: tokens of a sequence that a step reads.
-        passes: steps until they are final, the one that reads them as a prompt included.
+        rows: tokens of a sequence that a step reads.
+        steps: until they are final.
         flops: of one of them beside attention; 0: not known.
+        about: what such steps do, as a sentence; empty if they decode one token.
     """
 
     layers: int
@@ -75,9 +76,10 @@ class DecodeSizes:
     trunk_bytes: int
     slots: int
     host_slots: int = 0
-    canvas: int = 1
-    passes: int = 1
+    rows: int = 1
+    steps: int = 1
     flops: float = 0.0
+    about: str = ""
 
     @property
     def total(self) -> int:
@@ -171,7 +173,7 @@ def estimate_decode(
     sizes: DecodeSizes, speeds: Bandwidths, locality: Locality, batch: int
 ) -> DecodeEstimate:
     """Estimate a step of ``batch`` sequences."""
-    rows, tokens = batch * sizes.canvas, batch * sizes.canvas / sizes.passes
+    rows, tokens = batch * sizes.rows, batch * sizes.rows / sizes.steps
 
     def share_of(slots: int) -> float:  # even with all slots, a replay misses first uses
         return 1.0 if slots == sizes.total else locality.hit_ratio(rows, slots)

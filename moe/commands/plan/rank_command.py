@@ -137,10 +137,10 @@ def plan_many(
         planning(files.path, settings, device, lambda _: None) as planned,
     ):
         needs = model_needs(planned, settings)
-        if (canvas := needs.sizes.canvas) > 1:
+        if (rows := needs.sizes.rows) > 1:
             raise UnsupportedModelError(
-                f"--ranks compares decode steps of one token a sequence, and this model writes "
-                f"blocks of {canvas} tokens; plan it without --ranks"
+                f"--ranks compares decode steps of one token a sequence, and a step of this model "
+                f"reads {rows}; plan it without --ranks"
             )
         prompts = PromptNeeds(
             flops_a_token=flops_a_token(planned.network, needs.sizes),
@@ -189,7 +189,7 @@ def prefill_apart(costs: EngineCosts | None, ranks: int) -> tuple[str, list[Serv
 
 def model_needs(planned: PlannedModel, settings: Profile) -> ModelNeeds:
     """Return what ranks need to hold a model."""
-    sizes, memory = model_sizes(planned), settings.memory
+    sizes, memory = model_sizes(planned, settings), settings.memory
     lines = {line.name: line.bytes for line in planned.memory.lines}
     config = planned.config.get_text_config()
     kv_bytes = lines["keys and values"]

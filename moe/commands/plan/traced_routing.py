@@ -87,7 +87,7 @@ def known_routing(path: Path, planned: PlannedModel, sizes: DecodeSizes, policy:
     Raises:
         CalibrationError: the calibration is damaged or another model's.
     """
-    if sizes.canvas > 1:
+    if sizes.rows > 1:
         return UniformRouting(sizes, "every expert taken as equally likely")
     folder = path / CALIBRATION_FOLDER
     if not (folder / MANIFEST_FILE).exists():  # a folder alone may be left of a run that failed

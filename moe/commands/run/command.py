@@ -139,7 +139,7 @@ def plan_run(name: str, overrides: Mapping[str, Any]) -> RunPlan:
     speeds = replace(
         machine.steps(_expert_bits(facts, choice), disk),
         to_device=machine.to_device() if choice.offload else None,
-        products=machine.products() if facts.sizes.canvas > 1 else None,
+        products=machine.products() if facts.sizes.rows > 1 else None,
     )
     return RunPlan(
         name, source, facts, choice, {**choice.settings, **overrides}, _speed(facts, choice, speeds)

@@ -65,7 +65,7 @@ def look_at(name: str, files: ModelFiles, profile: Profile, device: Device) -> R
         planning(files.path, wide, device, lambda _: None) as planned,
     ):
         whole = _lines(planned)
-        sizes = model_sizes(planned)
+        sizes = model_sizes(planned, wide)
         expert_bytes, alike = _expert_bytes(planned)
         context = planned.context_length
         footprints = {WAVE: planned.footprint}

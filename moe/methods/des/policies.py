@@ -31,7 +31,7 @@ class _ExpertSharing(RoutingPolicy):
     """Runs of at most ``tokens`` tokens of a step share a core set of experts."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"select"})
-    phases: ClassVar[tuple[Phase, ...]] = ("decode", "denoise")
+    phases: ClassVar[tuple[Phase, ...]] = ("decode",)
 
     tokens: int
 

@@ -1,8 +1,8 @@
-"""What the code of a model that writes blocks sees of a sequence's keys and values.
+"""`CacheView`: the cache that generation code of a model that writes canvases sees.
 
-Such code makes a cache of its own, or goes on with one that it is given. It is given a
-`BlockCache`, whose rows lie in the sequence's `KVCache`: they can be shared, cut, kept for prompts
-that begin alike, given up and read again, while the code sleeps in its lane.
+Such code makes a cache of its own, or goes on with one that it is given. It is given a `CacheView`,
+whose rows lie in the sequence's `KVCache`: they can be shared, cut, kept for prompts that begin
+alike, given up and read again, while the code sleeps in its lane.
 Legend: N key/value heads, D head size.
 """
 
@@ -21,11 +21,11 @@ from moe.kv.blocks import Windows
 from moe.kv.cache import KVCache
 
 Window = int | None
-"""Most tokens that a token of a layer sees, itself included; None: all."""
+"""The most tokens that a token of a layer sees, itself included; None: all."""
 
 
 def layer_windows(config: PreTrainedConfig) -> list[Window]:
-    """Of each layer of the cache that a model with this configuration makes.
+    """The window of each layer of the cache that a model with this configuration makes.
 
     Raises:
         UnsupportedModelError: some layer keeps more than keys and values.
@@ -34,15 +34,15 @@ def layer_windows(config: PreTrainedConfig) -> list[Window]:
     for layer in DynamicCache(config=config.get_text_config(decoder=True)).layers:
         if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
             raise UnsupportedModelError(
-                f"it writes blocks, and keeps a {type(layer).__name__} of what it has read; only "
+                f"it writes canvases, and keeps a {type(layer).__name__} of what it has read; only "
                 "keys and values are supported"
             )
         windows.append(getattr(layer, "sliding_window", None))
     return windows
 
 
-def seen_by_blocks(config: PreTrainedConfig, layer_bytes: Mapping[int, int]) -> Windows:
-    """The layers that see no more than their last tokens.
+def canvas_windows(config: PreTrainedConfig, layer_bytes: Mapping[int, int]) -> Windows:
+    """The layers that see no more than the last tokens.
 
     Args:
         layer_bytes: of a token in each layer.
@@ -51,7 +51,7 @@ def seen_by_blocks(config: PreTrainedConfig, layer_bytes: Mapping[int, int]) -> 
     return Windows.of(of_layer, layer_bytes)
 
 
-class BlockCache(Cache):
+class CacheView(Cache):
     """Stands in for the cache that a model's code would make.
 
     Args:
@@ -60,24 +60,24 @@ class BlockCache(Cache):
         rows: of the sequence; None: while it has none, and the code sleeps.
 
     Attributes:
-        rows, length: as given. They may differ: what is behind ``length`` is not seen.
+        rows, length: as given. They may differ: rows after ``length`` are not seen.
     """
 
-    layers: Sequence[BlockCacheLayer]  # type: ignore[assignment]
+    layers: Sequence[LayerView]  # type: ignore[assignment]
 
     def __init__(self, windows: Sequence[Window], length: int, rows: KVCache | None = None) -> None:
         here = proxy(self)  # no cycle: rows are freed with the cache
-        own: list[Any] = [BlockCacheLayer(here, at, window) for at, window in enumerate(windows)]
+        own: list[Any] = [LayerView(here, at, window) for at, window in enumerate(windows)]
         super().__init__(layers=own)
         self.length, self.rows = length, rows
 
 
-class BlockCacheLayer(CacheLayerMixin):
-    """A layer of a `BlockCache`; used as `DynamicLayer` and `DynamicSlidingWindowLayer` are."""
+class LayerView(CacheLayerMixin):
+    """A layer of a `CacheView`; used as `DynamicLayer` and `DynamicSlidingWindowLayer` are."""
 
     is_compileable = is_croppable = supports_early_init = False
 
-    def __init__(self, cache: BlockCache, index: int, window: Window) -> None:
+    def __init__(self, cache: CacheView, index: int, window: Window) -> None:
         self._cache, self._index = cache, index
         self._window = window
         self.is_sliding = window is not None
@@ -85,14 +85,14 @@ class BlockCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store ``(1, N, T, D)`` rows; all that the new tokens may see, these included."""
+        """Store ``(1, N, T, D)`` rows; returns all that the new tokens may see, these included."""
         rows = self._rows
         rows.write(self._index, key_states, value_states)
         end = rows.length + key_states.shape[2]
         return rows.read(self._index, end, self._begin(rows.length))
 
     def seen(self) -> tuple[Tensor, Tensor]:
-        """``(1, N, L, D)`` keys and values that a canvas behind them sees."""
+        """``(1, N, L, D)`` keys and values that a canvas after them sees."""
         length = self._cache.length
         return self._rows.read(self._index, length, self._begin(length))
 
@@ -105,7 +105,7 @@ class BlockCacheLayer(CacheLayerMixin):
         return self.seen()[1]
 
     def lazy_initialization(self, *_: Any) -> None:
-        """Rows have a place when they come."""
+        """Do nothing: rows have a place when they come."""
 
     def get_seq_length(self) -> int:
         return self._cache.length
@@ -123,5 +123,5 @@ class BlockCacheLayer(CacheLayerMixin):
         return self._cache.rows
 
     def _begin(self, length: int) -> int:
-        """The first token that is seen behind so many."""
+        """The first token that is seen after so many."""
         return 0 if self._window is None else max(length - self._window + 1, 0)

@@ -5,7 +5,7 @@ sampler that keeps some of the predictions, and a rule that says whether the can
 `Denoiser` does the same for all canvases of an engine step: they are the rows of one pass, in which
 only attention sees each by itself (its keys are those of its own sequence), and the sampler's
 numbers are computed once. What it draws is what torch would draw for the lane alone. A pass may
-leave rows of a canvas out (`moe.network.kept_rows`).
+leave rows of a canvas out (`moe.methods.diffusion.kept_rows`).
 
 A pass also reads what the pass before said: the model turns those logits into soft embeddings. The
 model's own decoder does so at once, and only these stay until then: of a vocabulary of 262,144
@@ -33,11 +33,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels import draw_rows
-from moe.network.block_cache import BlockCache, layer_windows
-from moe.network.kept_rows import KeptRows, Refresh, Said
+from moe.methods.diffusion import DiffusionSettings
+from moe.methods.diffusion.cache_view import CacheView, layer_windows
+from moe.methods.diffusion.kept_rows import KeptRows, Refresh, Said
 from moe.network.lanes import LaneRandom
 from moe.sampling.batch import Token, score
-from moe.settings import DiffusionSettings
 
 STEP = "_denoising_step"
 """The function of a model's generation code that is done for all canvases together."""
@@ -433,7 +433,7 @@ def _attention(
         fresh = key[:, :, at], value[:, :, at]
         if part.call.kept is not None:
             fresh = part.call.kept.join(layer, *fresh)
-        cache: BlockCache = part.call.given["cache"]
+        cache: CacheView = part.call.given["cache"]
         keys, values = (
             torch.cat(both, -2) for both in zip(cache.layers[layer].seen(), fresh, strict=True)
         )

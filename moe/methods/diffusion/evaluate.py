@@ -1,8 +1,8 @@
-"""Scores a model that writes whole blocks on noisy canvases, and prices its routing policies there.
+"""Measures how well a model predicts the tokens of noisy canvases, and what policies cost there.
 
 A text is cut into a beginning that is read, and a canvas behind it, of whose tokens a share is
 replaced by uniform noise; one pass, without a pass before it, predicts all of the canvas' clean
-tokens. Shares take turns. What `diffusion.accept` and the like cost is not seen in one pass:
+tokens. Shares take turns. One pass does not show what `methods.diffusion.accept` and the like cost:
 `python -m lab.diffusion` writes text with them.
 """
 
@@ -24,6 +24,8 @@ from moe.commands.evaluate.policy_costs import (
 )
 from moe.commands.evaluate.scoring import divergence
 from moe.errors import RequestError
+from moe.methods.diffusion.driver import CanvasDriver
+from moe.methods.diffusion.writer import CanvasWriter
 from moe.model import MoE
 from routing import PolicyChain
 
@@ -41,11 +43,13 @@ class CanvasQuality:
         tokens: on the canvases.
         bits: a token of a canvas, by its share of noise.
         policies: the costs of the profile's routing policies; runs are canvases.
+        window: tokens of a canvas.
     """
 
     tokens: int
     bits: dict[float, float]
     policies: tuple[PolicyCost, ...]
+    window: int
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -62,17 +66,23 @@ class CanvasQuality:
 
 
 @torch.inference_mode()
-def evaluate_canvases(model: MoE, text: str, tokens: int | None = None) -> CanvasQuality:
+def evaluate_canvases(
+    model: MoE, text: str, tokens: int | None = None, against: str | None = None
+) -> CanvasQuality:
     """Score the canvases of a text; then with each routing policy of the profile, and with all.
 
     Args:
         tokens: of the text, how many to take at most; None for all.
+        against: another model to compare with, which is refused.
 
     Raises:
-        RequestError: the text is shorter than the beginning and one canvas for each share.
+        RequestError: the text is shorter than the beginning and one canvas for each share, or a
+            model to compare with was given.
     """
-    size, ids = model.canvas_length, model.codec.encode(text)[:tokens]
-    assert size is not None
+    if against is not None:
+        raise RequestError("--against is not possible with models that write canvases")
+    driver, ids = driver_of(model), model.codec.encode(text)[:tokens]
+    size = driver.canvas_length
     step = BEFORE + size
     windows = [ids[at : at + step] for at in range(0, len(ids) - step + 1, step)]
     if len(windows) < len(LEVELS):
@@ -95,7 +105,14 @@ def evaluate_canvases(model: MoE, text: str, tokens: int | None = None) -> Canva
         tokens=size * len(windows),
         bits={level: sum(plain.bits[level]) / len(plain.bits[level]) / size for level in LEVELS},
         policies=tuple(sums.cost(own, plain, num_bytes) for own, sums in variants),
+        window=size,
     )
+
+
+def driver_of(model: MoE) -> CanvasDriver:
+    """What runs the generation code of a loaded model that writes canvases."""
+    assert isinstance(model.writer, CanvasWriter)
+    return model.writer.driver
 
 
 def _noisy(clean_C: Tensor, level: float, vocabulary: int, seed: int) -> Tensor:
@@ -127,7 +144,7 @@ class _Sums:
     ) -> Tensor:
         """Read one canvas; its ``(C, V)`` log probabilities."""
         with routed_by(model, chain) as visited:
-            logits = model.canvas_logits(before, canvas_C.tolist())
+            logits = driver_of(model).logits(before, canvas_C.tolist(), model.experts.run)
         found = logits.float().cpu().log_softmax(-1)
         taken = found.gather(1, clean_C[:, None])
         self.bits[level].append(float(-taken.double().sum()) / math.log(2))
@@ -152,7 +169,7 @@ class _Sums:
     def cost(self, chain: PolicyChain, plain: _Sums, num_bytes: int) -> PolicyCost:
         return PolicyCost(
             policy=" + ".join(policy.spec for policy in chain.policies),
-            phase="denoise",
+            phase="decode",
             bits_per_byte=self.total / num_bytes,
             without=plain.total / num_bytes,
             kl_bits=max(self._kl / self._tokens, 0.0),

@@ -1,8 +1,8 @@
-"""Lanes of models that write whole blocks (`moe.network.block_diffusion`).
+"""The lanes of models that write canvases (`moe.methods.diffusion.driver`).
 
-`BlockLane` is a sequence that is being written: the model's generation code sleeps in it, from the
-prompt to the last block. What it is to read is read by a `PromptLane`. `CanvasLane` is one pass
-over a canvas, for those who ask what the model says of it.
+A `CanvasLane` writes a sequence: the model's generation code sleeps in it, from the prompt to the
+last canvas. A `PromptLane` reads what it is to read. A `TrialLane` makes one pass over a canvas,
+for those who ask what the model predicts there.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 
 from torch import Tensor
 
-from moe.network.block_cache import BlockCache
-from moe.network.denoise import CanvasCall, Result
+from moe.methods.diffusion.cache_view import CacheView
+from moe.methods.diffusion.denoise import CanvasCall, Result
 from moe.network.lanes import Lane, LaneRandom, LaneState, current_lane
 from moe.sampling.batch import Token
 from routing import Phase
 
 
-class BlockLane(Lane[None]):
-    """A sequence that is being written, over all of its passes.
+class CanvasLane(Lane[None]):
+    """Writes a sequence, over all of its passes.
 
     Attributes:
         cache: what its code sees of keys and values. Whoever runs it gives it the rows of the
             sequence, and may take them away while the lane rests: then they are read again.
         passes: forward passes so far, by phase; the prompt's are its reader's.
-        asked: the step of refinement that it rests for; None: it rests before or behind a pass of
+        asked: the step of refinement that it rests for; None: it rests before or after a pass of
             its own.
-        error: why a block of it could not be read; None: nothing went wrong there.
+        error: why a canvas of it could not be read; None: nothing went wrong there.
     """
 
     can_rest = True
@@ -38,14 +38,14 @@ class BlockLane(Lane[None]):
         self,
         forward: Callable[[], None],
         random: LaneRandom,
-        cache: BlockCache,
+        cache: CacheView,
         prompt: list[int],
         num_new: int,
         call: CanvasCall,
     ) -> None:
-        super().__init__(forward, "denoise", random=random)
+        super().__init__(forward, "decode", random=random)
         self.cache, self._call = cache, call
-        self.passes: dict[Phase, int] = {"prefill": 0, "denoise": 0}
+        self.passes: dict[Phase, int] = {"prefill": 0, "decode": 0}
         self.asked: CanvasCall | None = None
         self.error: Exception | None = None
         self._num_prompt, self._end = len(prompt), len(prompt) + num_new
@@ -55,23 +55,23 @@ class BlockLane(Lane[None]):
         self._ran = False
 
     def unread(self, canvas_length: int) -> list[int]:
-        """The tokens that are to be read next: the prompt, or the next block that its rows lack;
-        empty: none, as behind the last block."""
+        """The tokens that are to be read next: the prompt, or the next canvas that its rows lack;
+        empty: none, as after the last canvas."""
         assert self.cache.rows is not None
         if len(self._written) >= self._end:
             return []
         length = self.cache.rows.length
-        blocks = max(length - self._num_prompt, -1) // canvas_length + 1
-        return self._written[length : self._num_prompt + blocks * canvas_length]
+        canvases = max(length - self._num_prompt, -1) // canvas_length + 1
+        return self._written[length : self._num_prompt + canvases * canvas_length]
 
     def begin_pass(self) -> None:
         """Called by the model before each pass of its own: only one is run at a time."""
         if self._ran:
             self.rest()
         self._ran = True
-        self.passes["denoise"] += 1
+        self.passes["decode"] += 1
 
-    def take_reading(self) -> BlockCache:
+    def take_reading(self) -> CacheView:
         """Called by the model to read: what was to be read has been, by other lanes."""
         assert self.cache.rows is not None
         self.cache.length = self.cache.rows.length
@@ -86,7 +86,7 @@ class BlockLane(Lane[None]):
         self.asked = call = replace(self._call, given=given)
         self.rest()
         self.asked = None
-        self.passes["denoise"] += 1
+        self.passes["decode"] += 1
         if isinstance(call.result, Exception):
             raise call.result
         assert call.result is not None, "woken without a result"
@@ -94,7 +94,7 @@ class BlockLane(Lane[None]):
         return call.result
 
     def add_final(self, token_ids: Sequence[int]) -> None:
-        """Called by the model with each final block: the likeliest tokens of the last pass."""
+        """Called by the model with each final canvas: the likeliest tokens of the last pass."""
         scores, self._scores = self._scores, None
         self._final += map(Token, token_ids) if scores is None else scores
         self._written += token_ids
@@ -105,7 +105,7 @@ class BlockLane(Lane[None]):
         self._ran = False
 
     def take_final(self) -> list[Token]:
-        """Tokens that became final since the last call."""
+        """The tokens that became final since the last call."""
         final, self._final = self._final, []
         return final
 
@@ -134,8 +134,8 @@ class PromptLane(Lane[list[Tensor]]):
     can_rest = True
 
 
-class CanvasLane(Lane[list[Tensor]]):
-    """Reads a text, and a canvas behind it."""
+class TrialLane(Lane[list[Tensor]]):
+    """Reads a text, and a canvas after it."""
 
     can_rest = True  # it never runs on its caller's stack
 
@@ -143,7 +143,7 @@ class CanvasLane(Lane[list[Tensor]]):
 def begin_pass(phase: Phase, *_: Any) -> None:
     """A hook before each pass of a model: of what reads, or of what refines."""
     lane = current_lane()
-    if isinstance(lane, CanvasLane):
+    if isinstance(lane, TrialLane):
         lane.phase = phase
-    elif isinstance(lane, BlockLane) and phase == "denoise":
+    elif isinstance(lane, CanvasLane) and phase == "decode":
         lane.begin_pass()

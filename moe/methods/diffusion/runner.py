@@ -1,14 +1,14 @@
-"""`BlockRunner`: scheduled steps of models that write whole blocks (`moe.network.block_diffusion`).
+"""`CanvasRunner`: computes scheduled steps of a model that writes canvases.
 
-A step is one forward pass of every running sequence: over a block that has become final, or over
+A step is one forward pass of every running sequence: over a canvas that has become final, or over
 the canvas that it refines. Prompts are read beside them as those of other models are
-(`moe.engine.runner.PrefillPass`): whole, in chunks or in groups of layers, behind a known
-beginning. All meet at the MoE layers, at whatever step of refinement each is, so an expert that
-several need is read once; canvases share a pass.
+(`moe.engine.runner.PrefillPass`): whole, in chunks or in groups of layers, after a known beginning.
+All meet at the MoE layers, at whatever step of refinement each is, so an expert that several need
+is read once; canvases share a pass.
 
 A sequence has a lane, in which the model's own generation code sleeps with its canvas. A preempted
-sequence loses its keys and values and keeps its lane: its prompt and then its final blocks are read
-again, in the parts in which they were, and the canvas goes on from where it was.
+sequence loses its keys and values and keeps its lane: its prompt and then its final canvases are
+read again, in the parts in which they were, and the canvas goes on from where it was.
 """
 
 from __future__ import annotations
@@ -22,50 +22,49 @@ import torch
 from moe.engine.in_flight import Finished, Outcome
 from moe.engine.prefill_batch import ScheduledStep
 from moe.engine.runner import ModelRunner
+from moe.methods.diffusion.denoise import Acceptance
+from moe.methods.diffusion.driver import CanvasDriver
+from moe.methods.diffusion.lane import CanvasLane
 from moe.network.backbone import Backbone
-from moe.network.block_diffusion import BlockWriter
-from moe.network.block_lane import BlockLane
-from moe.network.denoise import Acceptance
 from moe.network.moe_layer import MoELayers
 from moe.sampling.batch import Token
 from moe.sequence import RunningSequence
-from moe.settings import DiffusionSettings
 
 
-class BlockRunner(ModelRunner):
-    """Computes scheduled steps of a model that writes blocks.
+class CanvasRunner(ModelRunner):
+    """Computes scheduled steps.
 
     Args:
-        backbone: the model; its prompts are read by the writer.
+        backbone: the model; the driver reads its prompts.
         experts: its MoE layers.
-        writer: of the model.
-        settings: how canvases are refined.
+        driver: of the model.
+        acceptance: how canvases are refined.
     """
 
     def __init__(
         self,
         backbone: Backbone,
         experts: MoELayers,
-        writer: BlockWriter,
-        settings: DiffusionSettings,
+        driver: CanvasDriver,
+        acceptance: Acceptance,
     ) -> None:
         super().__init__(backbone, experts)
-        self._writer, self._acceptance = writer, Acceptance.of(settings)
-        self._lanes: dict[RunningSequence, BlockLane] = {}
+        self._driver, self._acceptance = driver, acceptance
+        self._lanes: dict[RunningSequence, CanvasLane] = {}
         self._again: dict[RunningSequence, int] = {}
-        self._passes = {"prefill": 0, "denoise": 0}
+        self._passes = {"prefill": 0, "decode": 0}
         self._num_final = 0
 
     @torch.inference_mode()
     def launch(self, step: ScheduledStep) -> Finished:
-        """The blocks that became final in this step.
+        """Compute a step; its outcomes are the canvases that became final in it.
 
         If a pass of a sequence raises, the exception is the outcome of that sequence only.
         """
         prefill = self._begin_prefill(step.prefill)
         lanes = {sequence: self._lane(sequence) for sequence in step.decode}
         before = {lane: dict(lane.passes) for lane in lanes.values()}
-        self._writer.step(
+        self._driver.step(
             [*lanes.values()],
             self.experts.run,
             () if prefill is None else prefill.lanes,
@@ -92,17 +91,17 @@ class BlockRunner(ModelRunner):
                 lane.cancel()
 
     def status(self) -> dict[str, Any]:
-        """Passes so far by phase, and final tokens."""
-        return {"blocks": {"passes": dict(self._passes), "final_tokens": self._num_final}}
+        """Passes so far by phase, and final tokens; for JSON."""
+        return {"canvases": {"passes": dict(self._passes), "final_tokens": self._num_final}}
 
-    def _lane(self, sequence: RunningSequence) -> BlockLane:
+    def _lane(self, sequence: RunningSequence) -> CanvasLane:
         """The sequence's lane, with its keys and values."""
         if sequence not in self._lanes:
             params, index = sequence.sampler.params, sequence.sampler.index
             assert params.seed is not None, "requests have one by now"
             # Another rank wrote the first tokens, and is lost: they are written again.
             self._again[sequence] = len(sequence.token_ids)
-            self._lanes[sequence] = self._writer.lane(
+            self._lanes[sequence] = self._driver.lane(
                 sequence.prompt_token_ids,
                 sequence.max_new_tokens,
                 lane_seed(params.seed, index),
@@ -115,7 +114,7 @@ class BlockRunner(ModelRunner):
         lane.cache.rows = sequence.cache.kv
         return lane
 
-    def _outcome(self, sequence: RunningSequence, lane: BlockLane) -> list[Token] | Exception:
+    def _outcome(self, sequence: RunningSequence, lane: CanvasLane) -> list[Token] | Exception:
         """Tokens that became final, or what ended the lane."""
         try:
             if lane.ended:

@@ -20,7 +20,7 @@ class PreferResident(RoutingPolicy):
     if that one's score is below the missing one's by at most the share ``margin`` of it."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"select", "resident"})
-    phases: ClassVar[tuple[Phase, ...]] = ("decode", "denoise")
+    phases: ClassVar[tuple[Phase, ...]] = ("decode",)
 
     margin: float
 

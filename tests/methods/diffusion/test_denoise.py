@@ -18,15 +18,16 @@ from transformers.models.diffusion_gemma.generation_diffusion_gemma import (
 import kernels
 from experts.dispatch import Failure
 from moe import MoE
-from moe.errors import RequestError
 from moe.kv.cache import KVCache
-from moe.network import block_diffusion, denoise
-from moe.network.block_diffusion import BlockWriter
-from moe.network.block_lane import BlockLane
-from moe.network.denoise import OWN, Acceptance, Denoiser, draw
+from moe.methods.diffusion import denoise
+from moe.methods.diffusion import driver as driving
+from moe.methods.diffusion.denoise import OWN, Acceptance, Denoiser, draw
+from moe.methods.diffusion.driver import CanvasDriver
+from moe.methods.diffusion.evaluate import driver_of
+from moe.methods.diffusion.lane import CanvasLane
 from moe.network.lanes import ExpertCall
 from offload.errors import OffloadError
-from tests.moe.test_block_diffusion import PROMPTS, SIZES, STEPS, make_model
+from tests.methods.diffusion.test_writer import PROMPTS, SIZES, STEPS, make_model
 
 
 @pytest.fixture(scope="module")
@@ -35,25 +36,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> MoE:
 
 
 @pytest.fixture
-def writer(model: MoE) -> BlockWriter:
-    blocks = model._loaded.blocks
-    assert blocks is not None
-    assert blocks.denoiser is not None, blocks.no_policies
-    return blocks
+def driver(model: MoE) -> CanvasDriver:
+    found = driver_of(model)
+    assert found.denoiser is not None, found.no_policies
+    return found
 
 
 def write(
-    writer: BlockWriter, run: Any, prompts: Sequence[Sequence[int]] = PROMPTS
-) -> tuple[list[BlockLane], list[list[int]]]:
-    """Write two blocks behind each prompt, all together."""
+    driver: CanvasDriver, run: Any, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> tuple[list[CanvasLane], list[list[int]]]:
+    """Write two canvases after each prompt, all together."""
     with torch.inference_mode():
-        num_new = 2 * writer.canvas_length
+        num_new = 2 * driver.canvas_length
         lanes = [
-            writer.lane(prompt, num_new, seed, rows=KVCache(len(prompt) + num_new))
+            driver.lane(prompt, num_new, seed, rows=KVCache(len(prompt) + num_new))
             for seed, prompt in enumerate(prompts)
         ]
-        blocks = block_diffusion.write(writer, lanes, run)
-    return lanes, [[token.id for token in block] for block in blocks]
+        finals = driving.write(driver, lanes, run)
+    return lanes, [[token.id for token in final] for final in finals]
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -116,36 +116,36 @@ def test_final_is_what_the_models_rule_says(count: int) -> None:
 
 
 def test_canvases_of_a_step_share_a_pass_and_change_nothing(
-    model: MoE, writer: BlockWriter, monkeypatch: pytest.MonkeyPatch
+    model: MoE, driver: CanvasDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows: list[int] = []
 
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
         if layer == 0:
-            rows.extend(len(call.hidden_states) for call in calls if call.phase == "denoise")
+            rows.extend(len(call.hidden_states) for call in calls if call.phase == "decode")
         return model.experts.run(layer, calls)
 
-    lanes, together = write(writer, run)
-    size = writer.canvas_length
+    lanes, together = write(driver, run)
+    size = driver.canvas_length
     assert set(rows) == {len(PROMPTS) * size}
-    assert [lane.passes for lane in lanes] == [{"prefill": 2, "denoise": 2 * STEPS}] * 3
+    assert [lane.passes for lane in lanes] == [{"prefill": 2, "decode": 2 * STEPS}] * 3
     rows.clear()
-    monkeypatch.setattr(writer.denoiser, "_most", 2)  # as if logits were large
-    assert write(writer, run)[1] == together
+    monkeypatch.setattr(driver.denoiser, "_most", 2)  # as if logits were large
+    assert write(driver, run)[1] == together
     assert set(rows) == {2 * size, size}
-    monkeypatch.setattr(writer, "denoiser", None)  # each lane by the model's own code
-    assert write(writer, run)[1] == together
+    monkeypatch.setattr(driver, "denoiser", None)  # each lane by the model's own code
+    assert write(driver, run)[1] == together
 
 
 def test_a_failing_pass_ends_only_the_canvas_that_it_concerns(
-    model: MoE, writer: BlockWriter
+    model: MoE, driver: CanvasDriver
 ) -> None:
-    _, whole = write(writer, model.experts.run)
-    size, steps = writer.canvas_length, 0
+    _, whole = write(driver, model.experts.run)
+    size, steps = driver.canvas_length, 0
 
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
         nonlocal steps
-        if layer == 1 and any(call.phase == "denoise" for call in calls):
+        if layer == 1 and any(call.phase == "decode" for call in calls):
             steps += 1
             if steps == 3:  # several canvases share it
                 raise OffloadError("the disk is gone")
@@ -156,46 +156,46 @@ def test_a_failing_pass_ends_only_the_canvas_that_it_concerns(
                 ]
         return model.experts.run(layer, calls)
 
-    lanes, blocks = write(writer, run)
+    lanes, finals = write(driver, run)
     with pytest.raises(OffloadError, match="the disk is gone"):
         lanes[1].result()
-    assert blocks[1] == []
-    assert [blocks[0], blocks[2]] == [whole[0], whole[2]]
+    assert finals[1] == []
+    assert [finals[0], finals[2]] == [whole[0], whole[2]]
     assert size == len(whole[1]) // 2
 
 
-@pytest.mark.parametrize("phase", ["denoise", "prefill"])
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_rows_that_another_rank_lost_end_their_own_sequence(
-    model: MoE, writer: BlockWriter, phase: str
+    model: MoE, driver: CanvasDriver, phase: str
 ) -> None:
     """There, a pass goes on with zeros, and says which rows they are."""
-    _, whole = write(writer, model.experts.run)
-    size, reads = writer.canvas_length, 0
+    _, whole = write(driver, model.experts.run)
+    size, reads = driver.canvas_length, 0
 
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
         nonlocal reads
         found = model.experts.run(layer, calls)
         own = [call for call in calls if call.phase == phase]
         reads += layer == 1 and bool(own)
-        if layer == 1 and own and reads == 2:  # of a prefill: the blocks, behind the prompts
-            hit, row = (own[0], size + 2) if phase == "denoise" else (own[1], 3)
+        if layer == 1 and own and reads == 2:  # of a prefill: the finals, behind the prompts
+            hit, row = (own[0], size + 2) if phase == "decode" else (own[1], 3)
             hit.lost[row] = Failure("the disk of rank 1 is gone", unreadable=True)
         return found
 
-    lanes, blocks = write(writer, run)
+    lanes, finals = write(driver, run)
     with pytest.raises(OffloadError, match="the disk of rank 1 is gone"):
         lanes[1].result()
-    assert blocks[1] == whole[1][: 0 if phase == "denoise" else size]
-    assert [blocks[0], blocks[2]] == [whole[0], whole[2]]
+    assert finals[1] == whole[1][: 0 if phase == "decode" else size]
+    assert [finals[0], finals[2]] == [whole[0], whole[2]]
 
 
-def test_logits_that_are_no_numbers_end_the_sequence(model: MoE, writer: BlockWriter) -> None:
+def test_logits_that_are_no_numbers_end_the_sequence(model: MoE, driver: CanvasDriver) -> None:
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
         rows = model.experts.run(layer, calls)
-        canvas = calls[0].phase == "denoise"
+        canvas = calls[0].phase == "decode"
         return [own * float("nan") if canvas else own for own in rows if isinstance(own, Tensor)]
 
-    lanes, _ = write(writer, run, PROMPTS[:1])
+    lanes, _ = write(driver, run, PROMPTS[:1])
     with pytest.raises(RuntimeError, match="not finite numbers"):
         lanes[0].result()
 
@@ -206,57 +206,49 @@ def test_models_whose_steps_are_not_known_write_by_their_own_code(
     path = make_model(tmp_path / "model", **SIZES[0])
     monkeypatch.setattr(denoise, "_ARGUMENTS", frozenset({"something_else"}))
     model = MoE.from_pretrained(path)
-    blocks = _writer(model)
-    assert blocks.denoiser is None
-    assert "no _denoising_step that is known" in blocks.no_policies
-    assert model.status()["blocks"]["policies"] == blocks.no_policies
-    assert Denoiser.why_not(blocks.model) == blocks.no_policies
+    finals = driver_of(model)
+    assert finals.denoiser is None
+    assert "no _denoising_step that is known" in finals.no_policies
+    assert model.status()["writer"]["policies"] == finals.no_policies
+    assert Denoiser.why_not(finals.model) == finals.no_policies
     monkeypatch.undo()
     other = MoE.from_pretrained(path)
-    assert _writer(other).denoiser is not None
-    assert write(blocks, model.experts.run)[1] == write(_writer(other), other.experts.run)[1]
+    assert driver_of(other).denoiser is not None
+    assert write(finals, model.experts.run)[1] == write(driver_of(other), other.experts.run)[1]
 
 
-def _writer(model: MoE) -> BlockWriter:
-    blocks = model._loaded.blocks
-    assert blocks is not None
-    return blocks
-
-
-def test_logits_of_a_canvas_are_those_of_a_first_pass(model: MoE, writer: BlockWriter) -> None:
-    canvas = list(range(10, 10 + writer.canvas_length))
-    found = model.canvas_logits(PROMPTS[0], canvas)
-    assert found.shape == (writer.canvas_length, 97)
-    with pytest.raises(RequestError, match=r"blocks of 8 tokens, and a canvas of 3 .* behind 5"):
-        model.canvas_logits(PROMPTS[0], canvas[:3])
+def test_logits_of_a_canvas_are_those_of_a_first_pass(model: MoE, driver: CanvasDriver) -> None:
+    canvas = list(range(10, 10 + driver.canvas_length))
+    found = driver.logits(PROMPTS[0], canvas, model.experts.run)
+    assert found.shape == (driver.canvas_length, 97)
 
 
 def test_a_canvas_keeps_soft_embeddings_and_its_first_pass_shares_one_with_others(
-    model: MoE, writer: BlockWriter
+    model: MoE, driver: CanvasDriver
 ) -> None:
-    _, expected = write(writer, model.experts.run)
+    _, expected = write(driver, model.experts.run)
     rows: list[int] = []
 
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
         if layer == 0:
-            rows.extend(len(call.hidden_states) for call in calls if call.phase == "denoise")
+            rows.extend(len(call.hidden_states) for call in calls if call.phase == "decode")
         return model.experts.run(layer, calls)
 
-    num_new = 2 * writer.canvas_length
+    num_new = 2 * driver.canvas_length
     with torch.inference_mode():
         lanes = [
-            writer.lane(prompt, num_new, seed, rows=KVCache(len(prompt) + num_new))
+            driver.lane(prompt, num_new, seed, rows=KVCache(len(prompt) + num_new))
             for seed, prompt in enumerate(PROMPTS)
         ]
         for _ in range(3):  # the prompt and two passes
-            writer.step(lanes[:1], run)
+            driver.step(lanes[:1], run)
         asked = lanes[0].asked
         assert asked is not None
         kept = asked.given["self_conditioning_logits"]
-        assert kept.shape == (1, writer.canvas_length, 32)  # hidden size; words are 97
+        assert kept.shape == (1, driver.canvas_length, 32)  # hidden size; words are 97
         rows.clear()
-        writer.step(lanes, run)
-        writer.step(lanes, run)
-        assert rows == [writer.canvas_length, 3 * writer.canvas_length]
-        rest = block_diffusion.write(writer, lanes, run)
-    assert [[token.id for token in block] for block in rest] == expected
+        driver.step(lanes, run)
+        driver.step(lanes, run)
+        assert rows == [driver.canvas_length, 3 * driver.canvas_length]
+        rest = driving.write(driver, lanes, run)
+    assert [[token.id for token in final] for final in rest] == expected

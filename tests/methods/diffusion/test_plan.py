@@ -1,4 +1,4 @@
-"""`moe plan` of models that write whole blocks: canvases in memory, and steps over all of them."""
+"""`moe plan` of models that write canvases: canvases in memory, and steps over all of them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from moe.commands.plan.speeds import MachineSpeeds
 from moe.errors import UnsupportedModelError
 from moe.settings import Profile
 from moe.settings.profile import load_profile
-from tests.moe.test_block_diffusion import SIZES, STEPS, make_model
+from tests.methods.diffusion.test_writer import SIZES, STEPS, make_model
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("blocks") / "model", **SIZES[1])
+    return make_model(tmp_path_factory.mktemp("canvases") / "model", **SIZES[1])
 
 
-def test_a_step_reads_all_canvases_and_a_block_takes_several() -> None:
-    sizes = DecodeSizes(10, 16, 2, 1000, 50_000, 80, canvas=8, passes=5, flops=1e6)
+def test_a_step_reads_all_canvases_and_a_canvas_takes_several() -> None:
+    sizes = DecodeSizes(10, 16, 2, 1000, 50_000, 80, rows=8, steps=5, flops=1e6)
     routing = UniformRouting(sizes)
     one = estimate_decode(sizes, Bandwidths(1e6, 1e6), routing, 3)
     assert one.tokens == 3 * 8 / 5
@@ -42,10 +42,10 @@ def test_the_plan_counts_canvases_and_the_passes_of_the_schedule(
 ) -> None:
     monkeypatch.setattr(MachineSpeeds, "steps", lambda *_: Bandwidths(1e10))
     monkeypatch.setattr(MachineSpeeds, "products", lambda _: 1e11)
-    own = {} if most is None else {"lossless": False, "diffusion.max_steps": most}
+    own = {} if most is None else {"lossless": False, "methods.diffusion.max_steps": most}
     made = command.plan_speed(path, load_profile(overrides=own))
     canvas, passes = SIZES[1]["canvas"], (most or STEPS) + 1
-    assert (made.sizes.canvas, made.sizes.passes) == (canvas, passes)
+    assert (made.sizes.rows, made.sizes.steps) == (canvas, passes)
     assert [one.tokens for one in made.expected] == [
         pytest.approx(batch * canvas / passes) for batch in (1, 4, 16)
     ]
@@ -53,11 +53,13 @@ def test_the_plan_counts_canvases_and_the_passes_of_the_schedule(
     (line,) = [one for one in made.memory.lines if one.name == "canvases"]
     assert line.bytes == Profile().engine.max_batch_size * canvas * 32 * 4  # no vocabulary
     text = " ".join(command.sentences(made))
-    assert f"a canvas of {canvas} tokens of every sequence" in text
+    assert f"each step refines {canvas} tokens of every sequence" in text
     assert f"with {passes} passes" in text
     assert "moe calibrate" not in text
 
 
 def test_ranks_are_not_compared(path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="writes blocks of 8 tokens; plan it without"):
+    with pytest.raises(
+        UnsupportedModelError, match="a step of this model reads 8; plan it without"
+    ):
         plan_many(path, load_profile(), 2, 1, None, NETWORK)

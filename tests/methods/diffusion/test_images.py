@@ -1,4 +1,4 @@
-"""Images in prompts of models that write whole blocks, compared with transformers' generation."""
+"""Images in prompts of models that write canvases, compared with transformers' generation."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from moe import MoE
 from moe.commands.convert.convert import convert
 from moe.loading.memory_plan import GIB
 from moe.memory.planning import planning
-from moe.network import block_diffusion
+from moe.methods.diffusion import driver
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
 from moe.settings import ModelSettings
 from moe.settings.profile import load_profile
 from moe.text.tokenizer import ImagePrompt
-from tests.moe.image_models import picture, write_texts
-from tests.moe.test_block_diffusion import (
+from tests.methods.diffusion.test_writer import (
     SIZES,
     Pair,
     make_model,
     take_the_likeliest,
     written,
 )
+from tests.moe.image_models import picture, write_texts
 from tests.moe.test_images import SMALL, Messages, asking, inputs_of
 
 ASKED = [asking(picture(1, 96, 64), picture(2, 50, 90)), asking(picture(3, 64, 64))]
@@ -129,13 +129,13 @@ def test_prompts_are_cut_and_known_by_content_where_no_token_sees_a_later_one(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[int] = []
-    own = block_diffusion.BlockWriter._read_prompt
+    own = driver.CanvasDriver._read_prompt
 
     def counted(self: Any, work: Work) -> list[Tensor]:
         reads.append(len(work.token_ids))
         return own(self, work)
 
-    monkeypatch.setattr(block_diffusion.BlockWriter, "_read_prompt", counted)
+    monkeypatch.setattr(driver.CanvasDriver, "_read_prompt", counted)
     prompt = pair.model.codec.encode(ASKED[1])
     assert isinstance(prompt, ImagePrompt)
     size, whole = len(prompt), prompt.rows.whole
@@ -203,13 +203,13 @@ def test_several_ranks_say_that_they_read_no_images(seeing: Pair) -> None:
 def test_rows_that_are_read_otherwise_are_refused(
     seeing: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = block_diffusion._rows_of
+    own = driver._rows_of
 
     def without_masks(work: Work) -> dict[str, Any] | None:
         rows = own(work)
         return None if rows is None else {k: v for k, v in rows.items() if k != "attention_mask"}
 
-    monkeypatch.setattr(block_diffusion, "_rows_of", without_masks)
+    monkeypatch.setattr(driver, "_rows_of", without_masks)
     with MoE.from_pretrained(seeing.path, SMALL) as model:
         assert "rows of images give other keys and values" in model.status()["images"]["why"]
         assert written(model, [TEXT], [seeing.params(2)]) == [seeing.expected(TEXT, 2)]

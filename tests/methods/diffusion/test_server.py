@@ -1,4 +1,4 @@
-"""A server of a model that writes whole blocks: the same API, and refusals by name."""
+"""A server of a model that writes canvases: the same API, and refusals by name."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from moe import MoE, SamplingParams
 from moe.cli import main
+from tests.methods.diffusion.test_images import make_seeing
+from tests.methods.diffusion.test_writer import SIZES, make_model
 from tests.moe.image_models import picture
 from tests.moe.server.conftest import Running
-from tests.moe.test_block_diffusion import SIZES, make_model
-from tests.moe.test_block_images import make_seeing
 from tests.moe.test_images import SMALL, asking, data_url, png
 
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 8, "seed": 3, "temperature": 1}
@@ -23,7 +23,7 @@ URL = "/v1/completions"
 
 @pytest.fixture(scope="module")
 def path(text_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = make_model(tmp_path_factory.mktemp("blocks") / "model", **SIZES[0])
+    made = make_model(tmp_path_factory.mktemp("canvases") / "model", **SIZES[0])
     for file in text_checkpoint.glob("*token*"):
         shutil.copy(file, made)
     shutil.copy(text_checkpoint / "chat_template.jinja", made)
@@ -56,8 +56,8 @@ def test_whole_streamed_and_chat_answers(path: Path, served: Running) -> None:
     assert scored["text"] == expected.text
     assert len(scored["logprobs"]["token_logprobs"]) == len(expected.tokens)
     status = served.http.get("/v1/status").json()
-    assert status["engine"]["blocks"]["passes"]["denoise"] > 0
-    assert 'phase="denoise"' in served.http.get("/metrics").text
+    assert status["engine"]["canvases"]["passes"]["decode"] > 0
+    assert 'phase="decode"' in served.http.get("/metrics").text
     assert served.is_idle()
 
 
@@ -71,7 +71,7 @@ def test_whole_streamed_and_chat_answers(path: Path, served: Running) -> None:
         ({"presence_penalty": 1}, "presence_penalty"),
     ],
 )
-def test_what_blocks_cannot_do_is_refused(
+def test_what_canvases_cannot_do_is_refused(
     served: Running, changes: dict[str, Any], name: str
 ) -> None:
     answer = served.http.post(URL, json=BODY | changes)
@@ -104,7 +104,7 @@ def test_images_are_read_if_asked_for(tmp_path: Path, serve: Any) -> None:
     assert answer["usage"]["prompt_tokens"] > 64
 
 
-def test_the_command_line_writes_blocks(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_writes_canvases(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", str(path), "--prompt", "hello", "--max-new-tokens", "5", "--seed", "1"]
     assert main(arguments) == 0
     (expected,) = MoE.from_pretrained(path).generate(

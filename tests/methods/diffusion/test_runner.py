@@ -1,4 +1,4 @@
-"""Models that write whole blocks, on the engine that runs all others: prompts in chunks and groups
+"""Models that write canvases, on the engine that runs all others: prompts in chunks and groups
 of layers, known beginnings, preemption and log probabilities change no token."""
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from moe import MoE, SamplingParams
 from moe.errors import RequestError
-from moe.network import denoise
-from moe.network.block_cache import layer_windows
+from moe.methods.diffusion import denoise
+from moe.methods.diffusion.cache_view import layer_windows
 from moe.sequence import RunningSequence
-from tests.moe.test_block_diffusion import SIZES, Pair, make_model
+from tests.methods.diffusion.test_writer import SIZES, Pair, make_model
 
 LONG = [(7 * place) % 90 + 3 for place in range(45)]
 """Longer than the window of sliding layers, and two blocks of the prefix cache."""
@@ -25,7 +25,7 @@ CHUNKS = {"prefill.mode": "chunked", "prefill.chunk_tokens": 13}
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair(make_model(tmp_path_factory.mktemp("blocks") / "model", **SIZES[1]))
+    return Pair(make_model(tmp_path_factory.mktemp("canvases") / "model", **SIZES[1]))
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_an_answer_is_a_known_beginning_too_if_asked_for(pair: Pair) -> None:
         run(model, pair, [LONG])
         written, engine, _ = run(model, pair, [following])
         assert written == [pair.expected(following, 0)]
-        # The last block was never read.
+        # The last canvas was never read.
         known = len(LONG) + pair.num_new - pair.reference.config.canvas_length
         assert engine.status()["prefixes"]["hit_tokens"] == known // 16 * 16
 
@@ -111,7 +111,7 @@ def test_a_preempted_sequence_goes_on_with_its_canvas(
     assert written == expected
     assert max(running) == 2  # whole answers of two would not fit
     assert preempted > 0
-    steps = model.status()["blocks"]["schedule"]["max_denoising_steps"]
+    steps = model.status()["writer"]["schedule"]["max_denoising_steps"]
     assert passes == 3 * 2 * steps  # no pass over a canvas was made twice
 
 

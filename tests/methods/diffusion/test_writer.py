@@ -1,4 +1,4 @@
-"""Models that write whole blocks, compared with transformers' own generation."""
+"""Models that write canvases, compared with transformers' own generation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from moe.commands.convert.convert import convert
 from moe.errors import ProfileError, RequestError
 from moe.kv.cache import KVCache
 from moe.loading.memory_plan import GIB
-from moe.network.block_diffusion import BlockWriter, write
-from moe.network.denoise import Acceptance
+from moe.methods.diffusion.denoise import Acceptance
+from moe.methods.diffusion.driver import write
+from moe.methods.diffusion.evaluate import driver_of
 from moe.sampling.params import Structure
 from moe.settings import ModelSettings
 
@@ -26,7 +27,7 @@ SIZES: list[dict[str, Any]] = [
     {"layers": 1, "experts": 8, "top_k": 1, "canvas": 5, "window": 4},
     {"layers": 3, "experts": 16, "top_k": 4, "canvas": 8, "window": 16},
 ]
-STEPS, BLOCKS = 4, 2
+STEPS, CANVASES = 4, 2
 PROMPTS = [[5, 6, 7, 8, 9], [11, 3], [20, 21, 22, 23, 24, 25, 26, 27]]
 
 
@@ -86,7 +87,7 @@ class Pair:
         ]
         self.reference: Any = DiffusionGemmaForBlockDiffusion.from_pretrained(path).eval()
         self.model = MoE.from_pretrained(path, profile)
-        self.num_new = BLOCKS * self.reference.config.canvas_length
+        self.num_new = CANVASES * self.reference.config.canvas_length
 
     def expected(self, prompt: Sequence[int], seed: int, **settings: Any) -> list[int]:
         torch.manual_seed(seed)
@@ -102,7 +103,7 @@ class Pair:
 
 @pytest.fixture(scope="module", params=range(len(SIZES)))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return Pair(make_model(tmp_path_factory.mktemp("blocks") / "model", **SIZES[request.param]))
+    return Pair(make_model(tmp_path_factory.mktemp("canvases") / "model", **SIZES[request.param]))
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +166,8 @@ def test_a_quarter_of_the_experts_in_memory_changes_nothing(pair: Pair, tmp_path
         assert held <= sum(all_experts) // 3
         assert written(model, PROMPTS, [pair.params(7)] * len(PROMPTS)) == expected
         layer = model.stats()["layers"][0]
-    assert layer["tokens_by"]["denoise"] > layer["tokens_by"]["prefill"] > 0
-    assert layer["expert_loads_by"]["denoise"] > 0
+    assert layer["tokens_by"]["decode"] > layer["tokens_by"]["prefill"] > 0
+    assert layer["expert_loads_by"]["decode"] > 0
 
 
 def test_experts_of_few_bits_write_the_same_together_and_from_disk(
@@ -200,7 +201,7 @@ def test_stops_samples_and_cuts(small: Pair) -> None:
     assert second.token_ids != first.token_ids
 
 
-def test_a_block_comes_at_once_and_a_closed_stream_leaves_nothing(small: Pair) -> None:
+def test_a_canvas_comes_at_once_and_a_closed_stream_leaves_nothing(small: Pair) -> None:
     stream = small.model.stream([PROMPTS[0]], small.params(0))
     size = small.reference.config.canvas_length
     first = [next(stream).delta.token.id for _ in range(size)]
@@ -227,33 +228,34 @@ def test_random_numbers_of_others_are_left_alone(small: Pair) -> None:
         {"structure": Structure("regex", "a+")},
     ],
 )
-def test_what_blocks_cannot_do_is_refused_by_name(small: Pair, changes: dict[str, Any]) -> None:
+def test_what_canvases_cannot_do_is_refused_by_name(small: Pair, changes: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=f"{next(iter(changes))} is not possible"):
         small.model.generate(PROMPTS[0], small.params(0, **changes))
 
 
 def test_logits_and_foreign_settings_are_refused(small: Pair) -> None:
-    with pytest.raises(RequestError, match="writes whole blocks"):
+    with pytest.raises(RequestError, match="is not autoregressive"):
         small.model.logits(PROMPTS[0])
     with pytest.raises(ProfileError, match=r"set speculation\.mode: off"):
         MoE.from_pretrained(small.path, {"speculation.mode": "ngram"})
     with pytest.raises(ProfileError, match="lossless: true refuses"):
-        MoE.from_pretrained(small.path, {"diffusion.accept": "confidence:0.9"})
+        MoE.from_pretrained(small.path, {"methods.diffusion.accept": "confidence:0.9"})
     with pytest.raises(ProfileError, match="must be own, confidence:P"):
-        MoE.from_pretrained(small.path, {"lossless": False, "diffusion.accept": "entropy:-1"})
+        MoE.from_pretrained(
+            small.path, {"lossless": False, "methods.diffusion.accept": "entropy:-1"}
+        )
 
 
 def steps(model: MoE, acceptance: Acceptance) -> Iterator[int]:
-    """Passes that refine a block, by prompt."""
-    writer = model._loaded.blocks
-    assert isinstance(writer, BlockWriter)
+    """Passes that refine a canvas, by prompt."""
+    driver = driver_of(model)
     for prompt in PROMPTS:
-        size = writer.canvas_length
+        size = driver.canvas_length
         rows = KVCache(len(prompt) + size)
-        lane = writer.lane(prompt, size, 0, acceptance=acceptance, rows=rows)
-        write(writer, [lane], model.experts.run)
+        lane = driver.lane(prompt, size, 0, acceptance=acceptance, rows=rows)
+        write(driver, [lane], model.experts.run)
         lane.result()
-        yield lane.passes["denoise"]
+        yield lane.passes["decode"]
 
 
 @torch.inference_mode()
@@ -275,11 +277,11 @@ def test_sharing_experts_over_a_canvas_needs_fewer_of_them(pair: Pair) -> None:
         profile = {"lossless": False, "routing.policies": policies}
         model = MoE.from_pretrained(pair.path, profile)
         tokens = written(model, PROMPTS[0], pair.params(0))
-        return model.stats()["expert_loads_by"]["denoise"], tokens
+        return model.stats()["expert_loads_by"]["decode"], tokens
 
     whole, tokens = denoised([])
     same, unchanged = denoised([f"des_vote:1:{size}"])
     assert (same, unchanged) == (whole, tokens)
     fewer, _ = denoised([f"des_vote:0.5:{size}"])
-    layers, passes = len(pair.model.experts.layers), BLOCKS * STEPS
+    layers, passes = len(pair.model.experts.layers), CANVASES * STEPS
     assert fewer <= layers * passes * max(count // 2, pair.top_k) < whole

@@ -16,19 +16,20 @@ from moe.commands.convert.convert import convert
 from moe.errors import ProfileError
 from moe.kv.cache import KVCache
 from moe.loading.memory_plan import GIB
-from moe.network import denoise
-from moe.network.block_diffusion import BlockWriter, write
-from moe.network.denoise import Acceptance, Denoiser
-from moe.network.kept_rows import KeptRows, Refresh, Said
+from moe.methods.diffusion import denoise
+from moe.methods.diffusion.denoise import Acceptance, Denoiser
+from moe.methods.diffusion.driver import write
+from moe.methods.diffusion.evaluate import driver_of
+from moe.methods.diffusion.kept_rows import KeptRows, Refresh, Said
 from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.sampling.batch import Token
 from moe.sequence import RunningSequence
 from moe.settings import ModelSettings, Profile
 from offload.errors import OffloadError
-from tests.moe.test_block_diffusion import PROMPTS, SIZES, STEPS, Pair, make_model
+from tests.methods.diffusion.test_writer import PROMPTS, SIZES, STEPS, Pair, make_model
 
 CANVAS = SIZES[1]["canvas"]
-ELASTIC = {"lossless": False, "diffusion.refresh": "elastic:0.6:3"}
+ELASTIC = {"lossless": False, "methods.diffusion.refresh": "elastic:0.6:3"}
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +50,29 @@ def written(model: MoE, prompts: Sequence[list[int]] = PROMPTS, **more: Any) -> 
 def rows_of(model: MoE) -> float:
     """Rows of canvases that went through the layers."""
     layers = model.stats()["layers"]
-    return sum(layer["tokens_by"]["denoise"] for layer in layers) / len(layers)
+    return sum(layer["tokens_by"]["decode"] for layer in layers) / len(layers)
 
 
 @pytest.mark.parametrize("text", ["elastic", "elastic:2:3", "elastic:0.5", "elastic:0.5:0", "some"])
 def test_what_is_no_rule_is_refused(pair: Pair, text: str) -> None:
     with pytest.raises(ProfileError, match=r"must be all, or elastic:S:N with a similarity S in"):
-        MoE.from_pretrained(pair.path, {"lossless": False, "diffusion.refresh": text})
+        MoE.from_pretrained(pair.path, {"lossless": False, "methods.diffusion.refresh": text})
 
 
 def test_leaving_rows_out_is_not_lossless(pair: Pair) -> None:
-    with pytest.raises(ProfileError, match=r"diffusion.refresh: elastic:0.6:3 changes .* lossless"):
-        MoE.from_pretrained(pair.path, {"diffusion.refresh": "elastic:0.6:3"})
+    with pytest.raises(
+        ProfileError, match=r"methods.diffusion.refresh: elastic:0.6:3 changes .* lossless"
+    ):
+        MoE.from_pretrained(pair.path, {"methods.diffusion.refresh": "elastic:0.6:3"})
 
 
 def test_a_model_whose_steps_are_not_known_leaves_none_out(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(denoise, "_ARGUMENTS", frozenset({"something_else"}))
-    with pytest.raises(ProfileError, match=r"is elastic:0.6:3, and .*set diffusion.refresh: all"):
+    with pytest.raises(
+        ProfileError, match=r"is elastic:0.6:3, and .*set methods.diffusion.refresh: all"
+    ):
         MoE.from_pretrained(pair.path, ELASTIC)
 
 
@@ -106,8 +111,8 @@ def test_rows_that_moved_are_computed_and_all_of_them_now_and_then() -> None:
 
 def test_rows_see_the_kept_keys_of_the_others(pair: Pair) -> None:
     """On the same input, rows computed beside kept ones are those of a whole pass."""
-    writer = _writer(pair.model)
-    denoiser = writer.denoiser
+    driver = driver_of(pair.model)
+    denoiser = driver.denoiser
     assert denoiser is not None
     said: list[Tensor] = []
 
@@ -120,16 +125,16 @@ def test_rows_see_the_kept_keys_of_the_others(pair: Pair) -> None:
     with torch.inference_mode():
         prompt = PROMPTS[0]
         own = Acceptance(refresh=whole)
-        lane = writer.lane(prompt, 9, 0, acceptance=own, rows=KVCache(len(prompt) + 2 * CANVAS))
+        lane = driver.lane(prompt, 9, 0, acceptance=own, rows=KVCache(len(prompt) + 2 * CANVAS))
         for _ in range(3):
-            writer.step([lane], pair.model.experts.run)
+            driver.step([lane], pair.model.experts.run)
         call = lane.asked
         assert call is not None
         assert call.kept is not None
         call.given["diffusion_stopping_criteria"] = None
         for refresh in (whole, part):
             call.kept._refresh = refresh
-            run = Lane(partial(Watched.run, _as(denoiser, Watched), [call]), "denoise")
+            run = Lane(partial(Watched.run, _as(denoiser, Watched), [call]), "decode")
             run_lanes([run], pair.model.experts.run)
             run.result()
         rows = call.kept._rows
@@ -137,13 +142,13 @@ def test_rows_see_the_kept_keys_of_the_others(pair: Pair) -> None:
     assert torch.allclose(said[0][:, rows], said[1], atol=1e-5)
     with torch.inference_mode():
         call.kept._keys[1][0].zero_()
-        run = Lane(partial(Watched.run, _as(denoiser, Watched), [call]), "denoise")
+        run = Lane(partial(Watched.run, _as(denoiser, Watched), [call]), "decode")
         run_lanes([run], pair.model.experts.run)
     assert not torch.allclose(said[1], said[2], atol=1e-5)  # they were read
 
 
 def test_with_all_rows_in_each_pass_tokens_are_transformers_own(pair: Pair) -> None:
-    how = {"lossless": False, "diffusion.refresh": "elastic:0.6:1"}
+    how = {"lossless": False, "methods.diffusion.refresh": "elastic:0.6:1"}
     with MoE.from_pretrained(pair.path, how) as model:
         assert written(model) == [pair.expected(prompt, at) for at, prompt in enumerate(PROMPTS)]
         assert rows_of(model) == len(PROMPTS) * 2 * STEPS * CANVAS
@@ -192,12 +197,12 @@ def test_a_preempted_canvas_keeps_its_rows(pair: Pair, monkeypatch: pytest.Monke
 
 
 def test_a_pass_that_lacks_experts_is_run_again(pair: Pair) -> None:
-    writer, size = _writer(pair.model), 2 * CANVAS
+    driver, size = driver_of(pair.model), 2 * CANVAS
     own, steps = Acceptance(refresh=Refresh(0.6, 3)), 0
 
     def run(layer: int, calls: Sequence[ExpertCall]) -> Sequence[Tensor | Exception]:
         nonlocal steps
-        if layer == 1 and any(call.phase == "denoise" for call in calls):
+        if layer == 1 and any(call.phase == "decode" for call in calls):
             steps += 1
             if steps == 3:  # a part of each canvas, in one pass
                 raise OffloadError("the disk was away")
@@ -205,21 +210,15 @@ def test_a_pass_that_lacks_experts_is_run_again(pair: Pair) -> None:
 
     with torch.inference_mode():
         lanes = [
-            writer.lane(prompt, size, at, acceptance=own, rows=KVCache(len(prompt) + size))
+            driver.lane(prompt, size, at, acceptance=own, rows=KVCache(len(prompt) + size))
             for at, prompt in enumerate(PROMPTS)
         ]
-        blocks = write(writer, lanes, run)
+        finals = write(driver, lanes, run)
     assert steps > 3
-    assert [[token.id for token in block] for block in blocks] == written(pair.model)
+    assert [[token.id for token in final] for final in finals] == written(pair.model)
 
 
 def _as(denoiser: Denoiser, kind: type[Denoiser]) -> Denoiser:
     other = object.__new__(kind)
     other.__dict__ = denoiser.__dict__
     return other
-
-
-def _writer(model: MoE) -> BlockWriter:
-    blocks = model._loaded.blocks
-    assert blocks is not None
-    return blocks

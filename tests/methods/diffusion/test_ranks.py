@@ -1,6 +1,6 @@
-"""A model that writes whole blocks on two ranks: the tokens of one, and of transformers.
+"""A model that writes canvases on two ranks: the tokens of one, and of transformers.
 
-As a script, what each rank does: ``python test_blocks.py STORE OUT``.
+As a script, what each rank does: ``python test_ranks.py STORE OUT``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import pytest
 
 from moe import MoE, SamplingParams
 from moe.commands.convert.convert import convert
-from moe.parallel.remote import RemoteCache
+from moe.parallel.remote import EngineMirror, RemoteCache
 from moe.sequence import RunningSequence
 from moe.settings import ModelSettings
-from tests.moe.engine.test_blocks import CHUNKS, LONG
-from tests.moe.test_block_diffusion import SIZES, Pair, make_model
+from tests.methods.diffusion.test_runner import CHUNKS, LONG
+from tests.methods.diffusion.test_writer import SIZES, Pair, make_model
+from tests.parallel.generation import PROMPTS as TEXTS
+from tests.parallel.test_parallel_engine import parallel, tokens_of
 
 PROMPTS = [LONG, LONG[:20], [11, 3], LONG[4:30], LONG]
 SETTINGS: dict[str, Any] = {
@@ -29,7 +31,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def refreshing(rule: str) -> dict[str, Any]:
-    return SETTINGS | {"lossless": False, "diffusion.refresh": rule}
+    return SETTINGS | {"lossless": False, "methods.diffusion.refresh": rule}
 
 
 def written(model: MoE, num_new: int) -> list[list[int]]:
@@ -65,7 +67,7 @@ def test_two_ranks_leave_out_the_rows_that_one_does(launch: Any, tmp_path: Path)
     out = tmp_path / "out.json"
     with launch(2, [__file__, store, out, "elastic:0.6:3"]) as launched:
         with MoE.from_pretrained(store, refreshing("elastic:0.6:3")) as model:
-            expected = written(model, 2 * (model.canvas_length or 0))
+            expected = written(model, 2 * SIZES[1]["canvas"])
         assert launched.codes() == [0, 0], launched.everything()
     found = json.loads(out.read_text())
     assert found["written"] == expected
@@ -90,6 +92,29 @@ def test_two_ranks_write_what_transformers_writes(launch: Any, tmp_path: Path) -
         assert rank["bytes_out"] > 0
 
 
+def test_canvases_that_a_lost_rank_has_written_do_not_come_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MoE.from_pretrained(make_model(tmp_path / "model", **SIZES[1]))
+    params = [
+        SamplingParams(seed=seed, max_new_tokens=24, ignore_eos=True) for seed in range(len(TEXTS))
+    ]
+    expected = tokens_of(model.loop(), model, params)
+    begun: list[int] = []
+    new_sequence = EngineMirror._new_sequence
+
+    def counted(self: EngineMirror, fields: Any) -> Any:
+        begun.append(len(fields["tokens"]))
+        return new_sequence(self, fields)
+
+    monkeypatch.setattr(EngineMirror, "_new_sequence", counted)
+    engine, loopback = parallel(model, 3)
+    loopback.lost_at = {9: 1, 20: 2}
+    assert tokens_of(engine, model, params) == expected
+    assert loopback.links.ranks == [0]
+    assert max(begun) > 0  # some rank took over behind the first canvas
+
+
 def main() -> None:
     store, out, *refresh = sys.argv[1:]
     own = refreshing(*refresh) if refresh else SETTINGS
@@ -107,7 +132,7 @@ def main() -> None:
 
         # The copies that rank 0 computes are released in each step, and have other caches.
         RunningSequence.release = released  # type: ignore[method-assign]
-        found: dict[str, Any] = {"written": written(model, 2 * (model.canvas_length or 0))}
+        found: dict[str, Any] = {"written": written(model, 2 * SIZES[1]["canvas"])}
         found["preempted"] = sum(isinstance(cache, RemoteCache) for cache in preempted)
         stats = model.stats()
         found["stats"], found["slots"] = stats["parallel"], (stats["offload"] or {}).get("slots")

@@ -1,4 +1,4 @@
-"""What `moe eval` says of the shipped model that writes blocks, and of policies on canvases."""
+"""What `moe eval` says of the shipped model that writes canvases, and of policies on canvases."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from moe import MoE
 from moe.cli import main
-from moe.commands.evaluate.canvases import BEFORE, evaluate_canvases
 from moe.errors import RequestError
+from moe.methods.diffusion.evaluate import BEFORE, evaluate_canvases
 
 ROOT = Path(__file__).parents[3]
 MODEL = ROOT / "examples/diffusion-model"
