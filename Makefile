@@ -46,7 +46,7 @@ test: world-files
 	$(PYTEST) --cpu-seconds build/cpu/quick.json $(ARGS)
 
 test-deep: world-files
-	DEEP=1 $(PYTEST) -m "deep and not gpu" --cpu-seconds build/cpu/deep.json $(ARGS)
+	DEEP=1 $(PYTEST) -m "deep and not gpu and not nightly" --cpu-seconds build/cpu/deep.json $(ARGS)
 
 test-all: world-files
 	DEEP=1 $(PYTEST) -m "not gpu" --cpu-seconds build/cpu/all.json $(ARGS)

@@ -52,6 +52,14 @@ def usable_cpus() -> int:
     return os.cpu_count() or 1
 
 
+def is_busy() -> bool:
+    """Return whether more threads have wanted to run in the last minute than there are CPUs."""
+    try:
+        return os.getloadavg()[0] > (os.cpu_count() or 1)
+    except OSError:
+        return False
+
+
 def cpu_quota(root: Path = ROOT) -> float | None:
     """CPUs' worth of time that the control groups grant, or None where they set no limit."""
     quotas = []

@@ -29,6 +29,7 @@ import pytest
 
 from tests import floors
 from tests.cpu_budget import DEFAULTS, read_budget, scale
+from tests.cpu_seconds import DEEP_TIER
 from tests.floors import ROOT, room_of
 
 HOURS = 12
@@ -198,7 +199,7 @@ def main() -> int:
         return 0
     until = time.time() + 60 * options.minutes
     command = [sys.executable, "-m", "pytest", "-p", "tests.changed", f"--until={until:.0f}"]
-    command += ["-m", "deep and not gpu", f"-n{options.jobs}", "--dist=loadfile"]
+    command += ["-m", DEEP_TIER, f"-n{options.jobs}", "--dist=loadfile"]
     command += [
         "--no-loadscope-reorder",
         "--cpu-seconds=build/cpu/deep.json",

@@ -1,6 +1,6 @@
 """A pytest plugin that writes down the CPU seconds of each test and file: ``--cpu-seconds FILE``.
 
-    python -m tests.cpu_seconds FILE...     a closing line as pytest's, of several runs together
+    python -m tests.cpu_seconds FILE...     minutes of each run, and one closing line for all
 
 Wall time on a shared machine says more about the neighbours than about a test. CPU seconds are user
 and system time of the process and of every process below it, those that still run included.
@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 _TICKS = os.sysconf("SC_CLK_TCK")
-_TIERS = {"not gpu and not deep": "quick", "deep and not gpu": "deep"}
+DEEP_TIER = "deep and not gpu and not nightly"
+_TIERS = {"not gpu and not deep": "quick", DEEP_TIER: "deep"}
 _COUNTED = "failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "error"
 _TEST, _IMPORT = "cpu_seconds", "cpu_seconds_of_import"
 
@@ -140,4 +141,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 if __name__ == "__main__":
-    print(closing_line([json.loads(Path(name).read_text()) for name in sys.argv[1:]]))
+    runs = [json.loads(Path(name).read_text()) for name in sys.argv[1:]]
+    for run in runs:
+        minutes, wall = sum(run["files"].values()) / 60, run["wall_seconds"] / 60
+        print(f"{run['tier']} tier: {minutes:.1f} CPU minutes, {wall:.1f} of wall time")
+    print(closing_line(runs))

@@ -3,7 +3,8 @@
 A load tries the disk's readers, and a processor beside a GPU; ``moe plan`` and ``moe run`` try
 memory and products, too. The figures hold for the same code, libraries, processor, threads and
 device, and until the machine starts again, but no longer than `FRESH_S`: disks fill, and guests of
-one host take from each other. They choose ways and never change an answer.
+one host take from each other. A figure of a busy machine is not kept, as it says little of the next
+hours. Figures choose ways and never change an answer.
 
     trials = Trials(profile.model.proof_cache)
     found = trials.recall("products", str(device), float, lambda: product_speed(device))
@@ -22,7 +23,7 @@ from typing import Generic, NamedTuple, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from moe.cache_dir import files
-from moe.machine import boot, mount_of
+from moe.machine import boot, is_busy, mount_of
 
 FRESH_S = 24 * 3600.0
 
@@ -73,6 +74,8 @@ class Trials:
                 value = adapter.validate_python(found.content["figure"])
                 return Found(value, f"{datetime.fromtimestamp(found.time):%Y-%m-%d %H:%M}")
         value = measure()
+        if is_busy():
+            return Found(value, "")
         files.write(file, key, {"figure": adapter.dump_python(value, mode="json")})
         return Found(value, "")
 

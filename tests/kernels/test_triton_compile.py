@@ -205,17 +205,21 @@ def innermost(built):
                 loops.append((len(body), multiplied, loads))
     return *min(loops), sum("LDL" in line or "STL" in line for _, line in lines)
 
+def fits(tile, name):
+    bits, scales, group, planes = name.split("/")
+    return tile.fits(PlaneFormat(int(group), int(bits), scales), int(planes), torch.bfloat16)
+
 # Linear layers of few and of many rows, and the first projections of experts.
 uses = [(tile, gated) for gated in (False, True) for tile in PLANES + PREFILL_PLANES]
 begin, end = map(int, sys.argv[3].split(":"))
 parts = int(sys.argv[4])  # of K, a warp each (`parts_of`)
+in_turn = sys.argv[5:] == ["in turn"]  # one of the codes for each tile
 for architecture in map(int, sys.argv[1].split()):
-    for tile, gated in uses[begin:end]:
-        for name in sys.argv[2].split():
+    for index, (tile, gated) in enumerate(uses[begin:end]):
+        names = sys.argv[2].split()
+        fitting = [name for name in names if fits(tile, name)]
+        for name in fitting[index % len(fitting)::len(fitting)] if in_turn else fitting:
             bits, scales, group, planes = name.split("/")
-            own = PlaneFormat(int(group), int(bits), scales)
-            if not tile.fits(own, int(planes), torch.bfloat16):
-                continue
             two = gated or tile.two
             constants = tile.constants(parts)
             constants["FETCH"] &= architecture >= 90
@@ -425,13 +429,15 @@ def judge(faults: list[str]) -> None:
         warnings.warn(f"nobody has measured Triton {VERSION}: {faults}", stacklevel=2)
 
 
-def check_planes(architectures: str, codes: list[str], tiles: str, parts: int = 4) -> None:
+def check_planes(
+    architectures: str, codes: list[str], tiles: str, parts: int = 4, *more: str
+) -> None:
     """Print the table of tiles, and hold them to the limits.
 
     Spills and codes that pass through shared memory are a kernel's faults with any Triton. Counts
     of instructions are a compiler's, and held for the versions that were measured.
     """
-    lines = lines_of(_PLANES, architectures, " ".join(codes), tiles, str(parts))
+    lines = lines_of(_PLANES, architectures, " ".join(codes), tiles, str(parts), *more)
     heads = ["sm", "rows", "blocks", "experts", "unroll", "fetch", "codes", "registers", "spilled",
              "instructions", "loads"]  # fmt: skip
     for words in (heads, *lines):
@@ -487,18 +493,28 @@ def check_attention(architectures: str) -> None:
 
 @pytest.mark.deep
 def test_attention_and_small_kernels_compile() -> None:
+    """For the newest of the GPUs that were run on; `-s` prints the table."""
     check_attention("90")
 
 
 @pytest.mark.deep
+@pytest.mark.nightly
 def test_attention_and_small_kernels_compile_for_all() -> None:
-    """`-s` prints the table."""
     check_attention("80 89 120")
 
 
 @pytest.mark.deep
+@pytest.mark.parametrize("tiles", ["0:6", "6:12", "12:18"])
+def test_every_tile_of_planes_has_room(tiles: str) -> None:
+    """Each tile with one of the codes, on the oldest and the newest GPU: a tile that is too large
+    for registers or shared memory is so with most codes."""
+    check_planes("80 90", [*_SYMMETRIC, *_FILES], tiles, 4, "in turn")
+
+
+@pytest.mark.deep
+@pytest.mark.nightly
 def test_every_tile_of_planes_takes_few_instructions() -> None:
-    """`-s` prints the table; some minutes."""
+    """With every code, which takes an hour; `-s` prints the table."""
     check_planes("80 89 90", [*_SYMMETRIC, *_FILES], "0:6")
     check_planes("80 89 90", [_SYMMETRIC[2], _AWQ, _Q4_K, _MXFP4], "6:18")
     check_planes("80 89 90", [_SYMMETRIC[3], _Q8_0, _Q6_K, _FP8], "6:18")

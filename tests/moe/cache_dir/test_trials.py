@@ -44,6 +44,7 @@ class Machine:
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(trials, "is_busy", lambda: False)
     monkeypatch.setenv(files.ENVIRONMENT, str(tmp_path / "kept"))
     return tmp_path / "kept"
 
@@ -89,11 +90,21 @@ def test_each_change_measures_anew(
     assert machine.ask("another subject") == 3.0
 
 
+def test_a_figure_of_a_busy_machine_is_not_kept(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(trials, "is_busy", lambda: True)
+        assert [machine.ask(), machine.ask()] == [1.0, 2.0]
+    assert [machine.ask(), machine.ask()] == [3.0, 3.0]
+
+
 def test_without_a_directory_each_trial_is_made(
     machine: Machine, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [machine.ask(keep=False), machine.ask(keep=False)] == [1.0, 2.0]
     assert not directory.exists()
+    monkeypatch.setattr(trials, "is_busy", lambda: False)
     monkeypatch.setenv(files.ENVIRONMENT, "")
     assert [machine.ask(), machine.ask()] == [3.0, 4.0]
 

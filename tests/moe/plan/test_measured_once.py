@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from examples.models.random_store import write_random_store
-from moe.cache_dir import files
+from moe.cache_dir import files, trials
 from moe.commands.plan import speeds
 from moe.commands.plan.command import SpeedPlan, plan_speed, sentences
 from moe.commands.plan.rank_command import plan_many
@@ -29,6 +29,7 @@ FEW = {"memory.kv_tokens": 64, "prefill.wave_tokens": 64, "memory.reserve_gib": 
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(trials, "is_busy", lambda: False)
     monkeypatch.setenv(files.ENVIRONMENT, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
