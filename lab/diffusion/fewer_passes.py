@@ -232,19 +232,19 @@ def anchors(canvases: Sequence[Canvas]) -> list[Row]:
 
 def settling(canvases: Sequence[Canvas]) -> list[Row]:
     """When tokens are what they end as, and what two passes have in common."""
-    tokens, canvases, likeliest, same = [], [], [], []
+    tokens, whole, likeliest, same = [], [], [], []
     for canvas in canvases:
         said = torch.stack([token for token, _ in canvas.said()] + [canvas.final])
         wrong = (said != canvas.final).flip(0).float().cummax(0).values.flip(0)
         settled = wrong.sum(0) + 1  # the first pass from which a token stays
         tokens.append(settled.mean() / len(said))
-        canvases.append(settled.max() / len(said))
+        whole.append(settled.max() / len(said))
         likeliest.append((said[1:] == said[:-1]).float().mean())
         read = torch.cat([one.canvas for one in canvas.passes])
         same.append((read[1:] == read[:-1]).float().mean())
     names = {
         "a token stays from": tokens,
-        "a canvas stays from": canvases,
+        "a canvas stays from": whole,
         "likeliest unchanged": likeliest,
         "canvas unchanged": same,
     }

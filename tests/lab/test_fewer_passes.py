@@ -50,14 +50,14 @@ def test_tokens_settle_and_anchors_are_counted() -> None:
         return chance.Pass(call, None, (torch.zeros(1, 6), probabilities))  # type: ignore[arg-type]
 
     far = [0.95, 0.8, 0.2, 0.2, 0.2, 0.8]  # the last one is 5 places away
-    block = chance.Block(
+    canvas = chance.Canvas(
         [said([1, 2, 3, 4, 5, 6], far), said([1, 2, 3, 4, 0, 7], far)],
         torch.tensor([1, 0, 3, 4, 0, 7]),
     )
-    first = chance.anchors([block])[0]
+    first = chance.anchors([canvas])[0]
     assert (first["anchors a pass"], first["near a pass"], first["far a pass"]) == (1, 1, 1)
     assert (first["anchors right"], first["near right"], first["far right"]) == (1, 0, 0.5)
-    (row,) = chance.settling([block])  # of three passes, the last one said `final`
+    (row,) = chance.settling([canvas])  # of three passes, the last one said `final`
     assert row["a token stays from"] == pytest.approx((1 + 3 + 1 + 1 + 2 + 2) / 6 / 3)
     assert row["a canvas stays from"] == pytest.approx(1)
     assert row["likeliest unchanged"] == pytest.approx((4 + 5) / 12)
