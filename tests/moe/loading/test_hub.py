@@ -57,6 +57,9 @@ def test_unusable_names(tmp_path: Path) -> None:
     file.touch()
     with pytest.raises(CheckpointError, match="is a file; give the directory that holds config"):
         resolve_model(file)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(CheckpointError, match="cannot use these GGUF files"):
+        resolve_model(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="no model directory"):
         resolve_model(tmp_path / "absent")
     for name in ("x" * 5000, "~no-such-user/x"):
@@ -81,6 +84,7 @@ def test_a_name_is_spelled_as_it_is_read(
 
 def test_a_revision_is_of_a_hub_id() -> None:
     assert at_revision("examples/demo-model", None) == "examples/demo-model"
+    assert at_revision("./mine", None) == "./mine"
     with pytest.raises(CheckpointError, match=r"--revision v1 .* ./mine is no hub id; leave one"):
         at_revision("./mine", "v1")
     with pytest.raises(CheckpointError, match=r"names revision v2 itself; leave one out"):
@@ -138,5 +142,8 @@ def test_gguf_files_are_listed_where_the_name_leaves_open_which() -> None:
             chosen(name, *GGUF)
     assert chosen("org/name", "only.gguf", "mmproj-F16.gguf") == ["only.gguf"]
     assert chosen("org/name:b-Q4_0", "a-Q4_0.gguf", "b-Q4_0.gguf") == ["b-Q4_0.gguf"]
-    with pytest.raises(CheckpointError, match=r"no GGUF files.*; leave out the part after the col"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"no GGUF files.*: it has safetensors; leave out",
+    ):
         chosen("org/name:Q4_0", "model.safetensors")
