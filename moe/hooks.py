@@ -156,8 +156,15 @@ class Hook(Generic[T]):
     def filled(self, profile: Any) -> list[T]:
         """Return what the methods that a `Profile` switches on bring, in the order of their
         names."""
-        on = [method for method in methods_on(profile) if self.name in method.hooks]
-        return [cast(T, _imported(method.hooks[self.name])) for method in on]
+        return self._of(methods_on(profile))
+
+    def of_all(self) -> list[T]:
+        """Return what all methods bring, on or not, in the order of their names."""
+        return self._of(methods())
+
+    def _of(self, among: Sequence[Method]) -> list[T]:
+        found = [method for method in among if self.name in method.hooks]
+        return [cast(T, _imported(method.hooks[self.name])) for method in found]
 
 
 @dataclass(frozen=True)

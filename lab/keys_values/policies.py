@@ -32,12 +32,12 @@ from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
-from moe.commands.calibrate.induction import measure_induction
 from moe.kv.blocks import BlockKVCache, BlockPool
 from moe.kv.cache import Shape
 from moe.kv.host_blocks import HostBlocks
 from moe.kv.visibility import HeadScores, visibility
 from moe.memory.kv_precision import KVPrecision
+from moe.methods.kv_window.induction import measure_induction
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 

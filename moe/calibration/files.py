@@ -83,8 +83,8 @@ class CalibrationManifest(BaseModel):
     rules: tuple[SavedRouterRule, ...]
     unavailable: dict[str, str]
     """Evidence sources that this model does not have, and why."""
-    induction: dict[int, tuple[float, ...]] = Field(default_factory=dict)
-    """Scores of key heads for looking up earlier text (`moe.commands.calibrate.induction`), by
+    head_scores: dict[int, tuple[float, ...]] = Field(default_factory=dict)
+    """Scores of key heads for looking up earlier text, by
     layer."""
     made_by: dict[str, str]
     """Versions; for people."""
@@ -107,14 +107,14 @@ def save_calibration(
     text: str,
     trace: Trace,
     fitted: FittedPredictors,
-    induction: Mapping[int, tuple[float, ...]] | None = None,
+    head_scores: Mapping[int, tuple[float, ...]] | None = None,
 ) -> None:
     """Replace the calibration in `folder`.
 
     Args:
         config: of the model.
         text: name of the text that was read.
-        induction: see `CalibrationManifest`; None: they have not been measured.
+        head_scores: see `CalibrationManifest`; None: they have not been measured.
 
     Raises:
         CalibrationError: the folder cannot be written.
@@ -139,7 +139,7 @@ def save_calibration(
                 for rule in model.rules
             ),
             unavailable=fitted.unavailable,
-            induction=dict(induction or {}),
+            head_scores=dict(head_scores or {}),
             made_by={name: version(name) for name in ("torch", "transformers")},
             files={name: _digest(folder / name) for name in files},
         )

@@ -57,8 +57,8 @@ class SeenRow(NamedTuple):
 HeadsOfLayers = tuple[tuple[int, tuple[int, ...]], ...]
 """Key heads of some layers."""
 HeadScores = Mapping[int, tuple[float, ...]]
-"""The score of each key head, of layers that see all tokens: how much it looks up earlier text
-(`moe.commands.calibrate.induction`)."""
+"""The score of each key head, of layers that see all tokens, as a method gives it. `moe calibrate`
+keeps scores beside the model."""
 NONE = np.arange(0, dtype=np.int32)
 """No blocks."""
 

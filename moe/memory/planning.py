@@ -173,7 +173,7 @@ def _head_scores(
         )
     counts = [module.num_experts for _, module in experts_modules(network)]
     try:
-        return load_manifest(path / CALIBRATION_FOLDER, config, counts).induction
+        return load_manifest(path / CALIBRATION_FOLDER, config, counts).head_scores
     except CalibrationError as error:
         raise ProfileError(
             f"memory.kv_policy is {policy}, and moe calibrate finds the key heads that keep all: "

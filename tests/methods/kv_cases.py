@@ -57,7 +57,7 @@ def write_scores(path: Path, induction: dict[int, tuple[float, ...]]) -> None:
     manifest = CalibrationManifest(
         model=fingerprint(config), architecture="?", text="none", tokens=1, vocabulary=1,
         num_experts=counts, rules=(rule,) * len(counts), unavailable={}, made_by={}, files={},
-        induction=induction,
+        head_scores=induction,
     )  # fmt: skip
     (path / CALIBRATION_FOLDER).mkdir(exist_ok=True)
     (path / CALIBRATION_FOLDER / MANIFEST_FILE).write_text(manifest.model_dump_json())

@@ -17,7 +17,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from examples.models.tiny import tiny_model
 from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
-from moe.commands.calibrate.induction import measure_induction
 from moe.errors import ProfileError
 from moe.kv.blocks import BlockKVCache, BlockPool
 from moe.kv.cache import KVFormat, Shape
@@ -25,6 +24,7 @@ from moe.kv.host_blocks import HostBlocks, kept_share
 from moe.kv.visibility import RowVisibility, visibility
 from moe.loading.memory_plan import ANY_LENGTH
 from moe.memory.planning import planning
+from moe.methods.kv_window.induction import measure_induction
 from moe.methods.kv_window.policy import HeadWindow, Window, heads_without
 from moe.settings.profile import load_profile
 from tests.methods.kv_cases import (

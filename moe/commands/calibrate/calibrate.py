@@ -1,10 +1,11 @@
-"""``moe calibrate``: read a text with the model, fit predictors, measure which key heads look up
-earlier text, and save all this beside the model."""
+"""``moe calibrate``: read a text with the model, fit predictors, let methods score key heads, and
+save all this beside the model."""
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -20,15 +21,18 @@ from moe.calibration.files import (
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.compression import analyse
 from moe.commands.calibrate.fit import HELD_OUT_EVERY, find_gates, fit_predictors
-from moe.commands.calibrate.induction import measure_induction
 from moe.commands.calibrate.record import record_trace
 from moe.commands.console import OnStep, step_bar
 from moe.errors import CalibrationError
+from moe.hooks import Hook
 from moe.loading.gguf.directory import is_made
 from moe.loading.hub import resolve_model
 from moe.model import MoE
 from moe.settings.profile import LoadedProfile
 from routing.predict.path import VECTOR
+
+SCORE_HEADS = Hook[Callable[[MoE], Iterable[tuple[int, tuple[float, ...]]]]]("score_heads")
+"""Yields layers, each with the scores of its key heads (`moe.kv.visibility.HeadScores`)."""
 
 WINDOW = 512
 """Tokens of a sequence, at most."""
@@ -96,11 +100,8 @@ def calibrate(
             unavailable = unavailable_before(folder, model.config, trace)
         if unavailable is None:
             fitted = _fitted(model, trace, on_step)
-            induction = measure_induction(model.backbone, model.experts.run, model.context_length)
-            pool = model.backbone.pool
-            windows = {} if pool is None else pool.windows.of_layer
-            induction = {layer: own for layer, own in induction.items() if layer not in windows}
-            save_calibration(folder, model.config, text.name, trace, fitted, induction)
+            scores = {layer: own for score in SCORE_HEADS.of_all() for layer, own in score(model)}
+            save_calibration(folder, model.config, text.name, trace, fitted, scores)
             unavailable = fitted.unavailable
     if compression is not None:
         with step_bar() as on_step:

@@ -3,9 +3,8 @@
 ``memory.kv_policy: window:TOKENS``, on a CPU with compiled decode steps. A token behind the prompt
 attends to TOKENS tokens of each layer that sees all: the first block and the last ones. The blocks
 between are freed. ``heads:TOKENS:COUNT`` is the same, but the COUNT key heads of the model that
-look up earlier text the most attend to all: induction heads, which `moe calibrate` finds
-(`moe.commands.calibrate.induction`). Of a block that it gives up, the pages that only have rows of
-other heads are freed.
+look up earlier text the most attend to all: induction heads, which `moe calibrate` finds by
+`induction`. Of a block that it gives up, the pages that only have rows of other heads are freed.
 
 Differs from the papers: prompts are read with attention to all; keys keep the positions at which
 they were turned, where StreamingLLM counts positions within the window; RazorAttention's
@@ -28,6 +27,7 @@ METHOD = Method(
             "heads": "moe.methods.kv_window.policy:HeadWindow.parse",
         }
     },
+    hooks={"score_heads": "moe.methods.kv_window.induction:score_heads"},
     changes_answers="leaves out keys and values",
     files=("tests/methods/test_kv_window.py",),
 )

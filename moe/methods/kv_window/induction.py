@@ -8,12 +8,14 @@ Legend: N key heads, Q query heads, T queries, L keys.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe.kv.visibility import HeadScores
+from moe.model import MoE
 from moe.network.attention import MaskRule, attention_weights, first_keys, observed_attention
 from moe.network.backbone import Backbone
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
@@ -22,6 +24,14 @@ from moe.network.packed_pass import Work
 TOKENS, SEQUENCES = 2048, 2
 """Tokens of a sequence, at most; its last quarter is the first one once more."""
 LEAST_TOKENS = 256
+
+
+def score_heads(model: MoE) -> Iterator[tuple[int, tuple[float, ...]]]:
+    """For `moe calibrate`: yield layers that see all tokens, each with the scores of its heads."""
+    pool = model.backbone.pool
+    windows = {} if pool is None else pool.windows.of_layer
+    found = measure_induction(model.backbone, model.experts.run, model.context_length)
+    yield from ((layer, own) for layer, own in found.items() if layer not in windows)
 
 
 @torch.inference_mode()
