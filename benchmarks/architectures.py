@@ -9,8 +9,9 @@ forward. The table also says whether sequences share passes, whether prompts are
 reused as prefixes, whether drafts are taken, how a decode step runs, whether prompts are compiled
 and why not, whether a multi-token-prediction layer could draft, in how many MoE layers the router's
 rule is found, and the milliseconds that a decode step takes a layer at batch 1, 4 and 16 on one
-thread, beside transformers' at batch 1. `--quick` takes every fifth architecture. The last
-line is one JSON object.
+thread, beside transformers' at batch 1, and a prompt of 512 tokens, beside the same through
+transformers' layers where it is compiled. `--quick` takes every fifth architecture. The last line
+is one JSON object.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ TOLERANCE = 2e-4
 transformers, with the others both are some 1e-5 from float64."""
 BATCHES, STEPS, CONTEXT = (1, 4, 16), 12, 24
 """Of the timed decode steps: sequences, steps, and tokens before them."""
+PROMPT, PROMPT_TRIES = 512, 4
+"""Tokens of the timed prompt, and how often it is read each way, in turns."""
 SETTINGS = {"prefill": {"wave_tokens": 128}}
 """Some architectures read whole prompts with memory that grows with their square."""
 
@@ -106,6 +109,7 @@ def compare(model: MoE, reference: PreTrainedModel, prompts: list[list[int]]) ->
         "compiled_prompts": model.backbone.prompt_forward is not None,
         "mtp": takes_mtp(model),
         "layer_ms": {batch: round(step_ms(model, batch), 3) for batch in BATCHES},
+        "prompt_layer_ms": prompt_ms(model),
         "transformers_layer_ms": round(reference_step_ms(reference), 3),
         "routers": [len(routers), sum(found.selector is not None for found in routers)],
         "router_unknown": sorted({found.reason for found in routers if found.selector is None}),
@@ -134,6 +138,24 @@ def step_ms(model: MoE, batch: int) -> float:
             lane.result()
         seconds.append(time.perf_counter() - began)
     return 1e3 * median(seconds[1:]) / num_layers(backbone.model)
+
+
+@torch.inference_mode()
+def prompt_ms(model: MoE) -> dict[str, float]:
+    """Milliseconds of a prompt a layer: compiled, if it is, and through transformers' layers."""
+    backbone, ids = model.backbone, [3 + 7 * at % 90 for at in range(PROMPT)]
+    compiled, best = backbone.prompt_forward, dict[str, float]()
+    ways = {"compiled": compiled, "transformers": None} if compiled else {"transformers": None}
+    for _ in range(PROMPT_TRIES):
+        for way, forward in ways.items():
+            backbone.prompt_forward = forward
+            lanes = backbone.lanes([Work(ids, backbone.new_cache(PROMPT))])
+            began = time.perf_counter()
+            run_lanes(lanes, model.experts.run)
+            lanes[0].result()
+            best[way] = min(time.perf_counter() - began, best.get(way, float("inf")))
+    backbone.prompt_forward = compiled
+    return {way: round(1e3 * each / num_layers(backbone.model), 3) for way, each in best.items()}
 
 
 @torch.inference_mode()
@@ -192,7 +214,8 @@ def show(results: dict[str, dict[str, Any]]) -> None:
         "MTP", "routers",
     )  # fmt: skip
     times = [f"ms, batch {batch}" for batch in BATCHES]
-    table = Table("architecture", *columns, *times, "transformers", title="architectures")
+    prompts = f"ms, prompt of {PROMPT}"
+    table = Table("architecture", *columns, *times, "transformers", prompts, title="architectures")
     states = ("passed", "refused", "failed", "packed", "cut", "fused", "compiled_prompts", "mtp")
     counts = dict.fromkeys(states, 0)
     for name, result in results.items():
@@ -221,6 +244,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
             "all" if not result["router_unknown"] else "; ".join(result["router_unknown"]),
             *(f"{result['layer_ms'][batch]:.2f}" for batch in BATCHES),
             f"{result['transformers_layer_ms']:.2f}",
+            " beside ".join(f"{each:.2f}" for each in result["prompt_layer_ms"].values()),
         )
     Console(width=200).print(table)
     print(json.dumps({"architectures": results, **counts}))

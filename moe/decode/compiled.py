@@ -345,13 +345,17 @@ def _has_planes(layer: Layer) -> bool:
 
 class PromptSpans:
     """Which rows of a step are whose, and whose logits are wanted: the last of each piece of work,
-    or all."""
+    or all.
 
-    def __init__(self, work: Sequence[Work]) -> None:
+    Args:
+        every: logits are made for all rows.
+    """
+
+    def __init__(self, work: Sequence[Work], *, every: bool = False) -> None:
         sizes = [len(item.token_ids) for item in work]
         self._first = np.cumsum([0, *sizes], dtype=np.int64)
         ends = zip(work, self._first, self._first[1:], strict=False)
-        parts = [np.arange(a if item.all_logits else b - 1, b) for item, a, b in ends]
+        parts = [np.arange(a if every or item.all_logits else b - 1, b) for item, a, b in ends]
         self.wanted = np.concatenate(parts).astype(np.int64)
         self.record = native.PromptsRecord(
             len(work), self._first.ctypes.data, len(self.wanted), self.wanted.ctypes.data

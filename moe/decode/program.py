@@ -98,6 +98,8 @@ class Program:
         states: of the recurrent layers.
         shapes: of the rows of each of them, and how many tokens a row stands for.
         rotations: the tables that indexers rotate their keys by, and the records that point there.
+        logits_last: nothing is made of all rows behind their logits; of a prompt only those that
+            are asked for are made then.
         final_width: H of the final hidden states that it hands on; 0: it does not.
     """
 
@@ -270,6 +272,7 @@ class Program:
         }
         records: dict[Kind, list[Any]] = {kind: [] for kind, _ in _STAGES.values()}
         stages, segments, work, tail = list[Any](), [0], 0, 0
+        logits_at: list[int] = []  # stages that write them
         for stage in self._stages:
             own = type(stage[0])
             if own is ExpertsOf:
@@ -282,7 +285,9 @@ class Program:
             stages.append(native.StageRecord(begin, len(records[kind]), kind, ordered))
             if not all(map(self._only_makes_logits, stage)):
                 tail = len(stages)
+            logits_at += [len(stages) - 1] * any(map(self._writes_logits, stage))
             work += sum(map(_multiplications, stage))
+        self.logits_last = tail <= min(logits_at)
         ends = integers([*segments, len(stages)])
         arrays = {kind: native.array(record, records[kind]) for kind, record in _STAGES.values()}
         indexers = [unit for (unit, *_) in self._stages if isinstance(unit, IndexerOf)]
@@ -295,6 +300,9 @@ class Program:
         self._kept += kept
         sizes = self._row_bytes, self._kept_bytes, 4 * self.vocabulary, tail, work
         return native.ProgramRecord(*map(addressof, kept), len(self.experts), *sizes)
+
+    def _writes_logits(self, unit: Unit) -> bool:
+        return any(self._lowering.spaces.get(x) is Space.LOGITS for x in writes_of(unit))
 
     def _only_makes_logits(self, unit: Unit) -> bool:
         """Nothing but logits may depend on it, if that holds for all units behind it."""

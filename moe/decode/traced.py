@@ -62,7 +62,7 @@ class TracedStep(CompiledStep):
             assert isinstance(item.cache, BlockKVCache)
             for layer, (shape, rate) in self._program.shapes.items():
                 item.cache.expect(layer, shape, rate)
-        step = self._begin(work, PromptSpans(work))
+        step = self._begin(work, PromptSpans(work, every=not self._program.logits_last))
         return self._finish(work, step, routed, step.go(self._stopping))
 
     def takes(self, work: Sequence[Work]) -> bool:

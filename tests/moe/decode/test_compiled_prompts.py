@@ -98,6 +98,21 @@ def test_how_prompts_are_cut_and_what_is_beside_them_changes_no_bit(
         assert (whole - theirs).abs().amax(1).quantile(share) < limit
 
 
+@pytest.mark.parametrize("kind", deep_except(["llama4_text"], ["qwen3_next", "llama4_text"]))
+@torch.inference_mode()
+def test_the_last_rows_logits_are_those_of_all_rows(kind: str, tmp_path: Path) -> None:
+    """Of prompts in one pass; some programs make logits before other things."""
+    model = loaded(tmp_path, kind)
+    prompts = [PROMPT, PROMPT[:20], PROMPT[3:90]]
+    found = []
+    for every in (False, True):
+        work = [Work(ids, model.backbone.new_cache(len(ids)), every) for ids in prompts]
+        lanes = model.backbone.lanes(work)
+        run_lanes(lanes, model.experts.run)
+        found.append([rows[-1] for rows in lanes[0].result()])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
