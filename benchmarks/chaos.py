@@ -364,7 +364,7 @@ def _body(prompt: str, stream: bool) -> dict[str, Any]:
 
 
 def faults(chaos: Chaos, codes: list[int | None]) -> list[str]:
-    """What must not be."""
+    """Return what must not be."""
     found = [f"{count} x {what}" for what, count in chaos.outcomes.items() if what not in FINE]
     if all(len(life) <= 2 for life in chaos.memory):
         found.append(f"no life was long enough to show flat memory: {chaos.memory}")

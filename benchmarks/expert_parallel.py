@@ -57,7 +57,7 @@ def imbalances(counts: Sequence[int], *, quick: bool) -> list[dict[str, Any]]:
 
 
 def shape(target: Target) -> dict[str, Any]:
-    """What the simulator must know of a store."""
+    """Return what the simulator must know of a store."""
     profile = load_profile(None, {"device": "cpu"}).profile
     with planning(target.store, profile, torch.device("cpu"), lambda _: None) as planned:
         sizes, hidden = model_sizes(planned, profile), planned.config.get_text_config().hidden_size

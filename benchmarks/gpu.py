@@ -101,7 +101,7 @@ def _stores(folder: Path | None) -> Iterator[Path]:
 
 
 def missing(requirements: Sequence[str], *, stand_in: bool) -> list[str]:
-    """What the machine lacks: packages in the versions of the list, and a CUDA device."""
+    """Return what the machine lacks: packages in the versions of the list, and a CUDA device."""
     lacking = []
     for line in requirements:
         if not (text := line.partition("#")[0].strip()):

@@ -227,7 +227,7 @@ def _shared(scale: Scale, layer: ExpertWeights, count: int, tokens: int) -> dict
 
 
 def _ranks_wait(scale: Scale) -> str:
-    """Whether torch sees the host wait in a dispatch and combine of few tokens."""
+    """Return whether torch sees the host wait in a dispatch and combine of few tokens."""
     if scale.device.type != "cuda":
         return "not known without a GPU"
     size = scale.layer
@@ -257,7 +257,7 @@ def experts(scale: Scale) -> dict[str, Any]:
 
 
 def tiles(scale: Scale) -> dict[str, Any]:
-    """What the kernels' tiles take, the fastest first (`benchmarks.gpu_tiles`)."""
+    """Return what the kernels' tiles take, the fastest first (`benchmarks.gpu_tiles`)."""
     if scale.device.type != "cuda":
         return {"measured": "not without a GPU"}
     found = gpu_tiles.measure(TILES_SECONDS)
@@ -456,8 +456,9 @@ def drafts(scale: Scale) -> dict[str, Any]:
 
 
 def sampler(scale: Scale) -> dict[str, Any]:
-    """What drawing costs beside taking the likeliest, a step. Random weights give each token about
-    the same chance: top-p alone then keeps most of the vocabulary, which no trained model does."""
+    """Return what drawing costs beside taking the likeliest, a step. Random weights give each token
+    about the same chance: top-p alone then keeps most of the vocabulary, which no trained model
+    does."""
     found: dict[str, Any] = {}
     ways: dict[str, dict[str, Any]] = {
         "greedy": {},

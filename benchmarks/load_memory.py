@@ -207,7 +207,7 @@ def measure(path: Path, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def in_turn(loaders: Sequence[str], path: Path, repeats: int) -> dict[str, list[dict[str, float]]]:
-    """What a fresh process of each loader printed, `repeats` times."""
+    """Return what a fresh process of each loader printed, `repeats` times."""
     runs: dict[str, list[dict[str, float]]] = {loader: [] for loader in loaders}
     for _ in range(repeats):
         for loader in loaders:

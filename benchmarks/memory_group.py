@@ -68,7 +68,7 @@ class MemoryGroup:
         return ["sh", "-c", JOIN, str(self.folder / "cgroup.procs"), *command]
 
     def usage(self) -> Usage:
-        """What has been counted so far."""
+        """Return what has been counted so far."""
         if self.folder is None:
             return Usage(None, 0, 0, 0, False)
         peak = self._number("memory.peak", "memory.max_usage_in_bytes")

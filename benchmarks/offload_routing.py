@@ -87,7 +87,7 @@ class Replay(RoutingPolicy):
         return self.route(context.layer, routing.weights)
 
     def route(self, layer: int, weights: torch.Tensor) -> Routing:
-        """Where the trace sends the next tokens, with these ``(T, K)`` weights."""
+        """Return where the trace sends the next tokens, with these ``(T, K)`` weights."""
         start = self._next.get(layer, 0)
         rows = np.arange(start, start + len(weights)) % len(self.trace)
         self._next[layer] = start + len(weights)

@@ -118,7 +118,7 @@ def soak(model: Path, times: float, minutes: float, count: int) -> dict[str, Any
 
 
 def faults(result: dict[str, Any]) -> list[str]:
-    """What must not be."""
+    """Return what must not be."""
     found = [f"{n} x {what}" for what, n in result["outcomes"].items() if what != "complete"]
     memory = result["memory"]
     if memory["limit_bytes"] is None:

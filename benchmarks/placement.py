@@ -59,7 +59,8 @@ Trace = NDArray[np.int64]
 
 
 def text_trace(model: MoE, text: str, step: int, steps: int, *, mixed: bool = False) -> Trace:
-    """What the model routes of a text, so many tokens at once: neighbours, or from all over it."""
+    """Return what the model routes of a text, so many tokens at once: neighbours, or from all over
+    it."""
     ids = model.codec.encode(text)
     steps = min(steps, len(ids) // step)
     sequences = np.array(ids[: step * steps]).reshape((step, steps) if mixed else (steps, step))

@@ -48,7 +48,7 @@ def changed(experts: ExpertWeights, change: Change) -> ExpertWeights:
 
 
 def nested(weight: Tensor, bits: int, group_size: int, *, centred: bool) -> Tensor:
-    """What the first ``bits`` of the 8-bit code stand for."""
+    """Return what the first ``bits`` of the 8-bit code stand for."""
     layout = PlaneLayout(weight.shape[-2], weight.shape[-1], group_size)
     codes, scales = quantize_codes(weight, group_size)
     planes = pack(codes, layout)[: num_planes(bits)]

@@ -35,7 +35,7 @@ class LaunchError(RuntimeError):
 def measure(
     model: Path, ranks: int, settings: Mapping[str, Any], job: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What `decode` returns on rank 0 of a launch with these settings.
+    """Return what `decode` returns on rank 0 of a launch with these settings.
 
     Raises:
         LaunchError: a rank failed.

@@ -48,7 +48,7 @@ class Scorer:
         self._choices = self._chosen(self.original)
 
     def score(self, layers: Sequence[Experts]) -> dict[str, float]:
-        """How good a model with these experts is.
+        """Return how good a model with these experts is.
 
         Returns:
             Bits per byte; how many per cent worse that is, and the standard error of the

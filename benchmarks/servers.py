@@ -116,7 +116,7 @@ def _running(command: Sequence[str], endpoint: Endpoint, ready: str) -> Iterator
 
 
 def _wait(process: subprocess.Popen[bytes], url: str) -> bool:
-    """Whether the server says that it is ready before it ends or the time is over."""
+    """Return whether the server says that it is ready before it ends or the time is over."""
     deadline = time.monotonic() + LOADING_S
     while process.poll() is None and time.monotonic() < deadline:
         try:

@@ -39,7 +39,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def is_good(result: Result, target: Target) -> bool:
-    """Whether the answer is complete, began in time, and 99 % of its tokens came in time."""
+    """Return whether the answer is complete, began in time, and 99 % of its tokens came in time."""
     if result.error is not None or not result.token_times:
         return False
     between = gaps(result)

@@ -65,7 +65,7 @@ def random_body(model: str, rng: random.Random) -> dict[str, Any]:
 
 
 async def ask(http: httpx.AsyncClient, body: dict[str, Any], leave_after: int | None) -> str:
-    """What became of a request: ``complete``, ``refused``, ``left``, or what was wrong.
+    """Return what became of a request: ``complete``, ``refused``, ``left``, or what was wrong.
 
     Args:
         leave_after: events of a stream after which the client goes away; of a whole answer,

@@ -85,7 +85,7 @@ class Spoken:
         self.max_new_tokens = len(self.said)
 
     def verify(self, draft: Draft, logits_TV: Tensor) -> Verified:
-        """What a sampler that draws what was said makes of a draft."""
+        """Return what a sampler that draws what was said makes of a draft."""
         tokens, following = list[Token](), self.said[len(self.token_ids) :]
         for token, guess in zip(following, (*draft.tokens, None), strict=False):
             tokens.append(Token(token))

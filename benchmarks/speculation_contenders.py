@@ -105,6 +105,6 @@ def rate_of(runs: Sequence[Run]) -> float:
 
 
 def median_errors(contenders: Sequence[Contender]) -> dict[str, float | None]:
-    """How far predicted times of steps were off, medians over runs."""
+    """Return how far predicted times of steps were off, medians over runs."""
     errors = [error for each in contenders for error in each.errors("prediction_error")]
     return {"prediction_error": median(errors) if errors else None}

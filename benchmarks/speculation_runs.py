@@ -31,7 +31,7 @@ def load(target: Target, residency: float) -> MoE:
 
 
 def speculator(model: MoE, mode: str = "auto", **settings: Any) -> Speculator:
-    """What drafts for a model; raises ValueError, with the reason, where nothing can."""
+    """Return what drafts for a model; raises ValueError, with the reason, where nothing can."""
     loaded = model._loaded
     given: dict[str, Any] = {"mode": mode, "max_depth": MAX_DEPTH, **settings}
     made = enable_speculation(
@@ -96,7 +96,7 @@ class Texts:
         return [prompt for prompt, _ in own]
 
     def first(self, prompt: Sequence[int]) -> int:
-        """What comes behind a prompt."""
+        """Return what comes behind a prompt."""
         return next((said[0] for ids, said in self._texts if ids == prompt), 0)
 
 

@@ -49,7 +49,7 @@ def steps(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def timed(model: MoE, mode: str, clock: Callable[[], float]) -> Speculator:
-    """What drafts, and decides by this clock."""
+    """Return what drafts, and decides by this clock."""
     made: Any = speculator(model, mode)
     parts: list[Any] = [made, made.controller, getattr(made.controller, "_planner", None)]
     for each in parts:

@@ -42,7 +42,7 @@ FIXED: dict[str, Callable[[World], Speculator]] = {
 def texts_of(
     model: MoE, temperature: float, count: int = TEXTS, tokens: int = TOKENS
 ) -> list[Said]:
-    """What a model says behind held-out prompts, the same each time."""
+    """Return what a model says behind held-out prompts, the same each time."""
     prompts, said = Prompts(model).take(count), list[list[int]]()
     for start in range(0, count, AT_ONCE):
         given = prompts[start : start + AT_ONCE]
@@ -104,8 +104,8 @@ def compare(
     batch: int,
     seed: int,
 ) -> dict[str, Any]:
-    """What the controller, which begins with knowing nothing, and fixed choices make of the same
-    texts: tokens a second, and the share of the controller's time by kind of step."""
+    """Return what the controller, which begins with knowing nothing, and fixed choices make of the
+    same texts: tokens a second, and the share of the controller's time by kind of step."""
     runs = RUNS.get(batch, FEWEST)
     order = np.resize(np.random.default_rng(seed).permutation(len(texts)), (runs, batch))
     rates, steps = dict[str, float](), list[tuple[str, int, float]]()

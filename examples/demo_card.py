@@ -53,7 +53,7 @@ def measure(
 
 
 def run_rows(model: Any, top_k: int, num_experts: int, seconds: float) -> dict[str, str]:
-    """What each training states: sizes, machine, software and time."""
+    """Return what each training states: sizes, machine, software and time."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     total = sum(sizes.values())

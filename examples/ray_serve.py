@@ -202,7 +202,7 @@ class FrontDoor:
         self._names = None if os.environ.get("MOE_API_KEY") else LOOPBACK_NAMES
 
     async def __call__(self, request: Request) -> Response:
-        """What a replica answers; 503 if none did."""
+        """Return what a replica answers; 503 if none did."""
         name = request.headers.get("host", "").rpartition(":")[0]
         if self._names is not None and name not in self._names:
             return _error(400, "the Host header names another host; set MOE_API_KEY", "wrong_host")

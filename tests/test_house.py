@@ -209,3 +209,30 @@ def test_the_search_for_forbidden_code_finds_it(tmp_path: Path, source: str, pat
     file.write_text(f"'pickle torch.load( eval('  # pickle\n{source}\nmodel.eval()\n")
     (only,) = (p for p in FORBIDDEN_CODE if f"{pattern}" in p)
     assert [n for n, line in code_lines(file).items() if re.search(only, line)] == [2]
+
+
+NOUN_CLAUSES = ("What", "Whether", "How", "Of", "Those", "Where")
+ALLOWED = {"moe": 32, "examples": 8, "benchmarks": 54, "lab": 59}
+"""Docstrings that still begin so, by folder; the numbers only fall. Other folders have none."""
+
+
+def docstrings(file: Path) -> Iterator[str]:
+    """Docstrings, and the texts under attributes."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        body = getattr(node, "body", None)
+        for statement in body if isinstance(body, list) else ():
+            value = statement.value if isinstance(statement, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.value.strip()
+
+
+@pytest.mark.parametrize("folder", [*ROOMS, "benchmarks", "examples", "lab"])
+def test_docstrings_are_sentences_in_which_a_subject_acts(folder: str) -> None:
+    """A benchmark may ask a question."""
+    found = [
+        f"{file.relative_to(ROOT)}: {text.splitlines()[0]}"
+        for file in source_files(folder)
+        for text in docstrings(file)
+        if text.partition(" ")[0] in NOUN_CLAUSES and not text.split("\n\n")[0].endswith("?")
+    ]
+    assert len(found) <= ALLOWED.get(folder, 0), "\n".join(found)

@@ -122,7 +122,7 @@ RANDOM = {
 
 
 def write_keys(writer: Any, config: Any) -> None:
-    """What llama.cpp must know of a model beside its tensors and its tokenizer."""
+    """Return what llama.cpp must know of a model beside its tensors and its tokenizer."""
     kinds = {
         bool: writer.add_bool,
         int: writer.add_uint32,

@@ -158,7 +158,7 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _standing(config: Any) -> Tensor:
-    """What divides the frequencies of full layers: those that do not turn by 1e30."""
+    """Return what divides the frequencies of full layers: those that do not turn by 1e30."""
     number = config.layer_types.index("full_attention")
     pairs = config.per_layer_config[number].head_dim // 2
     turning = int(pairs * config.rope_parameters["full_attention"]["partial_rotary_factor"])
@@ -392,7 +392,7 @@ _FOUND_AS = {
 
 
 def gguf_keys(config: Any) -> dict[str, Any]:
-    """What llama.cpp must know of a model beside its tensors and its tokenizer."""
+    """Return what llama.cpp must know of a model beside its tensors and its tokenizer."""
     name, config = ARCHITECTURES[config.model_type], _text_of(config)
     known = dict(_all_values(config))
     keys = {

@@ -79,7 +79,7 @@ class ThreadExchange:
 def on_ranks(
     size: int, run: Callable[[ThreadExchange], Any], device: torch.device | str = "cpu"
 ) -> list[Any]:
-    """What `run` returns on each rank, or raises."""
+    """Return what `run` returns on each rank, or raises."""
     board = Switchboard(size)
     results: list[Any] = [None] * size
 

@@ -123,7 +123,8 @@ def _random_store(name: str, config: PreTrainedConfig, nbytes: int) -> Path | No
 
 
 def is_readable(store: Path) -> bool:
-    """Whether there is a store that this version reads; one that it cannot read is removed."""
+    """Return whether there is a store that this version reads; one that it cannot read is
+    removed."""
     try:
         read_manifest(store)
     except StoreError:

@@ -57,7 +57,8 @@ class Text:
     def score(
         self, layers: Mapping[int, ExpertWeights], *, original_routes: bool = False
     ) -> dict[str, Any]:
-        """What changes with other experts; tokens go where they would, or where they went."""
+        """Return what changes with other experts; tokens go where they would, or where they
+        went."""
         score = Score()
         for before in self.original:
             routes: WindowReading | None = before if original_routes else None
@@ -123,7 +124,7 @@ def alone(whole: ExpertWeights, inputs: LayerInputs, bits: int) -> ExpertWeights
 def prefixes(
     whole: ExpertWeights, inputs: LayerInputs, widths: Sequence[int], *, plain: bool = False
 ) -> dict[int, ExpertWeights]:
-    """What the prefixes of each width of one code stand for, in float32.
+    """Return what the prefixes of each width of one code stand for, in float32.
 
     A code of 1 bit is a sign, and has a scale of its own: the group's mean magnitude.
     """

@@ -114,7 +114,7 @@ class Bench:
         return [piece[:BEFORE] for piece in self._pieces(count)]
 
     def true(self, count: int, num_new: int) -> list[list[int]]:
-        """What follows them."""
+        """Return what follows them."""
         return [piece[BEFORE : BEFORE + num_new] for piece in self._pieces(count)]
 
     def _pieces(self, count: int) -> list[list[int]]:
@@ -305,7 +305,7 @@ def said_of(judge: Any, prompts: list[list[int]], written: list[list[int]]) -> R
 
 
 def sharing(bench: Bench) -> list[Row]:
-    """What sharing experts over a canvas costs, as `moe eval` says."""
+    """Return what sharing experts over a canvas costs, as `moe eval` says."""
     own = bench.canvas
     shares = [0.5] if bench.quick else [0.25, 0.375, 0.5, 0.625, 0.75]
     wanted = [f"des_vote:{share:g}:{own}" for share in shares]
@@ -328,7 +328,7 @@ def sharing(bench: Bench) -> list[Row]:
 
 
 def chances(bench: Bench) -> dict[str, list[Row]]:
-    """What other rules could give, by rule."""
+    """Return what other rules could give, by rule."""
     count, num_new = (2, bench.canvas) if bench.quick else (12, 2 * bench.canvas)
     prompts = bench.prompts(count)
     judge: Any = AutoModelForCausalLM.from_pretrained(JUDGE, dtype=torch.float32).eval()

@@ -88,7 +88,7 @@ class Pass(NamedTuple):
         return self.next_canvas(entropy, probabilities)
 
     def _cold(self, before: int) -> Tensor:
-        """What its logits, or those of so many passes before, are multiplied by."""
+        """Return what its logits, or those of so many passes before, are multiplied by."""
         given = self.call.given
         step = torch.tensor(given["cur_step"] + before, dtype=torch.int32)
         return given["logits_processor"](given["input_ids"], torch.ones(1), cur_step=step)

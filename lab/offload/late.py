@@ -53,7 +53,7 @@ COLUMNS = ["way", "bits/byte", "% more", "KB a token", "reads a token", "hits", 
 
 
 def ways() -> Iterator[tuple[str, dict[str, Any]]]:
-    """What is compared, and the settings of each."""
+    """Return what is compared, and the settings of each."""
     for bits, prefixes in PREFIXES.items():
         model = {"expert_bits": bits}
         yield f"{bits} bits, wait", {"model": model}

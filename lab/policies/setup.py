@@ -97,7 +97,7 @@ def medians(texts: Texts) -> str:
 
 
 def by_length(texts: Texts, spec: str, tokens: int) -> PolicyCost:
-    """What a policy for prompts costs with prompts of at most so many tokens."""
+    """Return what a policy for prompts costs with prompts of at most so many tokens."""
     chain = parse_policies([spec], lossless=False, more=ROUTING_POLICIES)
     prices = PolicyCostMeter(texts.model, [Variant(chain)])
     for text in texts.whole:

@@ -47,7 +47,7 @@ Rates = dict[Mode, Sequence[float]]
 
 
 def texts_of(grid: Grid, temperature: float) -> Texts:
-    """What the shipped model says in the middle of its answers to held-out prompts."""
+    """Return what the shipped model says in the middle of its answers to held-out prompts."""
     prompts = Prompts(grid.model).take(TEXTS)
     said: list[list[int]] = []
     for start in range(0, TEXTS, MOST):

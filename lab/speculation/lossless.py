@@ -42,7 +42,7 @@ Tokens = list[list[int]]
 def decoded(
     model: MoE, drafts: Speculator | None, prompts: Sequence[list[int]], batch: int
 ) -> Tokens:
-    """What a model says after each prompt."""
+    """Return what a model says after each prompt."""
     engine = model.engine(drafts=False)
     assert isinstance(engine, Engine)
     engine.runner._speculator = drafts  # type: ignore[attr-defined]

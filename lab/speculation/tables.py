@@ -14,7 +14,8 @@ DIRECTIONS = ("centred beats truncated", "frequent beats random", "residents hel
 
 
 def directions(cells: Sequence[dict[str, Any]]) -> dict[str, bool | None]:
-    """Whether the papers' directions hold, of the mean acceptance over all cells they concern."""
+    """Return whether the papers' directions hold, of the mean acceptance over all cells they
+    concern."""
 
     def mean(**wanted: Any) -> float:
         own = [
@@ -56,8 +57,8 @@ def choices(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def against_random(cells: Sequence[dict[str, Any]], selection: str) -> tuple[float, float]:
-    """How much more of its drafts a prompt accepts than with random residents, mean of all cells
-    that have such a twin; and its standard error, as prompts scatter."""
+    """Return how much more of its drafts a prompt accepts than with random residents, mean of all
+    cells that have such a twin; and its standard error, as prompts scatter."""
     random = {_place(c): c["by_prompt"] for c in cells if c["selection"] == "random"}
     own = [c for c in cells if c["selection"] == selection and _place(c) in random]
     gains = [
