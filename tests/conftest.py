@@ -126,7 +126,7 @@ def footprints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Measured once for each configuration, by whichever process of this run needs it first: of
     loading a tiny model it is more than half."""
     from kernels import backend_status
-    from moe.kv.cache import Shape
+    from moe.kv.layout import Shape
     from moe.memory import planning
     from moe.memory.footprint import Footprint
 

@@ -33,8 +33,8 @@ from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
 from moe.kv.blocks import BlockKVCache, BlockPool
-from moe.kv.cache import Shape
 from moe.kv.host_blocks import HostBlocks
+from moe.kv.layout import Shape
 from moe.kv.visibility import HeadScores, visibility
 from moe.memory.kv_precision import KVPrecision
 from moe.methods.kv_window.induction import measure_induction

@@ -26,7 +26,8 @@ from moe.decode.records import DescriptionRecords
 from moe.decode.step import DecodeForward
 from moe.describe.description import Projection
 from moe.describe.parts import describe_projection
-from moe.kv.cache import KVCache, Shape
+from moe.kv.cache import KVCache
+from moe.kv.layout import Shape
 from moe.network.mtp import ChainedDrafts, ChainStart
 from moe.network.packed_pass import Work
 from moe.sampling.batch import Proposal

@@ -43,7 +43,7 @@ from moe.describe.description import (
 )
 from moe.describe.parts import describe_norm, describe_projection
 from moe.kv.blocks import BlockKVCache
-from moe.kv.cache import LayerKey
+from moe.kv.layout import LayerKey
 from moe.network.mtp import MtpInput
 from moe.network.packed_pass import Work
 from moe.network.stored_embedding import StoredEmbedding

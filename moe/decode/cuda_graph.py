@@ -25,8 +25,8 @@ from moe.decode.device_operations import DeviceOperations, GraphInputs, SharedRo
 from moe.decode.reference import Halt, Normed, Walk, walk
 from moe.decode.step import InsideExperts, RankGroup, RoutedExperts, finish_step
 from moe.describe.description import Description, NotDescribed
-from moe.kv.cache import Shape
 from moe.kv.device_blocks import DeviceBlocks
+from moe.kv.layout import Shape
 from moe.network.packed_pass import Work
 from routing import Routing
 

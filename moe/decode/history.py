@@ -23,7 +23,7 @@ from moe.describe.attention import expansion_of, halved
 from moe.describe.description import Norm, NotDescribed, RotaryTable, Rotation, Style
 from moe.describe.observe import AttentionCall
 from moe.describe.parts import apply_norm, close, describe_norm, rotate
-from moe.kv.cache import LayerKey
+from moe.kv.layout import LayerKey
 
 _CLOSE, _QUANTIZED = 1e-4, 5e-2  # of expanded latents; the latter where a layer rounds its input
 SPARE = 16

@@ -50,7 +50,7 @@ from moe.decode.units import (
     writes_of,
 )
 from moe.describe.description import NotDescribed
-from moe.kv.cache import LayerKey, Shape, StateKey
+from moe.kv.layout import LayerKey, Shape, StateKey
 
 _ALIGNED = 64
 _SPLIT = 512  # keys of a split, as in kernels/cpu/heads.h

@@ -38,8 +38,8 @@ from moe.describe.probe import (
     stand_in,
 )
 from moe.kv.blocks import BlockPool
-from moe.kv.cache import KVFormat, LayerKey
 from moe.kv.host_blocks import HostBlocks
+from moe.kv.layout import KVFormat, LayerKey
 from moe.network.backbone import Backbone
 from moe.network.lanes import Lane, run_lanes
 from moe.network.packed_pass import Work

@@ -31,7 +31,7 @@ from moe.decode.history import (
 )
 from moe.describe.description import NotDescribed, RotaryTable
 from moe.describe.parts import same
-from moe.kv.cache import LayerKey, StateKey
+from moe.kv.layout import LayerKey, StateKey
 from moe.network.attention import MaskRule
 
 

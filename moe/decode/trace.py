@@ -39,7 +39,8 @@ from moe.describe.observe import AttentionCall
 from moe.describe.parts import close, describe_projection, same
 from moe.describe.probe import random_prompts, stand_in
 from moe.describe.row_wise import as_torch_does
-from moe.kv.cache import KVCache, LayerKey, StateKey, States
+from moe.kv.cache import KVCache
+from moe.kv.layout import LayerKey, StateKey, States
 from moe.network.attention import (
     MaskRule,
     is_within_tokens,

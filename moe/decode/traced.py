@@ -31,7 +31,8 @@ from moe.decode.program import Program, StateLayout
 from moe.decode.records import CompiledPass
 from moe.decode.step import CompiledExperts, RoutedExperts, split_logits
 from moe.kv.blocks import BlockKVCache
-from moe.kv.cache import KVCache, StateKey, States
+from moe.kv.cache import KVCache
+from moe.kv.layout import StateKey, States
 from moe.network.packed_pass import Work, keep_hidden_rows
 
 CHUNK_BYTES = 32 << 20

@@ -42,7 +42,7 @@ from moe.describe.parts import (
     same,
 )
 from moe.kv.blocks import Windows
-from moe.kv.cache import KVFormat
+from moe.kv.layout import KVFormat
 from moe.network.attention import MaskRule
 from moe.network.backbone import Backbone
 

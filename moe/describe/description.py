@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import PlaneMatrix
-from moe.kv.cache import Shape
+from moe.kv.layout import Shape
 from routing.routers import RouterRule
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]

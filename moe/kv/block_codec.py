@@ -19,7 +19,7 @@ import torch
 
 from experts.safetensors_io import as_bytes
 from kernels.cpu.kv import BLOCK
-from moe.kv.cache import LayerKey, RowLayout, StoredBlock
+from moe.kv.layout import LayerKey, RowLayout, StoredBlock
 
 MAGIC = b"MOEKV\x00\x00\x02"
 """The last byte is the version."""

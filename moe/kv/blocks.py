@@ -34,15 +34,8 @@ from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK
-from moe.kv.cache import (
-    KVCache,
-    KVFormat,
-    LayerKey,
-    RowLayout,
-    RowsPass,
-    Shape,
-    StoredBlock,
-)
+from moe.kv.cache import KVCache, RowsPass
+from moe.kv.layout import KVFormat, LayerKey, RowLayout, Shape, StoredBlock
 from moe.kv.visibility import HeadsOfLayers, RowVisibility
 
 ALL = 0

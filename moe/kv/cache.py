@@ -10,98 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kernels.cpu.dense import BlockRows
-from kernels.cpu.kv import BLOCK, RowFormat
+from kernels.cpu.kv import BLOCK
 from moe.kv.hidden import KEPT, HiddenRows
+from moe.kv.layout import KVFormat, LayerKey, RowLayout, Shape, States, StoredBlock
 from moe.kv.sequence_cache import SequenceCache
 from moe.kv.visibility import RowVisibility, SeenRow, seen_keys
 
-LayerKey = int | tuple[str, int]
-"""An attention layer's number, or what else it keeps: of each token, ``("indexer", layer)``, or of
-every few tokens (`KVCache.write_entries`)."""
-StateKey = tuple[int, str, int]
-"""Layer, kind ("conv", "recurrent", or what `moe.network.own_cache` keeps) and index of a recurrent
-state."""
-States = Mapping[StateKey, Tensor]
-"""Recurrent states of one sequence after one of its tokens; never changed in place."""
-
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SNAPSHOTS = 2
 """Most positions of a prompt whose recurrent states a sequence keeps."""
 _AHEAD = 1024  # tokens of spare room; most requests end within them and never copy their buffers
-
-
-class Shape(NamedTuple):
-    """Heads, and numbers of a key and of a value, of a layer of attention."""
-
-    heads: int
-    key_size: int
-    value_size: int
-
-
-class KVFormat(NamedTuple):
-    """The format of stored rows of keys and of values."""
-
-    keys: RowFormat = RowFormat()
-    values: RowFormat = RowFormat()
-    bounds: bool = False
-    """Behind a block's values are the largest and smallest numbers of its keys (kernels/cpu/kv.h),
-    two rows of float32 a head."""
-
-    @classmethod
-    def of_bits(cls, bits: int, *, bounds: bool = False) -> KVFormat:
-        """The format of a precision; codes are those of turned rows."""
-        row = RowFormat(bits, turned=bits < 16)
-        return cls(row, row, bounds)
-
-    def token_bytes(self, heads: int, key_size: int, value_size: int) -> int:
-        """Bytes of a token in one layer."""
-        rows = heads * (self.keys.row_bytes(key_size) + self.values.row_bytes(value_size))
-        return rows + (-(-2 * heads * key_size * 4 // BLOCK) if self.bounds else 0)
-
-    def bounds_begin(self, heads: int, key_size: int, value_size: int) -> int:
-        """Return the begin of a block's bounds in it; 0: there are none."""
-        rows = self._replace(bounds=False).token_bytes(heads, key_size, value_size)
-        return BLOCK * rows if self.bounds else 0
-
-
-class RowLayout(NamedTuple):
-    """The layout of a layer's rows of a `StoredBlock`: all keys, then all values, head by head.
-
-    Attributes:
-        form: `CODED`, or the dtype.
-    """
-
-    form: str
-    heads: int
-    key_size: int
-    value_size: int
-
-
-CODED = "coded"
-"""Rows are as a sequence with blocks keeps them, in its `KVFormat`."""
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-class StoredBlock(NamedTuple):
-    """The state of a sequence after 64 tokens, as bytes: for disks and other processes
-    (`moe.kv.block_codec`).
-
-    Attributes:
-        rows: ``(bytes,)`` uint8 on the CPU, of each layer of the layout.
-    """
-
-    layout: dict[LayerKey, RowLayout]
-    rows: list[Tensor]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(rows.numel() for rows in self.rows)
 
 
 class RowsPass(Protocol):

@@ -21,7 +21,8 @@ from torch import Tensor
 from kernels.triton import attention, rows
 from kernels.triton.attention import BLOCK, KeyRows
 from moe.kv.blocks import BlockKVCache
-from moe.kv.cache import KVCache, KVFormat, LayerKey, Shape
+from moe.kv.cache import KVCache
+from moe.kv.layout import KVFormat, LayerKey, Shape
 from moe.kv.visibility import HeadsOfLayers
 from moe.settings.device import to_device
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from kernels.cpu.kv import BLOCK, NativeKV
 from moe.kv.blocks import BlockKVCache
-from moe.kv.cache import CODED, KVCache, KVFormat, LayerKey, Shape
+from moe.kv.cache import KVCache
+from moe.kv.layout import CODED, KVFormat, LayerKey, Shape
 from moe.kv.visibility import HeadsOfLayers
 
 

@@ -35,7 +35,8 @@ from threading import Event
 import numpy as np
 
 from kernels.cpu.kv import BLOCK as STORED_TOKENS
-from moe.kv.cache import KVCache, StoredBlock
+from moe.kv.cache import KVCache
+from moe.kv.layout import StoredBlock
 from moe.kv.prefix_store import PrefixStore
 from moe.kv.sequence_cache import SequenceCache
 

@@ -33,7 +33,8 @@ from uuid import uuid4
 from kernels.cpu.kv import BLOCK
 from moe.errors import ProfileError
 from moe.kv.block_codec import BlockError, decode_block, encode_block
-from moe.kv.cache import KVCache, StoredBlock
+from moe.kv.cache import KVCache
+from moe.kv.layout import StoredBlock
 
 _SUFFIX, _UNFINISHED = ".kv", ".unfinished"
 _PENDING_BYTES = 256 * 2**20

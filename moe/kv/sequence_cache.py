@@ -8,8 +8,8 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe.kv.cache import KVCache, KVFormat, Shape
     from moe.kv.hidden import HiddenRows
+    from moe.kv.layout import KVFormat, Shape
 
 
 class SequenceCache:
@@ -28,8 +28,8 @@ class SequenceCache:
     hidden: HiddenRows | None = None
 
     @property
-    def kv(self) -> KVCache:
-        """Itself, where packed passes and compiled steps have written it."""
+    def kv(self) -> Any:
+        """Itself as a `moe.kv.cache.KVCache`, which packed passes and compiled steps write."""
         raise AssertionError(f"{type(self).__name__} is not read by packed passes")
 
     @property

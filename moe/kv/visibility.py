@@ -28,7 +28,7 @@ from moe.errors import ProfileError
 from moe.hooks import Registry
 
 if TYPE_CHECKING:
-    from moe.kv.cache import KVFormat, Shape
+    from moe.kv.layout import KVFormat, Shape
 
 
 class SeenRow(NamedTuple):

@@ -9,7 +9,7 @@ import torch
 
 from kernels import backend_status
 from kernels.triton import triton_status
-from moe.kv.cache import KVFormat, Shape
+from moe.kv.layout import KVFormat, Shape
 from moe.kv.visibility import RowVisibility, visibility
 from moe.settings import Profile
 

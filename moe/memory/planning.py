@@ -24,8 +24,8 @@ from moe.calibration.files import CALIBRATION_FOLDER, load_manifest
 from moe.errors import CalibrationError, DoesNotFitError, ProfileError
 from moe.hooks import ModelHook
 from moe.images.towers import PlannedTowers, plan_towers
-from moe.kv.cache import KVFormat
 from moe.kv.hidden import KEPT
+from moe.kv.layout import KVFormat
 from moe.kv.visibility import HeadScores, RowVisibility
 from moe.loading.hub import read_config
 from moe.loading.load import DtypeFor, WeightPlan

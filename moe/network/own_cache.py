@@ -27,7 +27,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import create_causal_mask
 
-from moe.kv.cache import LayerKey, StateKey, States
+from moe.kv.layout import LayerKey, StateKey, States
 from moe.kv.visibility import RowVisibility
 from moe.network.answer_window import AnswerWindow, answer_window
 from moe.settings.device import to_device

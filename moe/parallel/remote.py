@@ -33,7 +33,7 @@ from moe.engine.prefill_batch import (
 from moe.engine.runner import ModelRunner
 from moe.errors import RankError, StructureError
 from moe.kv.blocks import BlockKVCache, BlockPool, RowsElsewhere
-from moe.kv.cache import States
+from moe.kv.layout import States
 from moe.kv.sequence_cache import SequenceCache
 from moe.parallel.transport import Message
 from moe.sampling.batch import Token

@@ -23,8 +23,8 @@ from moe.calibration.files import (
 )
 from moe.engine.engine import Engine
 from moe.kv.blocks import BlockKVCache, BlockPool
-from moe.kv.cache import Shape
 from moe.kv.host_blocks import HostBlocks
+from moe.kv.layout import Shape
 from moe.kv.visibility import VISIBILITIES, visibility
 from moe.memory.kv_precision import KVPrecision
 from moe.network.lanes import run_lanes

@@ -10,7 +10,7 @@ from kernels.cpu.kv import BLOCK
 from moe import MoE
 from moe.commands.evaluate.scoring import price_kv_policy
 from moe.kv.blocks import BlockKVCache
-from moe.kv.cache import KVFormat
+from moe.kv.layout import KVFormat
 from moe.kv.visibility import turn
 from tests.methods.kv_cases import (
     IDS,

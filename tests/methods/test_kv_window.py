@@ -19,8 +19,8 @@ from kernels.cpu.kv import BLOCK
 from moe import MoE, SamplingParams
 from moe.errors import ProfileError
 from moe.kv.blocks import BlockKVCache, BlockPool
-from moe.kv.cache import KVFormat, Shape
 from moe.kv.host_blocks import HostBlocks, kept_share
+from moe.kv.layout import KVFormat, Shape
 from moe.kv.visibility import RowVisibility, visibility
 from moe.loading.memory_plan import ANY_LENGTH
 from moe.memory.planning import planning

@@ -22,9 +22,9 @@ from moe.engine.engine import Engine
 from moe.errors import RequestError
 from moe.kv.block_codec import BlockError, decode_block, encode_block
 from moe.kv.blocks import BlockKVCache, BlockPool, Windows
-from moe.kv.cache import KVFormat, LayerKey, Shape
 from moe.kv.device_blocks import DeviceBlocks
 from moe.kv.host_blocks import BlockPages, HostBlocks
+from moe.kv.layout import KVFormat, LayerKey, Shape
 from moe.kv.visibility import HeadsOfLayers, RowVisibility, SeenRow
 from moe.loader import load_model
 from moe.network.lanes import run_lanes

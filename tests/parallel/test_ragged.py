@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.moe.test_lab import lab_model
 
 from moe import MoE
 from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
+from tests.lab.test_serving import lab_model
 from tests.parallel import generation
 from tests.parallel.test_generation import alike
 

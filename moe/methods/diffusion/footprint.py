@@ -12,7 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from moe.cache_dir.proofs import current_proofs, outline
 from moe.errors import UnsupportedModelError
-from moe.kv.cache import KVFormat
+from moe.kv.layout import KVFormat
 from moe.memory.footprint import SHORT_PROMPT, Footprint, StorageCounter, stand_in_for_experts
 from moe.methods.diffusion.cache_view import canvas_windows
 from moe.methods.diffusion.denoise import Denoiser, canvases_of_a_pass

@@ -12,8 +12,8 @@ import numpy as np
 
 from kernels.cpu.kv import BLOCK
 from moe.errors import ProfileError
-from moe.kv.cache import KVFormat, Shape
 from moe.kv.host_blocks import kept_share
+from moe.kv.layout import KVFormat, Shape
 from moe.kv.visibility import HeadScores, HeadsOfLayers, RowVisibility, SeenRow
 
 

@@ -30,9 +30,10 @@ from moe.decode.step import RoutedExperts
 from moe.describe.description import Attention, View
 from moe.describe.routers import by_kernel
 from moe.kv.blocks import BlockPool
-from moe.kv.cache import KVCache, Shape
+from moe.kv.cache import KVCache
 from moe.kv.device_blocks import DeviceBlocks, DevicePass
 from moe.kv.hidden import HiddenRows
+from moe.kv.layout import Shape
 from moe.memory.footprint import StorageCounter
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work

@@ -23,8 +23,9 @@ from moe.decode.traced import TracedStep
 from moe.describe.description import View
 from moe.describe.own_layers import find_own_layers
 from moe.kv.blocks import BlockPool
-from moe.kv.cache import KVCache, KVFormat
+from moe.kv.cache import KVCache
 from moe.kv.host_blocks import HostBlocks
+from moe.kv.layout import KVFormat
 from moe.network.own_cache import OwnCache
 from moe.network.packed_pass import Work
 

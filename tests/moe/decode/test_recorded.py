@@ -30,8 +30,8 @@ from moe.describe.description import NotDescribed
 from moe.describe.observe import observe_random
 from moe.describe.probe import enable_packing
 from moe.kv.blocks import BlockPool
-from moe.kv.cache import KVFormat
 from moe.kv.device_blocks import DeviceBlocks
+from moe.kv.layout import KVFormat
 from moe.loading.meta_model import build_meta_model
 from moe.loading.takeover import arrange_linears, chosen_linears, quantize_linear
 from moe.memory import planning

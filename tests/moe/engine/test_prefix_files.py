@@ -22,8 +22,8 @@ from kernels.cpu.kv import BLOCK, NativeKV
 from moe import MoE, SamplingParams
 from moe.kv import block_codec, prefix_store
 from moe.kv.block_codec import BlockError, decode_block, encode_block
-from moe.kv.cache import KVFormat, RowLayout, Shape, StoredBlock
 from moe.kv.host_blocks import HostBlocks
+from moe.kv.layout import KVFormat, RowLayout, Shape, StoredBlock
 from moe.kv.prefix_store import PrefixStore
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)

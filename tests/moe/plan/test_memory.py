@@ -21,8 +21,9 @@ from moe import MoE
 from moe.describe.stateful import find_stateful
 from moe.errors import DoesNotFitError, ProfileError
 from moe.kv.blocks import BlockKVCache
-from moe.kv.cache import KVCache, KVFormat
+from moe.kv.cache import KVCache
 from moe.kv.host_blocks import HostBlocks
+from moe.kv.layout import KVFormat
 from moe.kv.sequence_cache import SequenceCache
 from moe.loading.load import WeightReader
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable

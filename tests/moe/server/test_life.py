@@ -106,7 +106,7 @@ def test_a_model_reports_while_it_is_loaded_for_a_server(
     text_checkpoint: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[LoadProgress] = []
-    model = _load(text_checkpoint, load_profile({}, environ={}), seen.append)
+    model = _load(text_checkpoint, load_profile({}, environ={}), (), seen.append)
     assert seen[0].phase == "planning"
     assert seen[-1].phase == "preparing"
     assert seen[-1].fraction == 1.0

@@ -223,7 +223,7 @@ def test_long_texts_leave_the_interpreter_to_others(monkeypatch: pytest.MonkeyPa
     assert made.encode([user("say <|end|> twice")])  # probes, once
 
     class Watched:
-        def __init__(self, own: Tokenizer) -> None:
+        def __init__(self, own: Tokenizer | None) -> None:
             self._own = own
 
         def encode(self, *_: object, **__: object) -> None:
