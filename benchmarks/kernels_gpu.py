@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +21,9 @@ from torch.nn.functional import silu
 
 from benchmarks.common import environment, print_header, print_json, print_table, take_turns
 from kernels import BackendError, ExpertWeights, experts_forward, reference
-from kernels.megablocks import MegaBlocksExperts
 from kernels.planes import PREFIX_BITS, PlaneFormat, PlaneLayout
 from kernels.reference import AnyExperts, QuantizedExperts
+from moe.loader import BACKENDS
 
 TOKENS = (1, 4, 16, 512, 2048)
 ROUTINGS = 8
@@ -85,12 +86,11 @@ def run(
         calls = [random_call(size, count, device) for _ in range(ROUTINGS)]
         contenders = {name: _contender(experts_forward, own, calls) for name, own in layers.items()}
         contenders["plain torch"] = _contender(reference.experts_forward, layers["bf16"], calls)
-        try:
-            peer = MegaBlocksExperts()
-        except BackendError:
-            pass
-        else:
-            contenders["megablocks"] = _contender(peer, layers["bf16"], calls)
+        for name in BACKENDS.names():
+            make = BACKENDS.find(name)
+            assert make is not None
+            with suppress(BackendError):
+                contenders[name] = _contender(make(device).forward, layers["bf16"], calls)
         median = take_turns(contenders, seconds)
         loads = sum(call.ids.unique().numel() for call in calls) / len(calls)
         gbps = {

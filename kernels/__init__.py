@@ -17,10 +17,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels import reference
-from kernels.backends import Backend, Forward, choose_backend, triton_kernels
+from kernels.backends import Backend, BackendError, Forward, choose_backend, triton_kernels
 from kernels.cpu import backend_status, choose_kernel
 from kernels.cpu.dense import MOST_CHOICES
-from kernels.megablocks import BackendError
 from kernels.planes import PlaneMatrix, QuantizedExperts, arranged, arrangement_for
 from kernels.reference import AnyExperts, ExpertWeights
 

@@ -1,7 +1,7 @@
 """The choice of a model's expert kernels, from the profile's name and the device, while loading.
 
-CUDA tensors go to Triton, or to the reference with a warning where Triton cannot run. MegaBlocks
-runs only on request. Recurrent layers run on the same devices (`enable_recurrence`).
+CUDA tensors go to Triton, or to the reference with a warning where Triton cannot run. Recurrent
+layers run on the same devices (`enable_recurrence`).
 
 Shape legend as in kernels/reference.py.
 """
@@ -9,7 +9,7 @@ Shape legend as in kernels/reference.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -20,11 +20,14 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.cpu import backend_status, choose_kernel
-from kernels.megablocks import BackendError, MegaBlocksExperts
 from kernels.reference import AnyExperts
 from kernels.triton import triton_status
 
 _logger = logging.getLogger("moe")
+
+
+class BackendError(ValueError):
+    """The chosen backend cannot run the experts; the message says why and what to do."""
 
 
 class Forward(Protocol):
@@ -42,34 +45,37 @@ class Forward(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """The kernels that run the experts (`name`), why (`reason`), and the function (`forward`)."""
+    """The kernels that run the experts (`name`), why (`reason`), and the function (`forward`).
+
+    Attributes:
+        check_weights: raises `BackendError` for weights that it cannot multiply; None: it can all.
+    """
 
     name: str
     reason: str
     forward: Forward
+    check_weights: Callable[[Sequence[AnyExperts]], None] | None = None
 
     def check(self, layers: Sequence[AnyExperts]) -> None:
-        """Raise BackendError where MegaBlocks was chosen and cannot multiply these weights."""
-        if isinstance(self.forward, MegaBlocksExperts):
-            self.forward.check(layers)
+        """Raise `BackendError` where it cannot multiply these weights."""
+        if self.check_weights is not None:
+            self.check_weights(layers)
 
 
 def choose_backend(wanted: str, device: torch.device, auto: Forward) -> Backend:
-    """The backend called `wanted`: auto, triton, megablocks or reference.
+    """The backend called `wanted`: auto, triton or reference.
 
     Args:
         device: where the model is.
         auto: `kernels.experts_forward`, which chooses a kernel for each call.
 
     Raises:
-        BackendError: triton or megablocks was wanted and cannot run here.
+        BackendError: triton was wanted and cannot run here.
     """
     if wanted == "reference":
         return Backend("reference", "chosen in the profile", reference.experts_forward)
     if wanted != "auto" and device.type != "cuda":
         raise BackendError(f"{wanted} needs a CUDA device, and the model runs on '{device}'")
-    if wanted == "megablocks":
-        return Backend("megablocks", "chosen in the profile", MegaBlocksExperts())
     status = backend_status() if device.type == "cpu" else triton_status()
     if wanted == "triton" and status["name"] != "triton":
         raise BackendError(f"triton cannot run here: {status['reason']}")

@@ -50,6 +50,7 @@ __all__ = [
     "methods_on",
     "moved_keys",
     "readings",
+    "reads_again",
 ]
 
 T = TypeVar("T")
@@ -139,6 +140,11 @@ def readings(profile: Any) -> int:
     """Return how often a pass reads each token by this `Profile`, each time with keys and values of
     its own; 1 without a method that says otherwise."""
     return max((method.readings for method in methods_on(profile)), default=1)
+
+
+def reads_again(profile: Any) -> str:
+    """The key that makes `readings` more than 1."""
+    return next(one.on_by(profile) for one in methods_on(profile) if one.readings > 1)
 
 
 @cache

@@ -32,7 +32,7 @@ from moe.describe.row_wise import linears_are_faster, make_linears_row_wise, mak
 from moe.engine.writer import REFUSE, WRITER, Writer
 from moe.errors import CheckpointError, ProfileError
 from moe.extras import install_line, is_installed
-from moe.hooks import Registry
+from moe.hooks import Hook, Registry
 from moe.images.reader import ImageReader, conversation, enable_images, load_processor
 from moe.kv.blocks import BlockPool, Windows
 from moe.kv.host_blocks import HostBlocks
@@ -59,7 +59,6 @@ from moe.sampling.constraint import Structures
 from moe.settings import Profile
 from moe.settings.device import use_device
 from moe.speculate import Speculation, enable_speculation
-from moe.speculate.contrast import enable_contrast
 from moe.text.generation_config import ModelSampling
 from moe.text.tokenizer import TextCodec
 from offload.layer import LayerExperts, held_experts
@@ -68,6 +67,11 @@ from offload.prefetch import Prefetcher
 from routing import PolicyChain, RoutingError, parse_policies
 from routing.policies import ParsePolicy
 
+ALTER = Hook[Callable[[Profile, Backbone, MoELayers], None]]("alter")
+"""Lets a method change a model that is ready, behind all probes; raises `ProfileError` where it
+cannot."""
+BACKENDS = Registry[Callable[[torch.device], Backend]]("kernels.backend")
+"""Kernels that methods bring; raises `BackendError` where they cannot run on the device."""
 ROUTING_POLICIES = Registry[ParsePolicy]("routing.policies")
 """Policies that methods add to ``top_k`` and ``top_p``."""
 
@@ -407,7 +411,8 @@ def _alter(
     """
     find = find_selectors if writer is None else writer.selectors
     enable_policies(policies, backbone, experts, find)
-    enable_contrast(profile.speculation, backbone, experts)
+    for alter in ALTER.filled(profile):
+        alter(profile, backbone, experts)
     if offloaded is not None and profile.offload.late == "prefix":
         offloaded.serve_prefixes(profile.offload.late_share)
 
@@ -502,6 +507,8 @@ def expert_backend(profile: Profile, device: torch.device) -> Backend:
         ProfileError: it cannot run on the device.
     """
     try:
+        if (make := BACKENDS.find(profile.kernels.backend)) is not None:
+            return make(device)
         return choose_backend(profile.kernels.backend, device, experts_forward)
     except BackendError as error:
         raise ProfileError(f"kernels.backend: {error}; or set it to auto") from error

@@ -28,6 +28,7 @@ from moe.engine.prefill_mode import LayerWork, RereadCost
 from moe.engine.writer import Writer
 from moe.errors import RankLostError, RequestError
 from moe.expert_map import cache_counters, expert_activity, expert_choices, expert_layout
+from moe.hooks import readings
 from moe.kv.prefix_cache import PrefixCache
 from moe.kv.prefix_store import PrefixStore
 from moe.loaded import LoadedModel
@@ -459,8 +460,8 @@ class MoE:
 
 
 def _pool(profile: Profile, kv_tokens: int) -> int:
-    """Tokens of sequences that fit; contrast keeps keys and values of each token twice."""
-    return max(kv_tokens // (2 if profile.speculation.contrast else 1), 1)
+    """Tokens of sequences that fit, where each reading of a token has keys and values."""
+    return max(kv_tokens // readings(profile), 1)
 
 
 def _prefix_cache(

@@ -6,7 +6,6 @@
 - `Exchange`: the all-to-all of bytes below it, over a process group or over local sockets.
 - routing exchange: the ranks tell each other their tokens' expert ids (`routing_exchange`).
 - `Assignment`: from these, which rank serves which slot; every rank computes the same one.
-- `DeepEPDispatcher`: a `DeviceDispatcher` whose prompts DeepEP's kernels carry (`deep_ep`).
 - `DeviceCopies`: the same on a device, by a simpler rule.
 - `NativeDispatch`: the same messages, by compiled code in decode steps.
 - `DispatchStatistics`: what was moved.
@@ -23,7 +22,6 @@ from experts.dispatch.base import (
     LocalDispatcher,
     RankDispatcher,
 )
-from experts.dispatch.deep_ep import DeepEPDispatcher, RowKind, prompts_by_deep_ep
 from experts.dispatch.exchange import (
     Exchange,
     ExchangeError,
@@ -31,13 +29,12 @@ from experts.dispatch.exchange import (
     SocketExchange,
     prefer_local_sockets,
 )
-from experts.dispatch.on_device import DeviceDispatcher
+from experts.dispatch.on_device import DeviceDispatcher, RowKind
 from experts.dispatch.routing_exchange import should_inline_rows
 
 __all__ = [
     "AllToAllDispatcher",
     "Combined",
-    "DeepEPDispatcher",
     "DeviceDispatcher",
     "DispatchStatistics",
     "Dispatched",
@@ -52,6 +49,5 @@ __all__ = [
     "RowKind",
     "SocketExchange",
     "prefer_local_sockets",
-    "prompts_by_deep_ep",
     "should_inline_rows",
 ]

@@ -61,6 +61,8 @@ class AllToAllDispatcher(RankDispatcher["ReceivedRows"]):
         native: does the same by compiled code in decode steps; None where it cannot.
     """
 
+    name = "all_to_all"
+
     def __init__(
         self,
         exchange: Exchange,

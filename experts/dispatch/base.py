@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -167,12 +167,14 @@ class RankDispatcher(ABC, Generic[Handle]):
     Attributes:
         placements: in force now.
         epoch: of the placements; ranks compare it at every dispatch.
+        name: for the status.
 
     Raises:
         ValueError: placements for another number of ranks, or too many experts.
     """
 
     local = False
+    name: ClassVar[str]
 
     def __init__(self, exchange: Exchange, placements: Sequence[Placement]) -> None:
         self._exchange = exchange

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -56,6 +56,20 @@ back, at some 4 KB a row. An estimate; no GPU has measured it."""
 _ID_BYTES = 2
 
 
+class RowKind(NamedTuple):
+    """What a model's rows are.
+
+    Attributes:
+        hidden: H.
+        slots: K, the experts of a token.
+        dtype: of hidden states.
+    """
+
+    hidden: int
+    slots: int
+    dtype: torch.dtype
+
+
 class DeviceDispatcher(RankDispatcher["DeviceDispatched"]):
     """The `RankDispatcher` of rows on a device.
 
@@ -67,6 +81,8 @@ class DeviceDispatcher(RankDispatcher["DeviceDispatched"]):
         payload: of hidden states: "plain", or "int8" with a scale for each token.
         buffer_rows: see above; None: `BUFFER_ROWS`.
     """
+
+    name = "device"
 
     def __init__(
         self,
@@ -139,8 +155,7 @@ class DeviceDispatcher(RankDispatcher["DeviceDispatched"]):
 
 
 class Flight(Protocol):
-    """Rows of one layer on their way out and back; another library may carry them
-    (`experts.dispatch.deep_ep`).
+    """Rows of one layer on their way out and back; another library may carry them.
 
     Attributes:
         layer: MoE layer.

@@ -76,7 +76,7 @@ def contenders(
     """No drafts, the controller, n-grams, and fixed depths; all follow one trace."""
     policy = Replayed(trace)
     says = Says(texts, policy)
-    model.backbone.set_contrast(says)
+    model.backbone.set_reader(says)
     model.experts.set_policies(PolicyChain((policy,)))
     selectors = [found.selector for found in find_selectors(model.backbone)]
 

@@ -71,12 +71,14 @@ class ReplayedLayers(DraftLayers):
 
 
 class Says:
-    """Replaces what the model says; see `moe.network.backbone.Backbone.contrast`.
+    """Replaces what the model says; see `moe.network.backbone.Backbone.reader`.
 
     Attributes:
         rates: acceptance by position of the draft that is being made; None where the model reads.
         drafted: tokens of it so far.
     """
+
+    name = "says"
 
     def __init__(self, texts: Texts, replayed: Replayed) -> None:
         self.rates: Sequence[float] | None = None

@@ -25,6 +25,7 @@ from kernels.cpu.stages import StageTimes, measured_stages
 from moe.commands.console import stdout_console
 from moe.engine.engine import Engine
 from moe.errors import RequestError
+from moe.hooks import methods_on
 from moe.model import MoE
 from moe.sampling.params import SamplingParams
 from moe.settings.profile import LoadedProfile, load_profile
@@ -231,9 +232,8 @@ def _measured(profile: LoadedProfile) -> LoadedProfile:
     """The profile of a measurement: it reads repeated prompts again, and drafts by mode ``auto``
     unless the user sets the mode."""
     settings: dict[str, Any] = {"memory.prefix_tokens": 0}
-    if (
-        profile.origins["speculation.mode"] == "default"
-        and not profile.profile.speculation.contrast
+    if profile.origins["speculation.mode"] == "default" and not any(
+        "speculation.mode" in one.needs for one in methods_on(profile.profile)
     ):
         settings["speculation.mode"] = "auto"
     return load_profile(profile, settings, overrides_origin="moe bench")

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -86,7 +86,17 @@ def run_doctor(*, compiles: bool = False) -> list[Finding]:
         compiles: the CPU kernels, if they are not.
     """
     checks = CHECKS | {"CPU kernel": partial(check_cpu_kernel, compiles=compiles)}
-    return [_guarded(name, checks[name]) for name in CHECKS]
+    found = [_guarded(name, checks[name]) for name in CHECKS]
+    return [*found, *(check() for check in _method_checks())]
+
+
+def _method_checks() -> Sequence[Callable[[], Finding]]:
+    """Checks that methods bring; none without the libraries that declarations need."""
+    try:
+        from moe.hooks import Hook
+    except ModuleNotFoundError:
+        return ()
+    return Hook[Callable[[], Finding]]("doctor").of_all()
 
 
 def main(*, compiles: bool = False) -> int:
@@ -152,7 +162,7 @@ def check_python() -> Finding:
 def check_library(requirement: str, required: bool = True) -> Finding:
     """Is the distribution installed, in a version that satisfies the requirement?"""
     name = re.split(r"[<>=!~\[ ]", requirement, maxsplit=1)[0]
-    found = _version(name)
+    found = version_of(name)
     if found is None:
         return Finding(name, "missing", "not installed", REINSTALL, required)
     try:
@@ -277,28 +287,17 @@ def check_extra(extra: str) -> Finding:
     return Finding(name, "missing", detail, f"optional, {PURPOSES[extra]}: {install_line(extra)}")
 
 
-def check_megablocks() -> Finding:
-    from kernels.megablocks import INSTALL as RECIPE
-
-    found = _version("megablocks")
-    if found is None:
-        return Finding("megablocks", "missing", "not installed", f"optional, {RECIPE}")
-    if util.find_spec("megablocks_ops") is None:
-        detail = f"{found} without its CUDA extension megablocks_ops: not usable"
-        return Finding("megablocks", "warning", detail, RECIPE)
-    return Finding("megablocks", "ok", found)
-
-
 def check_module_names() -> Finding:
     """transformers imports a distribution named kernels by the name of our own package."""
-    found = _version("kernels")
+    found = version_of("kernels")
     if found:
         detail = f"the distribution kernels {found} has the name of our package"
         return Finding("module names", "warning", detail, "pip uninstall kernels")
     return Finding("module names", "ok", "no other distribution has the name of our packages")
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """The version of an installed distribution; None: it is absent."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -323,5 +322,4 @@ CHECKS: dict[str, Callable[[], Finding]] = {
     "disk": check_disk,
     "GPU": check_gpu,
     **{f"extra {extra}": partial(check_extra, extra) for extra in EXTRAS},
-    "megablocks": check_megablocks,
 }

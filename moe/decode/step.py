@@ -9,11 +9,10 @@ way                 computed by                 when
 transformers        `Backbone.forward_packed`   neither a description of the model nor a recorded
                                                 token is proven, or the profile says
                                                 ``engine.fused: off``
-call per MoE layer  `DecodeStep.__call__`       Python has to act at the layers: a routing policy or
-                                                contrast changes routings, another lane waits at the
-                                                layers, a prefetcher reads hidden states, experts
-                                                run by a Python kernel, or a router has no known
-                                                rule
+call per MoE layer  `DecodeStep.__call__`       Python has to act at the layers: policies or methods
+                                                changes calls, another lane waits at the layers,
+                                                a prefetcher reads hidden states, experts run by
+                                                a Python kernel, or a router has no known rule
 experts inside      `DecodeStep.inside`         a single lane, and nothing of the above: experts in
                                                 memory run inside the compiled call (or the CUDA
                                                 graph); a compiled step calls Python only at layers
@@ -309,7 +308,7 @@ class DecodeForward:
     def _changes_routing(self) -> bool:
         """Python has to act at the MoE layers, or they are not those that the step was made for."""
         experts = self._experts
-        if self._why_outside or experts.policies.policies or experts.weaken is not None:
+        if self._why_outside or experts.policies.policies or experts.transform is not None:
             return True
         return experts.layers != self._layers or experts.forward is not self._forward
 

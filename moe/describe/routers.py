@@ -79,7 +79,6 @@ def enable_policies(
     selectors: list[Selector] = []
     if "select" in chain.needs:
         selectors = _selectors(chain, backbone, find)
-    backbone.watch_attention("importance" in chain.needs)
     experts.set_policies(chain, selectors)
 
 

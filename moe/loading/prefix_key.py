@@ -16,7 +16,7 @@ from moe.settings import Profile
 from moe.settings.profile import KEYS, value_of
 
 _SETTINGS = (
-    "kernels.", "model.", "routing.", "offload.late", "speculation.contrast", "memory.kv_policy",
+    "kernels.", "model.", "routing.", "offload.late", "memory.kv_policy", "methods.",
 )  # fmt: skip
 _CHECKS = "model.check_finite", "model.context_length", "model.verify"  # change no bit
 

@@ -9,6 +9,7 @@ import torch
 
 from kernels import backend_status
 from kernels.triton import triton_status
+from moe.hooks import readings, reads_again
 from moe.kv.layout import KVFormat, Shape
 from moe.kv.visibility import RowVisibility, visibility
 from moe.settings import Profile
@@ -87,8 +88,8 @@ def choose_kv_precision(
 
 
 def _why_buffers(profile: Profile, device: torch.device, dtype: torch.dtype) -> str:
-    if profile.speculation.contrast:
-        return "speculation.contrast keeps keys and values of its own"
+    if readings(profile) > 1:
+        return f"{reads_again(profile)} keeps keys and values of its own"
     if device.type != "cpu":
         status = triton_status()
         return "" if status["name"] == "triton" else status["reason"]

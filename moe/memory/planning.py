@@ -22,7 +22,7 @@ from experts.placement import slots_for
 from kernels.triton import triton_status
 from moe.calibration.files import CALIBRATION_FOLDER, load_manifest
 from moe.errors import CalibrationError, DoesNotFitError, ProfileError
-from moe.hooks import ModelHook
+from moe.hooks import ModelHook, readings, reads_again
 from moe.images.towers import PlannedTowers, plan_towers
 from moe.kv.hidden import KEPT
 from moe.kv.layout import KVFormat
@@ -239,9 +239,9 @@ def _footprint(
         whole = measure(network, longest, form, profile)
     else:
         whole = measure_footprint(network, batch, longest, on_cuda=on_cuda, form=form)
-    if ranks > 1 or profile.speculation.contrast:
-        # Rank 0 does not know what sequences of another rank give up, and with contrast they are
-        # not in blocks.
+    if ranks > 1 or readings(profile) > 1:
+        # Rank 0 does not know what sequences of another rank give up, and several readings are not
+        # in blocks.
         whole = replace(whole, windows={})
     head = take_head(copy.deepcopy(network))
     if head is None:
@@ -321,8 +321,8 @@ def _towers(
             "several ranks share the experts, and images are read by one process only: start "
             "without the launcher for them"
         )
-    if profile.speculation.contrast:
-        return "speculation.contrast reads each token twice, which images do not support"
+    if readings(profile) > 1:
+        return f"{reads_again(profile)} reads each token twice, which images do not support"
     return plan_towers(path, config, network, _backbone_dtype(profile, device))
 
 

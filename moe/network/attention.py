@@ -30,7 +30,7 @@ PACKED = "moe_packed"
 """Name of this implementation in transformers' registries."""
 
 _QUERIES = 256
-"""Queries whose masks, or attention weights if attention is watched, are in memory at a time."""
+"""Queries whose masks are in memory at a time."""
 _CPU = torch.device("cpu")
 
 
@@ -172,7 +172,7 @@ def packed_attention(
     if (observer := _observer.get()) is not None:
         for q, own in zip(query.split(cache.sizes, dim=2), seen, strict=True):
             observer(layer, q, own.read()[0], *how)
-    if cache.rows_pass is not None and not cache.watched and not any(map(_leaves_out, seen)):
+    if cache.rows_pass is not None and not any(map(_leaves_out, seen)):
         made = None if seen[0].cached is not None else (key, value)
         rule, scale, sinks, softcap = how
         firsts = partial(first_keys, rule, device=query.device)
@@ -183,9 +183,6 @@ def packed_attention(
     # Compiled attention first rearranges the keys, which does not pay for few queries.
     attend = _attend_steps if cache.decoding else _attend_prompt
     outputs = [attend(q, rows, *how) for q, rows in zip(queries, seen, strict=True)]
-    if cache.watched:
-        pairs = zip(queries, seen, strict=True)
-        cache.received = torch.cat([_received(q, rows.read()[0], *how) for q, rows in pairs])
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)).contiguous(), None
 
 
@@ -362,27 +359,6 @@ def attention_weights(
     """``(1, Q, T, L)`` float32, of the last T of L tokens."""
     mask = rule.evaluate(query.shape[2], key.shape[2], query.device)
     return _probabilities(query, key, mask, scaling, sinks, softcap)
-
-
-def _received(
-    query: Tensor,
-    key: Tensor,
-    rule: MaskRule,
-    scaling: float | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-) -> Tensor:
-    """``(T,)`` float32: mean attention to each new token, of heads and queries that see it."""
-    first, end = key.shape[2] - query.shape[2], key.shape[2]
-    zero = torch.zeros((), dtype=torch.long, device=query.device)
-    positions = torch.arange(end, device=query.device)
-    given, seen = torch.zeros(2, end - first, device=query.device)
-    for rows, at in zip(query.split(_QUERIES, 2), positions[first:].split(_QUERIES), strict=True):
-        mask = rule.allows(zero, zero, at[:, None], positions[None, :]).expand(len(at), end)
-        probabilities = _probabilities(rows, key, mask, scaling, sinks, softcap)
-        given += probabilities[0, :, :, first:].mean(0).sum(0)
-        seen += mask[:, first:].sum(0)
-    return given / seen.clamp_min(1)
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -46,7 +46,14 @@ SHORT = 16
 
 
 class PassReader(Protocol):
-    """Reads each packed pass in two ways at once (`moe.speculate.contrast`)."""
+    """Reads each token of a packed pass in several ways at once.
+
+    Attributes:
+        name: of the way, for reports.
+    """
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def cache_type(self) -> type[KVCache]:
@@ -71,8 +78,7 @@ class Backbone:
         recurrent: packed sequences have recurrent states, which `KVCache` cannot cut anywhere.
         decode_forward: reads decode work in place of transformers' forward; None: nothing does.
         prompt_forward: the same of prompts; of those with rows of their own, transformers' does.
-        watched: expert calls of packed prompts say how much attention each token gets.
-        contrast: reads each packed pass in two ways at once; None: nothing does.
+        reader: reads packed passes in a way of its own; None: nothing does.
         cache_type: the class of the caches of packed sequences.
         blocks: keeps keys and values of packed sequences in blocks; None: in buffers.
         own_cache: what the model keeps beside keys and values by classes of its own.
@@ -91,8 +97,7 @@ class Backbone:
         self._runs_ahead: Callable[[], bool] = lambda: False
         self.prompt_forward: Forward | None = None
         self.recurrent = self._reads_whole = False
-        self.watched = False
-        self.contrast: PassReader | None = None
+        self.reader: PassReader | None = None
         self.cache_type: type[KVCache] = KVCache
         self.blocks: BlockPool | None = None
         self.own_cache = OwnCache.of(model)
@@ -154,13 +159,9 @@ class Backbone:
         for config in {id(config): config for config in configs}.values():
             config._attn_implementation = PACKED if packed else self._own_attention
 
-    def watch_attention(self, watched: bool) -> None:
-        """Let the expert calls of packed prompts say how much attention each token gets."""
-        self.watched = watched
-
-    def set_contrast(self, reader: PassReader | None) -> None:
+    def set_reader(self, reader: PassReader | None) -> None:
         """Read packed passes by ``reader`` from now on; None: as they are."""
-        self.contrast = reader
+        self.reader = reader
         self.cache_type = KVCache if reader is None else reader.cache_type
 
     def decode_by(self, forward: Forward | None, ahead: Callable[[], bool] = lambda: False) -> None:
@@ -175,7 +176,7 @@ class Backbone:
     @property
     def runs_ahead(self) -> bool:
         """Return whether decode steps can be launched behind each other before they are done."""
-        return self.packed and self.contrast is None and self._runs_ahead()
+        return self.packed and self.reader is None and self._runs_ahead()
 
     def new_cache(self, capacity: int) -> SequenceCache:
         """State of a new sequence that will hold at most ``capacity`` tokens."""
@@ -198,7 +199,7 @@ class Backbone:
     def pool(self) -> BlockPool | None:
         """The pool of packed sequences' blocks; None: their rows are in buffers, which forks
         copy."""
-        return self.blocks if self.contrast is None else None
+        return self.blocks if self.reader is None else None
 
     def reading(self, work: Sequence[Work]) -> list[Lane[list[Tensor]]]:
         """Lanes that read prompts. As `lanes`, but a `PromptReader`'s give an empty row for each
@@ -236,7 +237,7 @@ class Backbone:
 
     def _lane(self, work: Sequence[Work], phase: Phase) -> Lane[list[Tensor]]:
         """A lane for work that shares a pass."""
-        forward: Forward = partial(self.forward_packed, watched=self.watched and phase == "prefill")
+        forward: Forward = self.forward_packed
         if phase == "decode" and all(map(_is_short, work)):
             forward = partial(self.forward_packed, decoding=True)
             if self.decode_forward is not None and not any(item.alone for item in work):
@@ -244,20 +245,18 @@ class Backbone:
         elif self._compiles_prompts and not any(item.alone for item in work):
             assert self.prompt_forward is not None
             forward = self.prompt_forward
-        if self.contrast is not None:
-            forward = partial(self.contrast.read, forward)
+        if self.reader is not None:
+            forward = partial(self.reader.read, forward)
         return Lane(partial(forward, work), phase, pieces=len(work))
 
     @property
     def _compiles_prompts(self) -> bool:
         """The same for all prompts of a profile. Not while somebody observes the modules."""
-        if self.prompt_forward is None or self.watched or self.contrast is not None:
+        if self.prompt_forward is None or self.reader is not None:
             return False
         return self.blocks is not None and self.model.config._attn_implementation == PACKED
 
-    def forward_packed(
-        self, work: Sequence[Work], *, decoding: bool = False, watched: bool = False
-    ) -> list[Tensor]:
+    def forward_packed(self, work: Sequence[Work], *, decoding: bool = False) -> list[Tensor]:
         """Logits of each piece of work, by transformers' own forward; `PackedCache` says of what
         kind."""
         sizes = [len(item.token_ids) for item in work]
@@ -267,7 +266,6 @@ class Backbone:
             sizes,
             self._needs_history,
             decoding=decoding,
-            watched=watched,
             snapshots=[item.snapshots for item in work],
         )
         positions = to_device(cache.positions()[None], self.device)

@@ -44,8 +44,6 @@ class ExpertCall:
         hidden_states: ``(T, H)``, the rows to run through experts.
         routing: T rows of expert ids and weights.
         phase: what the tokens are read for; `call_experts` takes it from the running lane.
-        received: ``(T,)`` float32, mean attention to each token from itself and later ones of the
-            pass; None if no policy asked for it or it is not known.
         scores: ``(T, E)`` that the router ranked experts by, where a policy asked for them and
             they do not follow from the rows.
         beside: computes what the lane will need behind the layer, once; for a caller that waits.
@@ -57,7 +55,6 @@ class ExpertCall:
     hidden_states: Tensor
     routing: Routing
     phase: Phase = "prefill"
-    received: Tensor | None = None
     scores: Tensor | None = None
     beside: Callable[[], object] | None = None
     lost: dict[int, Failure] = field(default_factory=dict)

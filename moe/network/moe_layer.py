@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,6 +53,19 @@ from routing.routers import RouterRule
 _logger = logging.getLogger("moe")
 
 
+class CallTransform(Protocol):
+    """Changes calls before the routing policies do.
+
+    Attributes:
+        readings: how often a pass has each token; the second reading of all behind the first.
+    """
+
+    @property
+    def readings(self) -> int: ...
+
+    def __call__(self, layer: int, call: ExpertCall) -> ExpertCall: ...
+
+
 class MoELayers:
     """Runs any MoE layer of one model for all lanes that meet there.
 
@@ -63,7 +76,7 @@ class MoELayers:
         dispatcher: sends rows to the ranks that serve them; may change between steps.
         lockstep_pass: the pass of all ranks that is going on; None: no other rank is met.
         forward: runs a layer's experts.
-        weaken: changes calls before the policies do (`moe.speculate.contrast`); None: nothing does.
+        transform: changes calls before the policies do; None: nothing does.
         statistics: of all routings, by layer and phase.
         visits: the MoE layer of each visit of a pass. Looped models come to some layers again.
 
@@ -85,7 +98,7 @@ class MoELayers:
         self.dispatcher: Dispatcher[Any] = LocalDispatcher()
         self.lockstep_pass: LockstepPass | None = None
         self.forward = forward
-        self.weaken: Callable[[int, ExpertCall], ExpertCall] | None = None
+        self.transform: CallTransform | None = None
         self._prefetcher, self._decoding = prefetcher, 0
         self.statistics = RoutingStatistics([layer.num_experts for layer in layers])
 
@@ -105,9 +118,9 @@ class MoELayers:
         """Take over the visits of a pass that `moe.describe.probe.find_visits` has seen."""
         self.visits = visits
 
-    def set_contrast(self, weaken: Callable[[int, ExpertCall], ExpertCall] | None) -> None:
-        """Change each call by ``weaken`` from now on; its second half of rows is a weak reading."""
-        self.weaken = weaken
+    def set_transform(self, transform: CallTransform | None) -> None:
+        """Change each call by ``transform`` from now on; None: none."""
+        self.transform = transform
 
     def run(self, layer: int, calls: Sequence[ExpertCall]) -> list[Tensor | Exception]:
         """Rows ``(T_i, H)`` of each call, in its own dtype.
@@ -134,8 +147,8 @@ class MoELayers:
 
         If other ranks wait for this one, nothing is raised: with an error, it has no tokens.
         """
-        if self.weaken is not None:
-            calls = [self.weaken(layer, call) for call in calls]
+        if self.transform is not None:
+            calls = [self.transform(layer, call) for call in calls]
         experts, local = self.layers[layer], self.dispatcher.local
         selector = self.selectors[layer] if self.selectors else None
         try:
@@ -212,8 +225,8 @@ class MoELayers:
                 up to it, or fewer.
             forecast: the experts that a draft of this step has used; None without a draft.
         """
-        if self.weaken is not None:
-            contexts = [*contexts, *contexts]  # each token's weak reading, behind all others
+        if self.transform is not None:
+            contexts = [*contexts] * self.transform.readings
         self._decoding = len(contexts)
         if self._prefetcher is not None and contexts and self.dispatcher.local:
             self._prefetcher.start(contexts, forecast)
@@ -378,23 +391,14 @@ def _context(
     experts: LayerExperts,
     selector: Selector | None,
 ) -> RoutingContext:
-    scores_TE = select = resident_E = importance_T = None
+    scores_TE = select = resident_E = None
     if "select" in chain.needs:
         assert selector is not None, "refused while loading"
         given_TE = selector.scores_of(calls)
         scores_TE, select = selector.rule.ranking(given_TE), partial(selector.select, given_TE)
     if "resident" in chain.needs and isinstance(experts, OffloadedExperts):
         resident_E = experts.cache.resident(experts.layer).to(calls[0].hidden_states.device)
-    if "importance" in chain.needs:
-        importance_T = torch.cat([_importance(call) for call in calls])
-    return RoutingContext(
-        layer, experts.num_experts, phase, scores_TE, select, resident_E, importance_T
-    )
-
-
-def _importance(call: ExpertCall) -> Tensor:
-    size_T = call.hidden_states.float().abs().sum(1)
-    return size_T if call.received is None else size_T * call.received
+    return RoutingContext(layer, experts.num_experts, phase, scores_TE, select, resident_E)
 
 
 def serve(

@@ -109,7 +109,6 @@ class PackedCache(Cache):
         decoding: the pass is a decode step; else it reads prompts.
         snapshots: of each sequence, see `Work`.
         needs_history: layers that compute with what ``update`` returns before they attend.
-        watched: attention layers leave in `received` how much attention each row gets.
         states: of each sequence its recurrent states, by how many tokens of this pass they have
             read; `commit` gives them to the sequence.
         rows_pass: writes and reads the rows of all sequences at once; None: each has its own.
@@ -126,14 +125,11 @@ class PackedCache(Cache):
         needs_history: set[int],
         *,
         decoding: bool = False,
-        watched: bool = False,
         snapshots: Sequence[Sequence[int]] | None = None,
     ) -> None:
         # Not super(): that may be an architecture's own class, with other arguments.
         Cache.__init__(self, layers=[])
         self.decoding, self.snapshots = decoding, snapshots or [()] * len(sequences)
-        self.watched = watched
-        self.received: Tensor | None = None
         self.sequences = sequences
         self.sizes = list(sizes)
         self.needs_history = needs_history
@@ -339,11 +335,6 @@ class PackedCache(Cache):
         passed = zip(self.sequences, self.states, self.sizes, self.snapshots, strict=True)
         for sequence, states, size, snapshots in passed:
             sequence.advance(states, size, snapshots)
-
-    def take_received(self) -> Tensor | None:
-        """`received` of the last attention layer, which is then forgotten."""
-        received, self.received = self.received, None
-        return received
 
     def positions(self) -> Tensor:
         """``(T,)`` int64, of the new tokens in their sequences."""

@@ -20,7 +20,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from experts.weights import ExpertShape
 from kernels import ExpertWeights
-from moe.network.attention import current_pass
 from moe.network.lanes import ExpertCall, ExpertsRunner, call_experts
 from offload.layer import LayerExperts
 from routing import Routing
@@ -49,9 +48,7 @@ def _call_experts(
 ) -> Tensor:
     seat: ExpertSeat = module.expert_seat
     routing = Routing.from_router(top_k_index, top_k_weights, seat.num_experts)
-    packed = current_pass.get(None)
-    received = None if packed is None else packed.take_received()
-    call = ExpertCall(seat.layer, hidden_states, routing, received=received, scores=seat.scores)
+    call = ExpertCall(seat.layer, hidden_states, routing, scores=seat.scores)
     seat.scores = None
     return call_experts(call, seat.run_experts)
 

@@ -29,7 +29,7 @@ from moe.parallel.launch import LOOPBACK, Launch
 from moe.parallel.membership import WATCH, Membership, identity, rendezvous
 from moe.parallel.remote import EngineMirror
 from moe.parallel.watchdog import COMPILE_S
-from moe.parallel.worker import CoordinatorLink, RankWorker, WorkerLoop
+from moe.parallel.worker import DISPATCHER, CoordinatorLink, RankWorker, WorkerLoop
 from moe.settings import Profile
 
 WHOLE = (
@@ -180,6 +180,7 @@ class Ranks:
             offloaded,
             on_cuda=_on_cuda(profile),
             rows=_rows_of(loaded) if _on_cuda(profile) and loaded.experts.layers else None,
+            carry=next(iter(DISPATCHER.filled(profile)), None),
         )
 
 

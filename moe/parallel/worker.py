@@ -12,33 +12,39 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch.distributed import Store
 
 from experts.dispatch import (
     AllToAllDispatcher,
-    DeepEPDispatcher,
     DeviceDispatcher,
     ExchangeError,
     RankDispatcher,
     RowKind,
-    prompts_by_deep_ep,
 )
 from experts.placement import Placement, first_placement, slots_for, without_ranks
 from experts.placement.placement import Ints
 from experts.placement.rebalance import Rebalancer
 from kernels.cpu import choose_kernel
 from moe.errors import LaunchError, ProfileError, RankLostError
+from moe.hooks import Hook
 from moe.network.moe_layer import MoELayers
 from moe.parallel.expected_load import ExpectedLoad
 from moe.parallel.group import RankExchanges, form_group, leave_group
 from moe.parallel.membership import CONTROL, WATCH, Membership, wake_member
 from moe.parallel.remote import EngineMirror
 from moe.parallel.transport import Message, WireError
-from moe.parallel.watchdog import COMPILE_S, Heartbeat, Watchdog, exit_now
+from moe.parallel.watchdog import Heartbeat, Watchdog, exit_now
 from moe.settings import ParallelSettings
 from offload.layer import OffloadedExperts
 from offload.offloaded import Offloaded
+
+MakeDispatcher = Callable[
+    [RankExchanges, Sequence[Placement], ParallelSettings, RowKind],
+    tuple[DeviceDispatcher | None, str],
+]
+"""Makes a method's dispatcher for rows on devices, collectively; None: it cannot, with the reason.
+A dispatcher of ours with a reason may come in its place."""
+DISPATCHER = Hook[MakeDispatcher]("dispatcher")
 
 
 class RankWorker:
@@ -53,7 +59,8 @@ class RankWorker:
         heartbeat: of this process.
         offloaded: experts that are read when they are needed; None if all are in memory.
         on_cuda: the model runs on a CUDA device.
-        rows: of the model, where DeepEP may carry them; None: nowhere.
+        rows: of the model, where a method may carry them; None: nowhere.
+        carry: makes the method's dispatcher; None: no method is on.
 
     Attributes:
         placements: of each MoE layer, in the present group.
@@ -72,8 +79,10 @@ class RankWorker:
         *,
         on_cuda: bool = False,
         rows: RowKind | None = None,
+        carry: MakeDispatcher | None = None,
     ) -> None:
-        self._rank, self._store, self._on_cuda, self._rows = rank, store, on_cuda, rows
+        self._rank, self._store, self._on_cuda = rank, store, on_cuda
+        self._rows, self._carry = rows, carry
         self._experts, self._new_mirror = experts, new_mirror
         self._offloaded = offloaded
         self._settings, self._heartbeat = settings, heartbeat
@@ -81,7 +90,7 @@ class RankWorker:
         self._exchanges: RankExchanges | None = None
         self.placements: list[Placement] = []
         self.dispatcher: RankDispatcher[Any] | None = None
-        self._why_no_deep_ep = ""
+        self._why_ours = ""
 
     @property
     def visits(self) -> Sequence[int]:
@@ -139,8 +148,8 @@ class RankWorker:
                 layer.serve_only(None)
         if exchanges is not None:
             self._load_share(exchanges.host.rank, dict(enumerate(placements)))
-            how = exchanges, placements, self._settings, self._rows
-            self.dispatcher, self._why_no_deep_ep = new_dispatcher(*how)
+            how = exchanges, placements, self._settings, self._rows, self._carry
+            self.dispatcher, self._why_ours = new_dispatcher(*how)
             self._heartbeat.now("idle")
 
     def step(self, message: Message) -> Message:
@@ -186,8 +195,8 @@ class RankWorker:
 
     def dispatch_status(self) -> dict[str, str]:
         """Return how rows reach other ranks, for JSON; from any thread."""
-        name = _NAMES.get(type(self.dispatcher), "local")
-        return {"name": name, "why_no_deep_ep": self._why_no_deep_ep}
+        name = "local" if self.dispatcher is None else self.dispatcher.name
+        return {"name": name, "why_no_method": self._why_ours}
 
     def take_loads(self) -> Ints | None:
         """``(L, E)`` tokens of each expert of each layer on all ranks in the last step; None for a
@@ -231,24 +240,18 @@ class RankWorker:
         self._load_share(self._exchanges.host.rank, changed)
 
 
-_NAMES: dict[type, str] = {
-    AllToAllDispatcher: "all_to_all",
-    DeviceDispatcher: "device",
-    DeepEPDispatcher: "deep_ep",
-}
-
-
 def new_dispatcher(
     exchanges: RankExchanges,
     placements: Sequence[Placement],
     settings: ParallelSettings,
     rows: RowKind | None = None,
+    carry: MakeDispatcher | None = None,
 ) -> tuple[RankDispatcher[Any], str]:
-    """The way to experts of other ranks, for rows where the exchanges carry them; and why DeepEP
-    does not carry those of prompts, where it might.
+    """The way to experts of other ranks, for rows where the exchanges carry them; and why a method
+    that is on does not carry those of prompts.
 
     Args:
-        rows: of the model, where DeepEP may carry them; None: nowhere.
+        rows, carry: see `RankWorker`.
     """
     kernels, why = choose_kernel()
     if kernels is None:
@@ -262,26 +265,10 @@ def new_dispatcher(
         how["combine"] = "exact" if combine == "auto" else combine
         return AllToAllDispatcher(host, placements, **how), ""
     how["combine"] = "summed" if combine == "auto" else combine
-    why_not = _why_no_deep_ep(settings)
-    if rows is None or why_not:
-        return DeviceDispatcher(device, host, placements, **how), why_not
-    return prompts_by_deep_ep(
-        device, host, placements, rows,
-        group=torch.distributed.group.WORLD,
-        timeout_s=max(settings.timeout_s, COMPILE_S),
-        buffer_rows=settings.buffer_rows,
-    )  # fmt: skip
-
-
-def _why_no_deep_ep(settings: ParallelSettings) -> str:
-    """Return what the profile asks for that DeepEP does not do; empty if it does all."""
-    if settings.combine == "exact":
-        return "parallel.combine is exact, and DeepEP adds up in an order of its own"
-    if settings.payload != "plain":
-        return f"parallel.payload is {settings.payload}, which DeepEP does not send"
-    if settings.on_rank_loss == "continue":
-        return "parallel.on_rank_loss is continue, and DeepEP's kernels cannot be aborted"
-    return ""
+    made, why_not = None, ""
+    if rows is not None and carry is not None:
+        made, why_not = carry(exchanges, placements, settings, rows)
+    return made or DeviceDispatcher(device, host, placements, **how), why_not
 
 
 class WorkerLoop:

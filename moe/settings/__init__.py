@@ -131,24 +131,6 @@ class Profile(Settings):
     """Keys of published methods that are off by default (`moe methods` lists them)."""
 
     @model_validator(mode="after")
-    def _check_contrast(self) -> Profile:
-        if not self.speculation.contrast:
-            return self
-        for key, value, wrong in (
-            ("lossless", "false", self.lossless),
-            ("speculation.mode", "off", self.speculation.mode != "off"),
-            ("parallel.enabled", "false", self.parallel.enabled),
-        ):
-            if wrong:
-                raise PydanticCustomError(
-                    "contrast",
-                    "speculation.contrast changes the model's output and computes each token "
-                    "twice: it needs {key}: {value}; set that, or speculation.contrast: 0",
-                    {"key": key, "value": value},
-                )
-        return self
-
-    @model_validator(mode="after")
     def _check_methods(self) -> Profile:
         for method in methods_on(self):
             key = method.on_by(self)

@@ -26,6 +26,19 @@ _KV_POLICIES = Registry[object]("memory.kv_policy")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+def one_of(key: str, *values: str) -> AfterValidator:
+    """A validator that takes these values, and those that methods add to the key."""
+    known = [*values, *Registry[object](key).names()]
+
+    def check(value: str) -> str:
+        if value not in known:
+            *first, last = map(repr, known)
+            raise PydanticCustomError("one_of", f"must be {', '.join(first)} or {last}")
+        return value
+
+    return AfterValidator(check)
+
+
 class ModelSettings(Settings):
     """Number formats of the weights, and checks while they are loaded."""
 
@@ -78,10 +91,10 @@ class ModelSettings(Settings):
 class KernelSettings(Settings):
     """The code that computes the experts."""
 
-    backend: Literal["auto", "triton", "megablocks", "reference"] = "auto"
+    backend: Annotated[str, one_of("kernels.backend", "auto", "triton", "reference")] = "auto"
     """auto: the compiled kernel on the CPU, Triton on CUDA, plain torch if neither is available.
-    triton, megablocks: this one, or an error (CUDA; megablocks needs bfloat16 experts and the
-    package). reference: plain torch, which is slow, for comparison."""
+    triton: this one, or an error (CUDA). reference: plain torch, which is slow, for comparison.
+    Methods bring others (`moe methods`)."""
 
 
 class RoutingSettings(Settings):
@@ -347,18 +360,6 @@ class SpeculationSettings(Settings):
 
     skip_layers: float = Field(default=0.0, ge=0.0, le=1.0)
     """elastic: share of the MoE layers, from the middle, whose experts a draft leaves out."""
-
-    contrast: float = Field(default=0.0, ge=0.0, le=1000.0)
-    """Self-contrast: how strongly the prediction of the model with one weak expert in each layer is
-    subtracted from its own. It changes the model's output, so ``lossless: true`` refuses it, and
-    computes each token twice. 0: off; 0.5 in the paper."""
-
-    contrast_rank: int = Field(default=2, ge=0)
-    """Which expert of a token is the weak one, counted from 0 for the router's first choice."""
-
-    contrast_floor: float = Field(default=0.1, gt=0.0, le=1.0)
-    """Under contrast, tokens whose probability is below this share of the most likely one's are
-    never drawn."""
 
 
 class ParallelSettings(Settings):

@@ -11,7 +11,6 @@ fast tokens come and not which. The nouns of this package:
 - `MtpDrafts` (`mtp`): by the multi-token-prediction layer that a checkpoint brings;
 - `AutoController` (`controller`), `StepTimes`, `Account`: mode ``auto``, its predicted times, and
   its bound on losses;
-- `Contrast` (`contrast`): self-contrast, which changes the model's output on purpose.
 """
 
 from __future__ import annotations
@@ -81,8 +80,6 @@ def enable_speculation(
         return Speculation(
             None, "sequences have passes of their own, whose state cannot be taken back"
         )
-    if isinstance(mtp, MtpHead) and settings.contrast:
-        mtp = "contrast reads each token twice"
     if settings.mode == "mtp" and isinstance(mtp, str):
         return Speculation(None, mtp)
     mode = elastic_mode(settings)

@@ -16,7 +16,7 @@ from torch import Tensor
 from routing.routing import UNUSED, Routing, RoutingError
 from routing.statistics import PHASES, Phase
 
-Need = Literal["select", "resident", "importance"]
+Need = Literal["select", "resident"]
 """An attribute of `RoutingContext` that a policy reads."""
 
 
@@ -33,10 +33,8 @@ class RoutingContext:
         select: the router's own choice among fewer experts, ``(allowed, top_k) -> Routing``;
             ``allowed`` is bool ``(E,)`` or ``(T, E)``, and fewer than ``top_k`` leave unused slots.
         resident_E: bool, experts that are in memory; None where all are.
-        importance_T: float32, each token's importance: the norm of its row times the attention
-            that later tokens pay to it, where that is known.
 
-    The last four are set only if a policy of the chain needs them.
+    The last three are set only if a policy of the chain needs them.
     """
 
     layer: int
@@ -45,7 +43,6 @@ class RoutingContext:
     scores_TE: Tensor | None = None
     select: Callable[[Tensor, int], Routing] | None = None
     resident_E: Tensor | None = None
-    importance_T: Tensor | None = None
 
 
 class RoutingPolicy(ABC):

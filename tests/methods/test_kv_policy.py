@@ -207,7 +207,6 @@ def test_lossless_refuses_policies() -> None:
     [
         ("deepseek_v3", {}, "it computes with all keys before it attends"),
         ("qwen3_moe", {"engine.fused": "off"}, "engine.fused is off"),
-        ("qwen3_moe", {"speculation.contrast": 0.5, "speculation.mode": "off"}, "of its own"),
         ("llama4_text", {}, "some layers see chunks of tokens"),
     ],
 )

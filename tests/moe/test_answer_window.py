@@ -33,7 +33,6 @@ from moe.network.own_cache import CACHE_ARGUMENT
 from moe.network.packed_pass import Work
 from moe.sequence import Delta
 from moe.settings import PrefillSettings
-from moe.speculate.contrast import TwinKV
 from routing import Phase
 from tests.amounts import deep_except
 
@@ -346,16 +345,3 @@ def test_a_policy_of_the_profile_is_refused(checkpoint: Path) -> None:
     message = f"by the model's own window, {WINDOW} tokens.*set memory.kv_policy: null"
     with pytest.raises(ProfileError, match=message):
         MoE.from_pretrained(checkpoint, settings)
-
-
-def test_both_readings_of_contrast_see_the_same(checkpoint: Path) -> None:
-    settings = MEMORY | {"speculation.contrast": 0.5, "speculation.mode": "off"}
-    settings |= {"lossless": False}
-    with MoE.from_pretrained(checkpoint, settings) as model:
-        cache = model.backbone.new_cache(400)
-        assert isinstance(cache, TwinKV)
-        read(model, cache, PROMPTS[0], "prefill")
-        cache.prompt_read()
-        row = cache.seen(150 + WINDOW)
-        assert row is not None
-        assert row == cache.weak.seen(150 + WINDOW)

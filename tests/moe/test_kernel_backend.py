@@ -38,15 +38,12 @@ def test_the_reference_can_be_chosen(
     plain.logits(PROMPT)
 
 
-@pytest.mark.parametrize("backend", ["triton", "megablocks"])
-def test_gpu_backends_are_refused_on_a_cpu(
-    tiny_checkpoint: Callable[[str], Path], backend: str
-) -> None:
+def test_a_gpu_backend_is_refused_on_a_cpu(tiny_checkpoint: Callable[[str], Path]) -> None:
     with pytest.raises(
         ProfileError,
-        match=rf"^kernels.backend: {backend} needs a CUDA device.*'cpu'; or set it to auto",
+        match=r"^kernels.backend: triton needs a CUDA device.*'cpu'; or set it to auto",
     ):
-        load(tiny_checkpoint("qwen3_moe"), backend)
+        load(tiny_checkpoint("qwen3_moe"), "triton")
 
 
 def test_weights_that_do_not_suit_the_backend_are_refused(

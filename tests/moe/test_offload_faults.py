@@ -85,7 +85,7 @@ def test_a_load_that_fails_behind_the_experts_leaves_no_file_open(
         raise ProfileError("too late")
 
     own = Path(shutil.copytree(store, tmp_path / "store"))
-    monkeypatch.setattr(loader, "enable_contrast", fail)
+    monkeypatch.setattr(loader, "enable_policies", fail)
     with pytest.raises(ProfileError, match="too late"):
         open_offloaded(own, resident)
     gc.collect()

@@ -110,8 +110,8 @@ def test_adversarial_predictors(store: Path, resident: MoE, kind: Kind, share: f
 
 
 def test_self_contrast_looks_ahead_for_both_readings(store: Path) -> None:
-    contrast = {"contrast": 0.5, "contrast_rank": 1}
-    profile = SMALL | {"lossless": False, "speculation": contrast}
+    contrast = {"strength": 0.5, "rank": 1}
+    profile = SMALL | {"lossless": False, "methods": {"contrast": contrast}}
     resident = MoE.from_pretrained(store, profile)
     model = offload(store, resident, 0.5, profile)
     parts, liar = model._loaded.offloaded, Liar("random", 4, 8)

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from experts.dispatch import (
     AllToAllDispatcher,
-    DeepEPDispatcher,
     DeviceDispatcher,
     Exchange,
     GroupExchange,
@@ -29,12 +28,12 @@ from experts.dispatch import (
     RowKind,
     prefer_local_sockets,
 )
-from experts.dispatch.deep_ep import DeepEPBuffer
 from experts.dispatch.native import NativeDispatch
 from experts.manifest import read_manifest
 from experts.placement import Placement, linear
 from moe import MoE
 from moe.engine.overlap import run_overlapped
+from moe.hooks import methods
 from moe.kv.sequence_cache import SequenceCache
 from moe.loading.memory_plan import GIB
 from moe.network.lanes import run_lanes
@@ -42,7 +41,6 @@ from moe.network.packed_pass import Work
 from offload.capacity import slot_bytes
 from routing import Phase, Routing
 from tests.experts.dispatch_cases import random_placement
-from tests.experts.elastic_buffer import ElasticBuffer
 
 RANKS = 4
 SECONDS = 300.0
@@ -55,7 +53,8 @@ SETTINGS: dict[str, Any] = {
     "threads": 1,
 }
 STEPS = 6
-DEVICE_WAYS = ("device", "device-exact", "device-deep_ep")
+CARRIED = tuple(f"device-{one.name}" for one in methods() if "dispatcher" in one.hooks)
+DEVICE_WAYS = ("device", "device-exact", *CARRIED)
 """`DeviceDispatcher`: its tensors are in main memory, and gloo moves them. "deep_ep": prompts by a
 stand-in for its kernels."""
 MOVES = {2: "another", 4: "copies"}
@@ -102,8 +101,11 @@ class Ranks:
 
     def _by_deep_ep(
         self, exchange: Exchange, host: Exchange, placements: list[Placement]
-    ) -> DeepEPDispatcher:
+    ) -> RankDispatcher[Any]:
         """Prompts go by a stand-in for its kernels; decode steps as ever."""
+        from moe.methods.deep_ep.dispatcher import DeepEPBuffer, DeepEPDispatcher
+        from tests.methods.elastic_buffer import ElasticBuffer
+
         rows = RowKind(self.experts.layers[0].hidden_size, 8, torch.float32)
         buffer = ElasticBuffer(
             exchange, num_max_tokens_per_rank=64, hidden=rows.hidden, num_topk=rows.slots
@@ -224,8 +226,9 @@ def main(directory: Path, rank: int) -> None:
         for size, extra, how in product(by_gloo if bits == 16 else (), (0, 3), DEVICE_WAYS):
             ranks = Ranks(resident, by_gloo[size], extra, how, by_sockets[size])
             found = compare(read(resident, ranks), local)
-            if isinstance(ranks.dispatcher, DeepEPDispatcher):
-                found["dispatched"] = ranks.dispatcher._kernels.buffer.dispatched
+            if how in CARRIED:
+                dispatcher: Any = ranks.dispatcher
+                found["dispatched"] = dispatcher._kernels.buffer.dispatched
             results[f"{size}-{extra}-{how}"] = found
     for size, exchange in by_gloo.items():
         results[f"{size}-meanwhile"] = works_meanwhile(exchange, by_sockets[size])

@@ -30,12 +30,11 @@ from kernels.reference import AnyExperts
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.record import window_batches
 from moe.commands.console import OnStep
-from moe.commands.evaluate.scoring import divergence
+from moe.commands.evaluate.scoring import divergence, read_once
 from moe.errors import CalibrationError
 from moe.model import MoE
 from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.network.packed_pass import Work
-from moe.speculate.contrast import uncontrasted
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 
 COMPRESSION_FOLDER = "compression"
@@ -214,7 +213,7 @@ class LayerSensitivity:
             OffloadError: an expert cannot be read.
         """
         lost = torch.zeros(len(versions), dtype=torch.float64)
-        with uncontrasted(self._model.backbone, self._model.experts):
+        with read_once(self._model.backbone, self._model.experts):
             for windows in window_batches(self._windows, LANE_TOKENS // (1 + len(versions))):
                 lost += self._divergences(windows, layer, versions)
         return lost.clamp_min(0) / sum(map(len, self._windows))

@@ -66,7 +66,7 @@ class Quality:
         bits_per_byte: cross-entropy of the text over its bytes.
         perplexity: of a token.
         difference: from the original model, if there is one to compare with.
-        policies: the costs of the profile's routing policies and of self-contrast.
+        policies: the costs of the profile's routing policies and of further readings.
         kv_policy: what `memory.kv_policy` costs, see `price_kv_policy`.
     """
 

@@ -1,4 +1,4 @@
-"""Prices routing policies and self-contrast on a text, beside the plain model.
+"""Prices routing policies and further readings on a text, beside the plain model.
 
 A policy may treat prompts and decoded tokens differently, so the text is read once as each. One
 pass over a window of 512 tokens gives the same result as many small decode steps, because policies
@@ -16,9 +16,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from moe.commands.evaluate.scoring import Score, WindowReading, read
+from moe.commands.evaluate.scoring import Score, WindowReading, read, read_once
 from moe.model import MoE
-from moe.speculate.contrast import uncontrasted
 from routing import Phase, PolicyChain, Routing, RoutingContext, RoutingPolicy
 
 WINDOW = 8
@@ -58,19 +57,24 @@ class PolicyCost:
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run the model: with a chain of policies, and with or without self-contrast."""
+    """A way to run the model.
+
+    Attributes:
+        chain: of policies.
+        reader: name of the `PassReader` that reads it; empty: none.
+    """
 
     chain: PolicyChain
-    contrasted: bool = False
+    reader: str = ""
 
     @property
     def name(self) -> str:
         parts = [policy.spec for policy in self.chain.policies]
-        return " + ".join([*parts, "self-contrast"] if self.contrasted else parts)
+        return " + ".join(filter(None, [*parts, self.reader]))
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The phases in which its policies act; contrast alone is the same in both."""
+        """The phases in which its policies act; a reader alone is the same in both."""
         policies = self.chain.policies
         read_singly: tuple[Phase, ...] = ("prefill", "decode")
         wanted = tuple(p for p in read_singly if any(p in policy.phases for policy in policies))
@@ -78,13 +82,14 @@ class Variant:
 
 
 def alone_and_together(model: MoE) -> list[Variant]:
-    """Each lossy policy of a model's profile by itself, contrast by itself, and all together."""
-    chain, contrasted = model.experts.policies, model.backbone.contrast is not None
+    """Each lossy policy of a model's profile by itself, its reader by itself, and all together."""
+    chain, reader = model.experts.policies, model.backbone.reader
+    name = "" if reader is None else reader.name
     variants = [Variant(PolicyChain((policy,))) for policy in chain.policies if not policy.lossless]
-    if contrasted:
-        variants.append(Variant(PolicyChain(), contrasted))
-    if len(chain.policies) + contrasted > 1:
-        variants.append(Variant(chain, contrasted))
+    if name:
+        variants.append(Variant(PolicyChain(), name))
+    if len(chain.policies) + bool(name) > 1:
+        variants.append(Variant(chain, name))
     return variants
 
 
@@ -104,7 +109,7 @@ class PolicyCostMeter:
             plain = read(self._model, window)
         self._plain.add(plain, plain, visited)
         for variant, phase, sums in self._sums:
-            with routed_by(self._model, variant.chain, contrasted=variant.contrasted) as visited:
+            with routed_by(self._model, variant.chain, by_reader=bool(variant.reader)) as visited:
                 reading = read(self._model, window, phase=phase)
             sums.add(reading, plain, visited)
 
@@ -182,21 +187,21 @@ class VisitRecorder(RoutingPolicy):
         return routing
 
     def of_tokens(self, count: int) -> Tensor:
-        """``(L, T, K)`` experts of the ``T`` tokens that were read last, -1 for none. With
-        self-contrast, which reads each token twice, K covers both readings."""
+        """``(L, T, K)`` experts of the ``T`` tokens that were read last, -1 for none. If a
+        pass reads each token several times, K covers all readings."""
         rows = torch.stack([self.expert_ids[layer] for layer in sorted(self.expert_ids)])
         return torch.cat(rows.split(count, 1), -1)
 
 
 @contextmanager
 def routed_by(
-    model: MoE, chain: PolicyChain, *, contrasted: bool = False
+    model: MoE, chain: PolicyChain, *, by_reader: bool = False
 ) -> Iterator[VisitRecorder]:
-    """Run the model with other policies, and without self-contrast unless ``contrasted``; gives the
-    experts that its tokens visit."""
+    """Run the model with other policies, and without its `PassReader` unless ``by_reader``; gives
+    the experts that its tokens visit."""
     own, visited = model.experts.policies, VisitRecorder()
     model.experts.set_policies(PolicyChain((*chain.policies, visited)))
-    once = nullcontext() if contrasted else uncontrasted(model.backbone, model.experts)
+    once = nullcontext() if by_reader else read_once(model.backbone, model.experts)
     try:
         with once:
             yield visited

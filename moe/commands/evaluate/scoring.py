@@ -8,7 +8,8 @@ second model. Legend: T tokens of a window, V vocabulary, L MoE layers, K expert
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,10 +21,10 @@ from kernels.reference import AnyExperts
 from moe.errors import RequestError
 from moe.kv.blocks import BlockPool
 from moe.model import MoE
-from moe.network.backbone import SHORT
+from moe.network.backbone import SHORT, Backbone
 from moe.network.lanes import ExpertCall, run_lanes
+from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work
-from moe.speculate.contrast import uncontrasted
 from routing import Phase, Routing
 
 WINDOW = 512
@@ -81,6 +82,19 @@ def windows_of(model: MoE, text: str, tokens: int | None = None) -> list[list[in
     return [ids[at : at + size] for at in range(0, len(ids) - 1, size - 1)]
 
 
+@contextmanager
+def read_once(backbone: Backbone, experts: MoELayers) -> Iterator[None]:
+    """Read every token once within this context, whatever a method does."""
+    reader, transform = backbone.reader, experts.transform
+    backbone.set_reader(None)
+    experts.set_transform(None)
+    try:
+        yield
+    finally:
+        backbone.set_reader(reader)
+        experts.set_transform(transform)
+
+
 @torch.inference_mode()
 def read(
     model: MoE,
@@ -90,17 +104,17 @@ def read(
     routed_as: WindowReading | None = None,
     phase: Phase = "prefill",
 ) -> WindowReading:
-    """Read one window. Tokens that self-contrast excludes (`moe.speculate.contrast`) keep their
-    probability without contrast, so that every text has a score.
+    """Read one window. Tokens that a `PassReader` excludes keep the probability that they have
+    without it, so that every text has a score.
 
     Args:
         instead: experts that replace the model's own, by layer.
         routed_as: a reading of the same tokens, whose routing is used instead of the routers'.
         phase: the phase that routing policies see.
     """
-    if model.backbone.contrast is None:
+    if model.backbone.reader is None:
         return _read(model, token_ids, instead or {}, routed_as, phase)
-    with uncontrasted(model.backbone, model.experts):
+    with read_once(model.backbone, model.experts):
         plain = _read(model, token_ids, instead or {}, routed_as, phase).logprobs_TV
     reading = _read(model, token_ids, instead or {}, routed_as, phase)
     cut_TV = reading.logprobs_TV == -torch.inf

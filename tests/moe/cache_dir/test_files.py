@@ -79,6 +79,6 @@ def test_the_setting_of_kernels_gives_another_key(tmp_path: Path) -> None:
     tiny_model("qwen3_moe").save_pretrained(tmp_path)
     keys = {
         proof_key(tmp_path, load_profile(None, {"kernels.backend": backend}).profile)
-        for backend in ("auto", "triton", "megablocks", "reference")
+        for backend in ("auto", "triton", "reference")
     }
-    assert len(keys) == 4
+    assert len(keys) == 3

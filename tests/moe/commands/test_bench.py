@@ -11,8 +11,6 @@ import pytest
 
 from moe.cli import main
 from moe.commands import bench
-from moe.commands.bench import _measured
-from moe.settings.profile import load_profile
 from tests.amounts import deep_except
 
 DEMO = str(Path("examples/demo-model").resolve())
@@ -82,12 +80,6 @@ def test_a_profile_without_drafts_stays_without(capsys: pytest.CaptureFixture[st
     out = capsys.readouterr().out
     assert "decode 4" in out
     assert "speculation.mode is off" in out
-
-
-def test_self_contrast_stays_without_drafts_as_everywhere() -> None:
-    loaded = load_profile(None, {"lossless": False, "speculation.contrast": 0.5})
-    assert _measured(loaded).profile.speculation.mode == "off"
-    assert _measured(load_profile(None)).profile.speculation.mode == "auto"
 
 
 def test_no_more_sequences_than_run_at_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ import pytest
 from packaging.requirements import Requirement
 from rich.console import Console
 
-from kernels.megablocks import BackendError, MegaBlocksExperts
 from moe import machine
 from moe.commands import doctor
 from moe.commands import doctor as doctor_checks
@@ -43,7 +42,7 @@ def test_a_long_path_is_shown_to_its_end_on_a_narrow_terminal() -> None:
 @pytest.mark.usefixtures("no_build")
 def test_this_machine_is_fit() -> None:
     findings = run_doctor()
-    assert [finding.name for finding in findings] == list(doctor.CHECKS)
+    assert [finding.name for finding in findings][: len(doctor.CHECKS)] == list(doctor.CHECKS)
     assert exit_code(findings) == 0
     for finding in findings:
         assert finding.detail
@@ -85,7 +84,7 @@ def test_a_library_that_does_not_fit(requirement: str, detail: str, remedy: str)
 
 
 def test_versions_are_compared_as_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "_version", lambda name: "5.100.0")
+    monkeypatch.setattr(doctor_checks, "version_of", lambda name: "5.100.0")
     assert doctor_checks.check_library("transformers>=5.17,<6").status == "ok"
 
 
@@ -110,7 +109,7 @@ def test_every_extra_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the packages that it lacks, and the line that installs them."""
     assert doctor.PURPOSES.keys() == EXTRAS.keys()
     for version, status in (("999", "ok"), ("0.0.1", "missing"), (None, "missing")):
-        monkeypatch.setattr(doctor_checks, "_version", lambda _, version=version: version)
+        monkeypatch.setattr(doctor_checks, "version_of", lambda _, version=version: version)
         for extra, requirements in EXTRAS.items():
             found = doctor.CHECKS[f"extra {extra}"]()
             assert (found.status, found.required) == (status, False)
@@ -118,17 +117,8 @@ def test_every_extra_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
             assert found.remedy.endswith(install_line(extra) if status == "missing" else "")
 
 
-def test_the_recipe_for_megablocks_is_that_of_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "_version", lambda _: None)
-    remedy = doctor_checks.check_megablocks().remedy
-    with pytest.raises(BackendError) as raised:
-        MegaBlocksExperts()
-    assert str(raised.value).endswith(remedy.removeprefix("optional, "))
-    assert "pip install --no-deps --no-build-isolation megablocks==" in remedy
-
-
 def test_the_name_of_our_package_is_guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_checks, "_version", lambda name: "0.18.2")
+    monkeypatch.setattr(doctor_checks, "version_of", lambda name: "0.18.2")
     found = doctor_checks.check_module_names()
     assert (found.status, found.remedy) == ("warning", "pip uninstall kernels")
     assert "the distribution kernels 0.18.2" in found.detail
@@ -171,17 +161,6 @@ def test_little_disk_and_memory_are_warnings(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor_checks, "LOW_MEMORY", 2**60)
     assert doctor_checks.check_disk().status == "warning"
     assert doctor_checks.check_memory().status == "warning"
-
-
-def test_megablocks_is_never_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "megablocks").mkdir()
-    (tmp_path / "megablocks/__init__.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "megablocks-0.10.0.dist-info").mkdir()
-    (tmp_path / "megablocks-0.10.0.dist-info/METADATA").write_text("Version: 0.10.0\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    found = doctor_checks.check_megablocks()
-    assert found.status == "warning"
-    assert found.detail == "0.10.0 without its CUDA extension megablocks_ops: not usable"
 
 
 def test_doctor_does_not_import_what_it_looks_up() -> None:

@@ -280,9 +280,7 @@ def test_what_is_left_to_transformers(change: dict[str, bool], why: str) -> None
 
 
 @pytest.mark.deep
-def test_what_is_watched_or_has_rows_of_its_own_goes_through_transformers(
-    on_tape: None, tmp_path: Path
-) -> None:
+def test_what_has_rows_of_its_own_goes_through_transformers(on_tape: None, tmp_path: Path) -> None:
     model = loaded(tmp_path, "mixtral")
     backbone, read = model.backbone, list[int]()
     plain = backbone.forward_packed
@@ -301,8 +299,6 @@ def test_what_is_watched_or_has_rows_of_its_own_goes_through_transformers(
 
     assert asked(Work([1, 2], backbone.new_cache(9))) == 0
     assert asked(Work([1, 2], backbone.new_cache(9), rows={})) == 1
-    backbone.watch_attention(True)
-    assert asked(Work([1, 2], backbone.new_cache(9))) == 1
 
 
 @pytest.mark.deep

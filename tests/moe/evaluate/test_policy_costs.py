@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from moe import MoE
 from moe.cli import main
 from moe.commands.evaluate.command import evaluate
 from moe.commands.evaluate.policy_costs import PolicyCostMeter, Variant, distinct_experts
-from moe.commands.evaluate.scoring import read
 from routing import PolicyChain, parse_policies
 
 ROOT = Path(__file__).parents[3]
@@ -65,32 +63,3 @@ def test_distinct_experts_of_runs() -> None:
     visited = torch.tensor([[[1, 2], [2, 3], [4, -1], [4, 5], [0, 1]]])
     assert distinct_experts(visited, 2).tolist() == [[3, 2]]
     assert distinct_experts(visited, 8).shape == (1, 0)
-
-
-def test_self_contrast_has_a_price_too() -> None:
-    """Tokens that it would not draw keep the chance that they have without it."""
-    settings = {"lossless": False, "routing": {"policies": ["top_k:2"]}}
-    model = MoE.from_pretrained(DEMO, settings, speculation={"contrast": 0.5})
-    ids = model.codec.encode(TEXT)[:100]
-    reading = read(model, ids)
-    assert torch.isfinite(reading.logprobs_TV).all()
-    assert reading.experts_LTK.shape[1] == 100
-    torch.testing.assert_close(reading.logprobs_TV.exp().sum(-1), torch.ones(100))
-    drawn = model.logits(ids).log_softmax(-1)
-    likely = drawn.isfinite()
-    inside = drawn - (drawn.exp() * likely).sum(-1, keepdim=True).log()
-    shift = (reading.logprobs_TV - inside)[likely]
-    assert float(shift.max()) <= 1e-4, "scaled to what the likely tokens had together"
-    quality = evaluate(model, TEXT, tokens=100)
-    assert math.isfinite(quality.bits_per_byte)
-    found = [(cost.policy, cost.phase) for cost in quality.policies]
-    both = "top_k:2 + self-contrast"
-    assert found == [
-        ("top_k:2", "prefill"), ("top_k:2", "decode"), ("self-contrast", "decode"),
-        (both, "prefill"), (both, "decode"),
-    ]  # fmt: skip
-    contrast = quality.policies[2]
-    assert contrast.kl_bits > 0
-    assert contrast.dropped == pytest.approx(-0.25), "one more visit for four"
-    assert quality.policies[0].without == contrast.without
-    assert model.backbone.contrast is not None

@@ -266,7 +266,6 @@ def test_what_does_not_fit_stays_on_disk_and_the_plan_says_how_fast_that_is(
         'routing.policies=["top_k:2"]',  # lossy
         'routing.policies=["nonsense"]',
         "kernels.backend=triton",
-        "kernels.backend=megablocks",
     ],
 )
 def test_what_loading_refuses_is_refused(

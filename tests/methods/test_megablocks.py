@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -13,9 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import kernels
-from kernels import BackendError, choose_backend, reference
-from kernels.megablocks import MegaBlocksExperts
+from kernels import BackendError
+from moe.errors import ProfileError
+from moe.loader import expert_backend
+from moe.methods.megablocks import INSTALL, check
+from moe.methods.megablocks.backend import MegaBlocksExperts, make
+from moe.settings.profile import load_profile
 from tests.kernels.dequantized_cases import quantize_case
 from tests.kernels.kernel_cases import ACTIVATIONS, assert_close, make_case
 
@@ -48,7 +52,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setitem(sys.modules, "megablocks", package)
         name = "megablocks.grouped_gemm_util"
         monkeypatch.setitem(sys.modules, name, util if extension else None)
-        monkeypatch.setattr("kernels.megablocks.version", lambda _: version)
+        monkeypatch.setattr("moe.methods.megablocks.backend.version", lambda _: version)
 
     return put
 
@@ -102,7 +106,7 @@ def test_refuses_an_expert_that_does_not_exist(install: Callable[..., None]) -> 
 
 def test_runs_a_model_that_asks_for_it(install: Callable[..., None]) -> None:
     install()
-    backend = choose_backend("megablocks", CUDA, kernels.experts_forward)
+    backend = make(CUDA)
     assert backend.name == "megablocks"
     case = make_case(3, 4, 2, hidden=8, width=8, dtype=torch.bfloat16)
     backend.check([case.experts])
@@ -111,21 +115,20 @@ def test_runs_a_model_that_asks_for_it(install: Callable[..., None]) -> None:
 
 def test_refuses_weights_that_it_cannot_multiply(install: Callable[..., None]) -> None:
     install()
-    backend = choose_backend("megablocks", CUDA, kernels.experts_forward)
+    backend = make(CUDA)
     whole = make_case(1, 2, 1, hidden=8, width=8).experts
     with pytest.raises(BackendError, match=r"bfloat16 weights only.*layer 0 are torch.float32"):
         backend.check([whole])
     planes = quantize_case(make_case(1, 2, 1, hidden=8, width=8), 32, [8, 8])[0]
     with pytest.raises(BackendError, match="layer 0 are bit planes"):
         backend.check([planes])
-    choose_backend("reference", CUDA, kernels.experts_forward).check([planes])
 
 
 def test_says_what_is_missing(
     install: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wanted() -> None:
-        choose_backend("megablocks", CUDA, kernels.experts_forward)
+        make(CUDA)
 
     install(extension=False)
     with pytest.raises(BackendError, match=r"0\.10\.0 is installed, but cannot be imported.*CUDA"):
@@ -143,26 +146,31 @@ def test_says_what_is_missing(
     def absent(_: str) -> str:
         raise PackageNotFoundError
 
-    monkeypatch.setattr("kernels.megablocks.version", absent)
+    monkeypatch.setattr("moe.methods.megablocks.backend.version", absent)
     with pytest.raises(BackendError, match=r"MegaBlocks is not installed; .*--no-deps"):
         wanted()
 
 
-def test_other_backends() -> None:
-    cpu = torch.device("cpu")
-    auto = choose_backend("auto", cpu, kernels.experts_forward)
-    assert auto.forward is kernels.experts_forward
-    assert {"name": auto.name, "reason": auto.reason} == kernels.backend_status()
-    plain = choose_backend("reference", cpu, kernels.experts_forward)
-    assert plain.forward is reference.experts_forward
-    for name in ("triton", "megablocks"):
-        with pytest.raises(BackendError, match=f"{name} needs a CUDA device.*runs on 'cpu'"):
-            choose_backend(name, cpu, kernels.experts_forward)
+def test_the_recipe_of_the_doctor_is_that_of_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "version_of", lambda _: None)
+    assert check.check_megablocks().remedy == f"optional, {INSTALL}"
+    assert "pip install --no-deps --no-build-isolation megablocks==" in INSTALL
 
 
-def test_triton_wanted_and_absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kernels.triton.find_spec", lambda _: None)
-    with pytest.raises(BackendError, match="triton cannot run here: the package triton is not"):
-        choose_backend("triton", CUDA, kernels.experts_forward)
-    auto = choose_backend("auto", CUDA, kernels.experts_forward)
-    assert (auto.name, auto.forward) == ("reference", kernels.experts_forward)
+def test_megablocks_is_never_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "megablocks").mkdir()
+    (tmp_path / "megablocks/__init__.py").write_text("raise SystemExit('imported')")
+    (tmp_path / "megablocks-0.10.0.dist-info").mkdir()
+    (tmp_path / "megablocks-0.10.0.dist-info/METADATA").write_text("Version: 0.10.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = check.check_megablocks()
+    assert found.status == "warning"
+    assert found.detail == "0.10.0 without its CUDA extension megablocks_ops: not usable"
+
+
+def test_it_needs_a_gpu() -> None:
+    with pytest.raises(BackendError, match=r"megablocks needs a CUDA device.*runs on 'cpu'"):
+        make(torch.device("cpu"))
+    profile = load_profile(None, {"kernels.backend": "megablocks", "device": "cpu"}).profile
+    with pytest.raises(ProfileError, match=r"kernels\.backend: megablocks needs .* set it to auto"):
+        expert_backend(profile, torch.device("cpu"))

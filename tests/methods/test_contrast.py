@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from math import log
@@ -13,17 +14,23 @@ import torch
 from torch import Tensor
 
 from moe import MoE, SamplingParams
+from moe.commands.bench import _measured
+from moe.commands.evaluate.command import evaluate
+from moe.commands.evaluate.scoring import read
 from moe.errors import ProfileError
+from moe.kv.visibility import KVPolicy
+from moe.methods.contrast.readings import Contrast, TwinKV
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
 from moe.settings.profile import load_profile
-from moe.speculate.contrast import Contrast
 from routing import Routing
 from tests.amounts import deep_except
 
-DEMO = Path("examples/demo-model").resolve()
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "examples/demo-model"
+TEXT = (ROOT / "tests/data/heldout_python.txt").read_text()[:3000]
 STRENGTH, FLOOR = 0.5, 0.1
-SPECULATION = {"contrast": STRENGTH, "contrast_floor": FLOOR, "contrast_rank": 2}
+CONTRAST = {"strength": STRENGTH, "floor": FLOOR, "rank": 2}
 SETTINGS: dict[str, Any] = {"lossless": False, "memory": {"kv_tokens": 1024}}
 
 
@@ -34,7 +41,7 @@ def plain() -> MoE:
 
 @pytest.fixture(scope="module")
 def contrasted() -> MoE:
-    return MoE.from_pretrained(DEMO, SETTINGS, speculation=SPECULATION)
+    return MoE.from_pretrained(DEMO, SETTINGS, methods={"contrast": CONTRAST})
 
 
 @torch.inference_mode()
@@ -78,7 +85,7 @@ def test_generation_follows_both_views(plain: MoE, contrasted: MoE, mode: str) -
     prefill = {"mode": mode, "chunk_tokens": 4, "group_tokens": 4}
     model = contrasted
     if mode != "whole":
-        model = MoE.from_pretrained(DEMO, SETTINGS, speculation=SPECULATION, prefill=prefill)
+        model = MoE.from_pretrained(DEMO, SETTINGS, methods={"contrast": CONTRAST}, prefill=prefill)
     params = SamplingParams(max_new_tokens=12, temperature=0, n=2)
     for completion in model.generate(prompts, params):
         ids = list(completion.prompt_token_ids)
@@ -89,7 +96,7 @@ def test_generation_follows_both_views(plain: MoE, contrasted: MoE, mode: str) -
 
 
 def test_a_rank_beyond_the_routers_choice(plain: MoE) -> None:
-    model = MoE.from_pretrained(DEMO, SETTINGS, speculation=SPECULATION | {"contrast_rank": 6})
+    model = MoE.from_pretrained(DEMO, SETTINGS, methods={"contrast": CONTRAST | {"rank": 6}})
     ids = plain.codec.encode("return None")
     assert not torch.equal(model.logits(ids), plain.logits(ids))
 
@@ -106,16 +113,67 @@ def test_combine_leaves_only_what_is_likely() -> None:
     ("settings", "key"),
     [
         ({"lossless": True}, "lossless: false"),
-        ({"speculation": {"mode": "ngram", "contrast": 0.5}}, "speculation.mode: off"),
+        ({"speculation": {"mode": "ngram"}}, "speculation.mode: off"),
         ({"parallel": {"enabled": True}}, "parallel.enabled: false"),
     ],
 )
 def test_it_is_refused_with_what_it_cannot_go_with(settings: dict[str, Any], key: str) -> None:
-    tree = {"lossless": False, "speculation": {"contrast": 0.5}} | settings
+    tree = {"lossless": False, "methods.contrast.strength": 0.5} | settings
     with pytest.raises(ProfileError, match=key):
         load_profile(tree)
 
 
 def test_a_rank_that_no_layer_has_is_refused() -> None:
     with pytest.raises(ProfileError, match="ranks 0 to 31"):
-        MoE.from_pretrained(DEMO, SETTINGS, speculation=SPECULATION | {"contrast_rank": 32})
+        MoE.from_pretrained(DEMO, SETTINGS, methods={"contrast": CONTRAST | {"rank": 32}})
+
+
+def test_self_contrast_has_a_price_too() -> None:
+    """Tokens that it would not draw keep the chance that they have without it."""
+    settings: dict[str, Any] = {"lossless": False, "routing": {"policies": ["top_k:2"]}}
+    model = MoE.from_pretrained(DEMO, settings, methods={"contrast": {"strength": 0.5}})
+    ids = model.codec.encode(TEXT)[:100]
+    reading = read(model, ids)
+    assert torch.isfinite(reading.logprobs_TV).all()
+    assert reading.experts_LTK.shape[1] == 100
+    torch.testing.assert_close(reading.logprobs_TV.exp().sum(-1), torch.ones(100))
+    drawn = model.logits(ids).log_softmax(-1)
+    likely = drawn.isfinite()
+    inside = drawn - (drawn.exp() * likely).sum(-1, keepdim=True).log()
+    shift = (reading.logprobs_TV - inside)[likely]
+    assert float(shift.max()) <= 1e-4, "scaled to what the likely tokens had together"
+    quality = evaluate(model, TEXT, tokens=100)
+    assert math.isfinite(quality.bits_per_byte)
+    found = [(cost.policy, cost.phase) for cost in quality.policies]
+    both = "top_k:2 + self-contrast"
+    assert found == [
+        ("top_k:2", "prefill"), ("top_k:2", "decode"), ("self-contrast", "decode"),
+        (both, "prefill"), (both, "decode"),
+    ]  # fmt: skip
+    contrast = quality.policies[2]
+    assert contrast.kl_bits > 0
+    assert contrast.dropped == pytest.approx(-0.25), "one more visit for four"
+    assert quality.policies[0].without == contrast.without
+    assert model.backbone.reader is not None
+
+
+def test_self_contrast_stays_without_drafts_as_everywhere() -> None:
+    loaded = load_profile(None, {"lossless": False, "methods.contrast.strength": 0.5})
+    assert _measured(loaded).profile.speculation.mode == "off"
+    assert _measured(load_profile(None)).profile.speculation.mode == "auto"
+
+
+def test_both_readings_leave_out_the_same() -> None:
+    cache = TwinKV(400)
+    cache.policy = KVPolicy("answer", 70)
+    cache.length = 150
+    cache.prompt_read()
+    assert (row := cache.seen(220)) is not None
+    assert row == cache.weak.seen(220)
+
+
+def test_it_keeps_keys_and_values_in_buffers() -> None:
+    settings: dict[str, Any] = {"lossless": False, "methods.contrast.strength": 0.5}
+    settings |= {"memory.kv_policy": "window:512"}
+    with pytest.raises(ProfileError, match=r"methods.contrast.strength keeps keys .* of its own"):
+        MoE.from_pretrained(DEMO, settings)

@@ -1,22 +1,12 @@
-"""Rows of prompts between GPUs by DeepEP's kernels, where version 2 of `deep_ep` is installed.
+"""`DeepEPDispatcher`: a `DeviceDispatcher` whose rows of exact sizes travel by DeepEP.
 
-    dispatcher, reason = prompts_by_deep_ep(exchange, host, placements, rows, group=group, ...)
+A slot is told to DeepEP as ``rank * experts + id``. Results come back as one row a token and rank,
+added up by DeepEP in bfloat16 or float32, so they differ from ours by a rounding. Beside each slot
+a number comes back, in which the codes of failures travel. The host waits twice a layer: for all
+ranks to be there, and in DeepEP for the sizes. Its kernels cannot be aborted when a rank is lost,
+they end the process when their time is up; so the ranks do not go on without one.
 
-`DeepEPDispatcher` is a `DeviceDispatcher` whose rows of exact sizes travel by
-``deep_ep.ElasticBuffer`` (``dispatch``, ``combine``). Ids, copies of experts, counters and failures
-are as ever. DeepEP deals experts to ranks in equal parts by their ids, but here any rank may serve
-any expert: so each rank has a range of ids as large as the layer has experts, and a slot is told
-as ``rank * experts + id``. Results come back as one row a token and rank, added up by DeepEP in
-bfloat16 or float32, so they differ from ours by a rounding. Beside each slot a number comes back,
-in which the codes of failures travel. The host waits twice a layer: for all ranks to be there, and
-in DeepEP for the sizes.
-
-Decode steps do not go this way: the kernels are compiled for a capacity, and without a wait for
-sizes each rank receives that many rows from every other, needed or not. Neither does what DeepEP
-does not have: "exact" sums and int8 rows. Its kernels cannot be aborted when a rank is lost, they
-end the process when their time is up; so the ranks do not go on without one.
-
-`prompts_by_deep_ep` tries it against our own dispatcher before use. No GPU has run this.
+`prompts_by_deep_ep` tries it against our own dispatcher before use.
 
 Legend: see `experts.dispatch.on_device`.
 """
@@ -30,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,9 +36,13 @@ from experts.dispatch.on_device import (
     LayerCounts,
     Links,
     OwnTokens,
+    RowKind,
     ranks_of,
 )
 from experts.placement import Placement
+from moe.parallel.group import RankExchanges
+from moe.parallel.watchdog import COMPILE_S
+from moe.settings import ParallelSettings
 from routing import Routing
 from routing.routing import UNUSED
 
@@ -58,20 +52,6 @@ CAPACITIES = (8192, 4096, 2048, 1024, 512)
 """Tokens of a rank that a buffer may take; where a rank brings more, our own dispatch is used."""
 MEMORY_SHARE = 1 / 8
 """Most of the device's free memory that the buffer may take."""
-
-
-class RowKind(NamedTuple):
-    """Shape and dtype of a model's rows.
-
-    Attributes:
-        hidden: H.
-        slots: K, the experts of a token.
-        dtype: of hidden states.
-    """
-
-    hidden: int
-    slots: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -97,6 +77,8 @@ class DeepEPDispatcher(DeviceDispatcher):
         exchange, host, placements, buffer_rows: see `DeviceDispatcher`.
         kernels: carry the rows.
     """
+
+    name = "deep_ep"
 
     def __init__(
         self,
@@ -190,12 +172,41 @@ class _DeepEPRows:
 
 @contextmanager
 def _asking(links: Links) -> Iterator[None]:
-    """End the connection if DeepEP raises: another rank may wait for this one in a kernel."""
+    """What DeepEP raises ends the connection: another rank may wait for this one in a kernel."""
     with links.guard:
         try:
             yield
         except Exception as error:
             raise ExchangeError(f"rank {links.rank}: DeepEP failed: {_words(error)}") from error
+
+
+def carry_prompts(
+    exchanges: RankExchanges,
+    placements: Sequence[Placement],
+    settings: ParallelSettings,
+    rows: RowKind,
+) -> tuple[DeviceDispatcher | None, str]:
+    """See `moe.parallel.worker.MakeDispatcher`."""
+    if why_not := _not_for(settings):
+        return None, why_not
+    assert exchanges.device is not None
+    return prompts_by_deep_ep(
+        exchanges.device, exchanges.host, placements, rows,
+        group=torch.distributed.group.WORLD,
+        timeout_s=max(settings.timeout_s, COMPILE_S),
+        buffer_rows=settings.buffer_rows,
+    )  # fmt: skip
+
+
+def _not_for(settings: ParallelSettings) -> str:
+    """What the profile asks for that DeepEP does not do; empty if it does all."""
+    if settings.combine == "exact":
+        return "parallel.combine is exact, and DeepEP adds up in an order of its own"
+    if settings.payload != "plain":
+        return f"parallel.payload is {settings.payload}, which DeepEP does not send"
+    if settings.on_rank_loss == "continue":
+        return "parallel.on_rank_loss is continue, and DeepEP's kernels cannot be aborted"
+    return ""
 
 
 def prompts_by_deep_ep(
@@ -237,8 +248,7 @@ class _NotUsed(Exception):
 
 
 def _on_all(host: Exchange, act: Callable[[], Result]) -> Result:
-    """Return the result of `act`; raises `_NotUsed` on all ranks if it raised on one.
-    Collective."""
+    """What `act` returns; raises `_NotUsed` on all ranks if it raised on one. Collective."""
     reason = ""
     try:
         result = act()

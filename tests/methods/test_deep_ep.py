@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from experts.dispatch import (
+from experts.dispatch import DeviceDispatcher, ExchangeError, Failure, RowKind
+from experts.placement import linear
+from moe.methods.deep_ep.dispatcher import (
+    DeepEPBuffer,
     DeepEPDispatcher,
-    DeviceDispatcher,
-    ExchangeError,
-    Failure,
-    RowKind,
+    _capacity,
+    _NotUsed,
+    carry_prompts,
     prompts_by_deep_ep,
 )
-from experts.dispatch.deep_ep import DeepEPBuffer, _capacity, _NotUsed
-from experts.placement import linear
 from moe.parallel.worker import new_dispatcher
 from moe.settings import ParallelSettings
 from routing import Routing
 from tests.amounts import amount
 from tests.experts.dispatch_cases import ThreadExchange, on_ranks, random_placement
-from tests.experts.elastic_buffer import ElasticBuffer, module
+from tests.methods.elastic_buffer import ElasticBuffer, module
 
 HIDDEN, EXPERTS, SLOTS = 32, 8, 3
 KIND = RowKind(HIDDEN, SLOTS, torch.bfloat16)
@@ -223,7 +223,9 @@ def test_what_deep_ep_does_not_do_goes_our_own_way(asked: Any, reason: str) -> N
     exchange: Any = SimpleNamespace(rank=0, size=2, device=torch.device("cpu"), settle=None)
     exchanges: Any = SimpleNamespace(host=exchange, device=exchange)
     placements = [linear(EXPERTS, EXPERTS, 2)]
-    made, why = new_dispatcher(exchanges, placements, ParallelSettings(**asked), KIND)
+    made, why = new_dispatcher(
+        exchanges, placements, ParallelSettings(**asked), KIND, carry_prompts
+    )
     assert type(made) is DeviceDispatcher
     assert why.startswith(reason)
 

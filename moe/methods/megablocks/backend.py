@@ -1,9 +1,4 @@
-"""MegaBlocks' grouped matrix products as a backend for bf16 experts on CUDA.
-
-Optional and imported late: MegaBlocks does not import without its CUDA extension, and its pins
-(torch 2.7.0, numpy < 2.1) conflict with ours, so it is installed with ``--no-deps``. Between our
-own gather and sum we call what its dropless experts call, ``grouped_gemm_util.ops.gmm``. It takes
-the sizes of the groups on the host, so every layer waits for the GPU once.
+"""`MegaBlocksExperts`: the backend.
 
 Shape legend as in kernels/reference.py; A is the number of slots in use.
 """
@@ -18,17 +13,11 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from kernels import Backend, BackendError
 from kernels.reference import AnyExperts, ExpertWeights, check_shapes, id_error
+from moe.methods.megablocks import INSTALL
 
 _OLDEST, _NEWER = Version("0.7.0"), Version("0.11")
-INSTALL = (
-    "on a machine with CUDA: pip install --no-deps --no-build-isolation "
-    "megablocks==0.10.0 grouped_gemm==0.3.0 stanford-stk==0.7.1"
-)
-
-
-class BackendError(ValueError):
-    """The chosen backend cannot run the experts; the message says why and what to do."""
 
 
 class MegaBlocksExperts:
@@ -95,6 +84,14 @@ class MegaBlocksExperts:
         for k in range(slots):
             output_TH += weights_TK1[:, k] * row_TKH[:, k]
         return output_TH if add_to_TH is not None else output_TH.to(hidden_TH.dtype)
+
+
+def make(device: torch.device) -> Backend:
+    """The backend for a model on this device. Raises `BackendError` where it cannot run."""
+    if device.type != "cuda":
+        raise BackendError(f"megablocks needs a CUDA device, and the model runs on '{device}'")
+    experts = MegaBlocksExperts()
+    return Backend("megablocks", "chosen in the profile", experts, experts.check)
 
 
 def _load() -> Callable[..., Tensor]:

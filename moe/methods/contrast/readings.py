@@ -1,15 +1,11 @@
-"""Self-contrast (SCMoE, arXiv 2405.14507): the model's logits minus those of a weak reading.
+"""`Contrast`: both readings of a pass, and the difference of their logits.
 
-Each token is read twice in one pass, by the experts that its router chose and by a single one of a
-lower rank, each reading with a KV cache of its own; tokens are drawn from the difference. This
-changes the model's output on purpose, and doubles the KV cache. Legend: T rows, E experts, V
-vocabulary.
+Legend: T rows, E experts, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import log
 
@@ -20,11 +16,12 @@ from moe.describe.routers import find_selectors
 from moe.errors import ProfileError
 from moe.kv.cache import KVCache
 from moe.loading.hub import experts_per_token
+from moe.methods.contrast import ContrastSettings
 from moe.network.backbone import Backbone, Forward
 from moe.network.lanes import ExpertCall
 from moe.network.moe_layer import MoELayers, Selector
 from moe.network.packed_pass import Work
-from moe.settings import SpeculationSettings
+from moe.settings import Profile
 from routing import Routing
 from routing.policies.base import keep
 
@@ -63,6 +60,8 @@ class Contrast:
     floor: float
     rank: int
     selectors: Sequence[Selector | None] = ()
+    name = "self-contrast"
+    readings = 2
 
     @property
     def cache_type(self) -> type[KVCache]:
@@ -84,7 +83,7 @@ class Contrast:
         least = strong_TV.amax(-1, keepdim=True) + log(self.floor)
         return scores.masked_fill(strong_TV < least, -torch.inf)
 
-    def weaken(self, layer: int, call: ExpertCall) -> ExpertCall:
+    def __call__(self, layer: int, call: ExpertCall) -> ExpertCall:
         """The same call with one expert for each row of its second half, the weak readings."""
         half = call.routing.num_tokens // 2
         strong, weak = call.routing.split([half, half])
@@ -106,56 +105,40 @@ class Contrast:
         return selector.select(scores_TE, allowed, 1)
 
 
-def enable_contrast(settings: SpeculationSettings, backbone: Backbone, experts: MoELayers) -> None:
-    """Read every token twice from now on, if the profile asks for contrast.
+def enable(profile: Profile, backbone: Backbone, experts: MoELayers) -> None:
+    """Read every token twice from now on.
 
     Raises:
         ProfileError: this model cannot be read in that way.
     """
-    if not settings.contrast:
-        return
+    settings: ContrastSettings = profile.methods.contrast
     name = type(backbone.model).__name__
     if not backbone.packed:
         raise ProfileError(
-            f"speculation.contrast reads two views of a sequence in one pass, and {name} keeps a "
-            "state for which that is not possible; set speculation.contrast: 0"
+            f"methods.contrast reads two views of a sequence in one pass, and {name} keeps a "
+            "state for which that is not possible; set methods.contrast.strength: 0"
         )
     fewest = min(layer.num_experts for layer in experts.layers)
-    if settings.contrast_rank >= fewest:
+    if settings.rank >= fewest:
         raise ProfileError(
-            f"speculation.contrast_rank is {settings.contrast_rank}, but a layer of {name} has "
+            f"methods.contrast.rank is {settings.rank}, but a layer of {name} has "
             f"{fewest} experts, ranks 0 to {fewest - 1}; give one of these"
         )
     top_k = experts_per_token(backbone.model.config)
     selectors: list[Selector | None] = []
-    if settings.contrast_rank >= top_k:
+    if settings.rank >= top_k:
         found = find_selectors(backbone)
         selectors = [each.selector for each in found]
         for index, each in enumerate(found):
             if each.selector is None:
                 raise ProfileError(
-                    f"speculation.contrast_rank is {settings.contrast_rank}, beyond the {top_k} "
+                    f"methods.contrast.rank is {settings.rank}, beyond the {top_k} "
                     f"experts that {name} chooses, and its router's rule is not known (MoE layer "
                     f"{index}: {each.reason}); give a rank below {top_k}"
                 )
-    contrast = Contrast(
-        settings.contrast, settings.contrast_floor, settings.contrast_rank, selectors
-    )
-    experts.set_contrast(contrast.weaken)
-    backbone.set_contrast(contrast)
-
-
-@contextmanager
-def uncontrasted(backbone: Backbone, experts: MoELayers) -> Iterator[None]:
-    """Read every token once within this context."""
-    reader, weaken = backbone.contrast, experts.weaken
-    backbone.set_contrast(None)
-    experts.set_contrast(None)
-    try:
-        yield
-    finally:
-        backbone.set_contrast(reader)
-        experts.set_contrast(weaken)
+    contrast = Contrast(settings.strength, settings.floor, settings.rank, selectors)
+    experts.set_transform(contrast)
+    backbone.set_reader(contrast)
 
 
 def _twin(item: Work) -> TwinKV:
