@@ -18,7 +18,7 @@ The core calls what methods bring in three ways:
 
       BACKENDS = Registry[Callable[[], Backend]]("kernels.backend")
       make = BACKENDS.find(profile.kernels.backend)
-      # by Method(choices={"kernels.backend": {"megablocks": "moe.methods.megablocks.code:make"}})
+      # by Method(choices={"kernels.backend": {"x": "moe.methods.x.code:make"}})
 
 - A `ModelHook` is a point of the core that a method fills for the models that it serves::
 
