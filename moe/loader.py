@@ -45,7 +45,7 @@ from moe.loading.memory_plan import MemoryPlan
 from moe.loading.prefix_key import prefix_key
 from moe.loading.progress import LoadProgress, Report, reporting
 from moe.loading.quantized import decoding_notices
-from moe.loading.sources import total_bytes
+from moe.loading.sources import missing_experts, total_bytes
 from moe.loading.takeover import arrange_linears, mend_linears, precision_notices
 from moe.machine import keep_freed_memory
 from moe.memory.kv_precision import KVPrecision
@@ -413,8 +413,9 @@ def _alter(
     enable_policies(policies, backbone, experts, find)
     for alter in ALTER.filled(profile):
         alter(profile, backbone, experts)
-    if offloaded is not None and profile.offload.late == "prefix":
-        offloaded.serve_prefixes(profile.offload.late_share)
+    missing = missing_experts(profile)
+    if offloaded is not None and missing is not None:
+        offloaded.serve_prefixes(missing)
 
 
 def _keep_in_blocks(

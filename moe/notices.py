@@ -14,6 +14,7 @@ from moe.engine.borrowing import borrowing_notice
 from moe.engine.pinning import pinned_cpus
 from moe.loaded import LoadedModel
 from moe.loading.load import LoadReport
+from moe.loading.sources import missing_experts
 from moe.settings import Profile
 from moe.text.tokenizer import TextCodec
 
@@ -139,9 +140,10 @@ def _eviction_notices(loaded: LoadedModel, profile: Profile) -> list[str]:
 
 def _low_bit_notices(loaded: LoadedModel, profile: Profile) -> list[str]:
     offloaded = loaded.offloaded
-    if profile.offload.late != "prefix" or (offloaded is not None and offloaded.cache.prefixed):
+    missing = missing_experts(profile)
+    if missing is None or (offloaded is not None and offloaded.cache.prefixed):
         return []
     why = "all experts are in memory"
     if offloaded is not None:
-        why = f"no expert has more than {profile.offload.late_bits} bits (offload.late_bits)"
-    return [f"offload.late: prefix changes nothing: {why}"]
+        why = f"no expert has more than its {missing.bits} bits"
+    return [f"offload.late: {profile.offload.late} changes nothing: {why}"]

@@ -32,8 +32,8 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
+from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,6 +59,20 @@ COPIED_WITH_IDS = 256 << 10
 """Bytes of a call's rows that are copied to the CPU together with the ids: a trip costs as much."""
 SLOTS_SHARE = 8
 """One of this many slots may be filled ahead."""
+
+
+class MissingExperts(Protocol):
+    """A missing-expert policy: which experts a call may have with the first of their bits.
+
+    Attributes:
+        bits: of such an expert that are read.
+    """
+
+    @property
+    def bits(self) -> int: ...
+
+    def light(self, ids_TK: Tensor, weights_TK: Tensor) -> Sequence[int]:
+        """The experts, ascending; ``ids_TK`` is on the CPU."""
 
 
 class OffloadedExperts:
@@ -93,12 +107,12 @@ class OffloadedExperts:
         )
         self._copies, self._reads_ahead = copies, reads_ahead
         self._on_gpu = None if copies is None else SlotsOnGpu(layer, cache, copies.streams)
-        self._whole_share: float | None = None
+        self._missing: MissingExperts | None = None
         self._layer_call: LayerCall | None = None
 
-    def serve_prefixes(self, whole_share: float) -> None:
-        """Let the cache hold `prefix_experts` by a prefix of their bits from now on."""
-        self._whole_share = whole_share
+    def serve_prefixes(self, missing: MissingExperts) -> None:
+        """Let the cache hold the experts that this policy names by a prefix of their bits."""
+        self._missing = missing
 
     def serve_only(self, experts: Sequence[int] | None) -> None:
         """Promise that later calls ask for these experts only; None: for any."""
@@ -109,7 +123,7 @@ class OffloadedExperts:
     def only_kernels(self) -> bool:
         """Return whether compiled code can run the slots: without copies, prefixes or a share of
         the CPU there is nothing for Python to do."""
-        return self._copies is None and self.cpu is None and self._whole_share is None
+        return self._copies is None and self.cpu is None and self._missing is None
 
     @property
     def hidden_size(self) -> int:
@@ -160,8 +174,8 @@ class OffloadedExperts:
                 if total_TH is None:
                     total_TH = hidden_TH.new_zeros(hidden_TH.shape, dtype=sum_dtype(self.slots))
             prefixes: Sequence[int] = ()
-            if self._whole_share is not None:
-                prefixes = prefix_experts(ids_TK, weights_TK, self._whole_share)
+            if self._missing is not None:
+                prefixes = self._missing.light(ids_TK, weights_TK)
             # 2. Pin them, begin to read those that are missing, and run each when it is there.
             with self.cache.acquire(self.layer, wanted, on_cpu, prefixes) as pinned:
                 if copies is not None:
@@ -174,7 +188,7 @@ class OffloadedExperts:
                 out_TH = self._run(pinned, hidden_TH, ids_TK, weights_TK, forward, total_TH, call)
             assert out_TH is not None
             # 3. Read on for the next layer; then add what the CPU computes meanwhile.
-            if self._reads_ahead and self._whole_share is None:  # it would bring whole ones
+            if self._reads_ahead and self._missing is None:  # it would bring whole ones
                 read_ahead(self.cache, self.layer, len(asked))
             if share is not None:
                 assert copies is not None
@@ -380,28 +394,3 @@ def read_ahead(cache: ExpertCache, layer: int, asked: int) -> None:
     for expert in cache.absent(following, range(experts[following]))[:most]:
         if not cache.prefetch(following, expert, value=asked / experts[layer]):
             return
-
-
-def prefix_experts(ids_TK: Tensor, weights_TK: Tensor, whole_share: float) -> list[int]:
-    """Experts whose part in every token's result is so small that a prefix of their bits may do.
-
-    A token's heaviest experts that together have ``whole_share`` of its router weight are served
-    whole: the rule of HOBBIT (arXiv 2411.01433). Of equal weights the one in the earlier slot
-    counts as heavier.
-
-    Args:
-        ids_TK: on the CPU.
-        whole_share: in [0, 1]; at 0 prefixes do for all, at 1 only for experts without weight.
-
-    Returns:
-        The experts, ascending, that no token needs whole.
-    """
-    ids = ids_TK.numpy()
-    weights = np.where(ids == UNUSED, 0.0, np.abs(weights_TK.double().cpu().numpy()))
-    order = np.argsort(-weights, axis=1, kind="stable")
-    ids = np.take_along_axis(ids, order, axis=1)
-    weights = np.take_along_axis(weights, order, axis=1)
-    before = np.cumsum(weights, axis=1) - weights
-    heavy = before < whole_share * weights.sum(axis=1, keepdims=True)
-    light: list[int] = np.setdiff1d(ids[~heavy], np.append(ids[heavy], UNUSED)).tolist()
-    return light

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from offload.cache import ExpertCache
 from offload.hot_set import save_hot_set
-from offload.layer import OffloadedExperts
+from offload.layer import MissingExperts, OffloadedExperts
 from offload.policies import EvictionPolicy, Values
 from offload.prefetch import BidRecord, Prefetcher
 from offload.statistics import LayerStatistics
@@ -115,14 +115,10 @@ class Offloaded:
         places_LE = places_U.reshape(len(self.cache.sizes.experts), -1)
         return places_LE[: len(self.layers)]
 
-    def serve_prefixes(self, whole_share: float) -> None:
-        """Read missing experts with little weight by a prefix only from now on.
-
-        Args:
-            whole_share: see `offload.layer.prefix_experts`.
-        """
+    def serve_prefixes(self, missing: MissingExperts) -> None:
+        """Read missing experts that this policy names by a prefix of their bits from now on."""
         for layer in self.layers:
-            layer.serve_prefixes(whole_share)
+            layer.serve_prefixes(missing)
 
     def prefetch_with(self, predictor: Predictor) -> Prefetcher:
         """Read experts ahead from now on that the predictor names, where that pays."""

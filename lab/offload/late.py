@@ -5,7 +5,7 @@
 The shipped model as a store of 8 bits, with memory for a share of its experts, reads held-out text
 of three kinds one token after the other, as decoding does, with a cache that is empty at first.
 Each way has the same memory: experts of 8 or 4 bits, waiting for them whole, or `offload.late:
-prefix` with several `late_bits` ("behind" a `late_share`); and 3 bits of all. Of each: held-out
+prefix` with several bits ("behind" a share); and 3 bits of all. Of each: held-out
 bits per byte and what that is more than waiting for 8 bits, bytes read from disk and reads a token,
 the share of experts asked for that were computed with a prefix, and that had to be read again
 whole; and stall, which says little on a busy machine. The last line is one JSON object.
@@ -38,7 +38,7 @@ from offload.capacity import fixed_bytes, slot_bytes
 BITS = 8
 PREFIXES = {8: ((4, 0.6), (4, 0.3), (2, 0.9), (2, 0.6), (2, 0.3)),
             4: ((3, 0.6), (2, 0.9), (2, 0.6), (2, 0.3))}  # fmt: skip
-"""Of experts of so many bits, `late_bits` and `late_share`."""
+"""Of experts of so many bits, bits and share of the method."""
 PROFILE: dict[str, Any] = {
     "memory": {"kv_tokens": 1024, "reserve_gib": 0.0},
     "prefill": {"wave_tokens": 64},
@@ -58,8 +58,9 @@ def ways() -> Iterator[tuple[str, dict[str, Any]]]:
         model = {"expert_bits": bits}
         yield f"{bits} bits, wait", {"model": model}
         for late_bits, share in prefixes:
-            late = {"late": "prefix", "late_bits": late_bits, "late_share": share}
-            settings = {"lossless": False, "model": model, "offload": late}
+            method = {"late_prefix": {"bits": late_bits, "share": share}}
+            late = {"offload": {"late": "prefix"}, "methods": method}
+            settings = {"lossless": False, "model": model} | late
             yield f"{bits}, {late_bits} behind {share}", settings
     yield "3 bits, wait", {"model": {"expert_bits": 3}}
 

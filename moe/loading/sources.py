@@ -6,7 +6,7 @@ network without experts, and the experts of each MoE layer at the precision that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from experts.manifest import is_store
 from kernels.reference import AnyExperts
+from moe.hooks import Registry
 from moe.loading.checkpoint import Checkpoint
 from moe.loading.load import DtypeFor, LoadReport, WeightPlan, plan_weights
 from moe.loading.memory_plan import Offloadable
@@ -29,8 +30,17 @@ from moe.loading.takeover import Takeover, keep_layer, quantizes
 from moe.network.adopt import check_experts
 from moe.settings import ModelSettings, Profile
 from offload.capacity import Capacity
-from offload.layer import LayerExperts
+from offload.layer import LayerExperts, MissingExperts
 from offload.offloaded import Offloaded
+
+MISSING_EXPERTS = Registry[Callable[[Profile], MissingExperts]]("offload.late")
+"""Missing-expert policies that methods bring."""
+
+
+def missing_experts(profile: Profile) -> MissingExperts | None:
+    """The policy of `offload.late` by which missing experts come with fewer bits; None: none."""
+    make = MISSING_EXPERTS.find(profile.offload.late)
+    return None if make is None else make(profile)
 
 
 class WeightSource(Protocol):
@@ -93,7 +103,8 @@ def open_source(
             open_trunk(store) as trunk,
         ):
             no_mtp = no_mtp or restore_mtp(network, trunk.tensors)
-            yield StoreSource(network, store, trunk, settings, profile.offload, no_mtp)
+            how = settings, profile.offload, missing_experts(profile), no_mtp
+            yield StoreSource(network, store, trunk, *how)
     else:
         exact = any(map(quantizes, (settings.expert_bits, settings.trunk_bits)))
         with open_checkpoint(path, config, exact=exact) as checkpoint:

@@ -41,6 +41,7 @@ from moe.network.seam import expert_shape, experts_modules, take_experts
 from moe.settings import ModelSettings, OffloadSettings
 from offload.capacity import Capacity, fixed_bytes, least_slots, slot_bytes, why_not
 from offload.errors import OffloadError
+from offload.layer import MissingExperts
 from offload.offloaded import Offloaded
 from offload.open_store import open_offloaded
 
@@ -60,6 +61,7 @@ class StoreSource:
         trunk: Checkpoint,
         settings: ModelSettings,
         offload: OffloadSettings,
+        missing: MissingExperts | None,
         no_mtp: str,
     ) -> None:
         self._network, self._store, self._trunk = network, store, trunk
@@ -82,7 +84,7 @@ class StoreSource:
         update = {"group_size": group_size, "expert_bits": bits}
         self._settings = settings.model_copy(update=update)
         self._read_bits = bits if manifest.bits < WHOLE else WHOLE
-        self._prefix_bits = offload.late_bits if offload.late == "prefix" else None
+        self._prefix_bits = None if missing is None else missing.bits
 
     def plan(self, dtype_for: DtypeFor) -> WeightPlan:
         trial = copy.deepcopy(self._network)  # which stays as transformers made it until `load`

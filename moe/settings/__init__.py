@@ -50,7 +50,6 @@ __all__ = [
 
 _NOT_LOSSLESS = (
     ("offload", "late", "host_int8", "host", "computes some experts on rounded activations"),
-    ("offload", "late", "prefix", "wait", "computes experts that come late with fewer bits"),
     ("parallel", "payload", "int8", "plain", "rounds what experts of other ranks read"),
 )
 """Section, key, the value that changes the model's output, the value that does not, and why."""

@@ -301,22 +301,13 @@ class OffloadSettings(Settings):
     to pay, and those of the next layer if nearly all experts of a layer are in use, as with
     prompts."""
 
-    late: Literal["wait", "prefix", "host", "host_int8"] = "wait"
+    late: Annotated[str, one_of("offload.late", "wait", "host", "host_int8")] = "wait"
     """Experts that are not in memory when the router chooses them. wait: wait until they are read
-    or copied. prefix: for those with little of their token's weight, wait only for the first
-    late_bits; answers then depend on what was in memory. host: beside a GPU, the CPU computes as
-    many of them from main memory as saves time, by a measurement at start; the order of sums, and
-    so the last bits of an answer's numbers, then depend on what was where. host_int8: so, but the
-    CPU rounds activations to 8 bits, which takes a third of the time for experts with many rows.
-    ``lossless: true`` refuses prefix and host_int8."""
-
-    late_bits: Literal[2, 3, 4] = 2
-    """prefix: bits of an expert that are read and kept, until it is evicted or chosen with more
-    weight."""
-
-    late_share: float = Field(default=0.6, ge=0.0, le=1.0)
-    """prefix: the heaviest experts of a token, up to this share of its router weight, are read
-    whole; the others as a prefix. 0: all as a prefix."""
+    or copied. host: beside a GPU, the CPU computes as many of them from main memory as saves time,
+    by a measurement at start; the order of sums, and so the last bits of an answer's numbers, then
+    depend on what was where. host_int8: so, but the CPU rounds activations to 8 bits, which takes a
+    third of the time for experts with many rows.
+    ``lossless: true`` refuses host_int8. Methods bring others (`moe methods`)."""
 
     reader: Literal["auto", "direct", "deepspeed", "buffered"] = "auto"
     """The reader of experts on disk. auto: the fastest reader that bypasses the page cache, by a

@@ -205,8 +205,9 @@ def test_experts_with_bits_of_their_own(mixed_store: Path, bits: int) -> None:
 
 
 def late(bits: int, share: float) -> dict[str, Any]:
-    own = {"late": "prefix", "late_bits": bits, "late_share": share, "hot_set": False}
-    return {"lossless": False, "offload": own}
+    method = {"late_prefix": {"bits": bits, "share": share}}
+    own = {"late": "prefix", "hot_set": False}
+    return {"lossless": False, "offload": own, "methods": method}
 
 
 @pytest.mark.parametrize(("bits", "mixed"), [(2, False), (4, False), (3, True)])

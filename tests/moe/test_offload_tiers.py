@@ -182,8 +182,9 @@ def test_prefixes_alone_are_copied_of_whole_experts(
     store: Path, load: Callable[..., MoE], host_slots: int
 ) -> None:
     coarse = MoE.from_pretrained(store, SMALL | {"model": {"expert_bits": 4}})
-    late = {"late": "prefix", "late_bits": 4, "late_share": 0.0, "hot_set": False}
-    model = load(store, 6, host_slots, lossless=False, offload=late)
+    late = {"late": "prefix", "hot_set": False}
+    method = {"late_prefix": {"bits": 4, "share": 0.0}}
+    model = load(store, 6, host_slots, lossless=False, offload=late, methods=method)
     assert tokens(model) == tokens(coarse)
     assert torch.equal(model.logits(PROMPTS[0]), coarse.logits(PROMPTS[0]))
     device, prefix = tier_of(model, "cpu"), sizes_of(read_manifest(store), 4).mean_bytes

@@ -91,8 +91,6 @@ def test_the_keys_are_these() -> None:
         "offload.predictor",
         "offload.prefetch",
         "offload.late",
-        "offload.late_bits",
-        "offload.late_share",
         "offload.reader",
         "offload.borrow",
         "offload.hot_set",
@@ -254,8 +252,8 @@ def test_rounded_rows_between_ranks_are_not_lossless() -> None:
     assert profile.parallel.payload == "int8"
 
 
-@pytest.mark.parametrize("way", ["host_int8", "prefix"])
-def test_late_experts_that_are_not_waited_for_are_not_lossless(way: str) -> None:
+def test_experts_on_rounded_rows_are_not_lossless() -> None:
+    way = "host_int8"
     late = {"offload.late": way}
     with pytest.raises(ProfileError, match=rf"offload.late: {way} .* set lossless: false"):
         load_profile(None, late, NO_ENVIRONMENT)

@@ -42,6 +42,7 @@ from moe.loader import expert_backend, routing_policies
 from moe.loading.hub import ModelFiles, experts_per_token, reach_model
 from moe.loading.local import public_name
 from moe.loading.memory_plan import GIB, MemoryPlan
+from moe.loading.sources import missing_experts
 from moe.memory.planning import PlannedModel, check_fit, planning
 from moe.network.seam import experts_modules
 from moe.settings import Profile
@@ -165,7 +166,7 @@ def plan_speed(name: str | Path, profile: LoadedProfile, said: Sequence[str] = (
         estimate_decode(all_near, replace(speeds, disk=None, to_device=None), locality, 1),
         context_choices(planned, sizes, speeds, locality),
         policy_prices(planned),
-        settings.offload.late == "prefix",
+        missing_experts(settings) is not None,
         0 if files.remote is None else files.remote.nbytes,
         next_commands(str(name), bool(misfit), planned.why_resident, said, profile),
     )
@@ -335,7 +336,7 @@ def sentences(made: SpeedPlan) -> list[str]:
         more = (made.sizes.total - made.sizes.slots) * made.sizes.expert_bytes
         rate = made.resident.tokens_per_second
         if made.prefixes:
-            found.append("Experts are counted whole: offload.late=prefix reads fewer bytes.")
+            found.append("Experts are counted whole: offload.late reads fewer bytes of some.")
         found.append(f"With {_gib(more)} GiB more all experts are in memory: {rate:.1f} tokens/s.")
     return [*found, _next(made)]
 

@@ -15,10 +15,11 @@ from experts.weights import ExpertShape
 from kernels import QuantizedExperts, experts_forward
 from kernels.planes import num_planes
 from kernels.reference import AnyExperts
+from moe.methods.late_prefix.policy import LatePrefix
 from offload.arena import plane_arena
 from offload.cache import ExpertCache
 from offload.errors import OffloadError
-from offload.layer import OffloadedExperts, prefix_experts
+from offload.layer import OffloadedExperts
 from offload.policies import POLICIES
 from offload.slots import SlotSizes
 from tests.kernels.plane_cases import make_layer
@@ -28,7 +29,7 @@ GRAINS = {8: 8, 4: 4, 3: 3, 2: 2}
 
 
 def rule(ids_TK: Tensor, weights_TK: Tensor, share: float) -> list[int]:
-    """`prefix_experts` word by word, in exact arithmetic."""
+    """`LatePrefix.light` word by word, in exact arithmetic."""
     heavy, seen = set(), set()
     for ids, weights in zip(ids_TK.tolist(), weights_TK.tolist(), strict=True):
         row = [(Fraction(abs(weight)), -at, expert)
@@ -53,16 +54,16 @@ def test_which_experts_a_prefix_may_serve(seed: int, tokens: int, top_k: int, sh
     generator = torch.Generator().manual_seed(seed)
     ids = draw_routing(tokens, top_k, generator).expert_ids
     weights = torch.randint(-8, 9, ids.shape, generator=generator) / 16  # ties and zeros, exactly
-    assert prefix_experts(ids, weights, share) == rule(ids, weights, share)
+    assert LatePrefix(2, share).light(ids, weights) == rule(ids, weights, share)
 
 
 def test_the_heaviest_have_the_share() -> None:
     ids, weights = torch.tensor([[1, 4, 6], [0, 4, -1]]), torch.tensor([[2, 5, 3.0], [3, 1, 9]])
-    assert prefix_experts(ids[:1], weights[:1], 0.5) == [1, 6]
-    assert prefix_experts(ids[:1], weights[:1], 0.6) == [1]
-    assert prefix_experts(ids[:1], weights[:1], 1.0) == []
-    assert prefix_experts(ids, weights, 0.6) == [1]  # 4 is heavy to the first token
-    assert prefix_experts(ids, weights, 0.0) == [0, 1, 4, 6]
+    assert LatePrefix(2, 0.5).light(ids[:1], weights[:1]) == [1, 6]
+    assert LatePrefix(2, 0.6).light(ids[:1], weights[:1]) == [1]
+    assert LatePrefix(2, 1.0).light(ids[:1], weights[:1]) == []
+    assert LatePrefix(2, 0.6).light(ids, weights) == [1]  # 4 is heavy to the first token
+    assert LatePrefix(2, 0.0).light(ids, weights) == [0, 1, 4, 6]
 
 
 def make(late_bits: int, slots: int, policy: str, random: Random) -> tuple[Layers, ExpertCache]:
@@ -137,7 +138,7 @@ def test_results_are_those_of_the_bits_that_were_served(
     prefixes = 0
     for _ in range(6):
         for layer in offloaded:
-            layer.serve_prefixes(share)
+            layer.serve_prefixes(LatePrefix(late_bits, share))
             for _ in range(random.randrange(3)):
                 unit = random.randrange(LAYERS), random.randrange(EXPERTS)
                 cache.prefetch(*unit, value=random.random())
@@ -163,7 +164,7 @@ def test_results_are_those_of_the_bits_that_were_served(
 def test_a_prefix_is_used_until_all_is_asked_for() -> None:
     layers, cache = make(4, LAYERS * EXPERTS, "lru", Random(0))
     layer = OffloadedExperts(0, EXPERTS, cache, layers.arena.experts)
-    layer.serve_prefixes(0.6)
+    layer.serve_prefixes(LatePrefix(4, 0.6))
     ids, hidden = torch.tensor([[1, 4]]), torch.randn(1, HIDDEN)
     whole, prefix = (cache.sizes.kinds[GRAINS[bits]] for bits in (8, 4))
 
@@ -181,7 +182,7 @@ def test_a_prefix_is_used_until_all_is_asked_for() -> None:
 def test_prefixes_leave_room_for_more_experts() -> None:
     layers, cache = make(2, 4, "lru", Random(0))
     layer = OffloadedExperts(0, EXPERTS, cache, layers.arena.experts)
-    layer.serve_prefixes(0.0)
+    layer.serve_prefixes(LatePrefix(4, 0.0))
     layer.forward(torch.randn(1, HIDDEN), torch.arange(EXPERTS)[None], torch.ones(1, EXPERTS),
                   experts_forward)  # fmt: skip
     assert cache.slots == 4
