@@ -199,7 +199,7 @@ class OffloadedExperts:
         """The slots of a call whose experts are all on the GPU, found there; None: look at its ids,
         as an expert may be missing, or a prefetcher wants to see them."""
         looks_on = prefetcher is not None and prefetcher.awake
-        if self._on_gpu is None or self._whole_share is not None or looks_on:
+        if self._on_gpu is None or self._missing is not None or looks_on:
             return None
         slots_TK = self._on_gpu.look_up(ids_TK)
         if slots_TK is not None and self._reads_ahead and ids_TK.numel() > self.num_experts:

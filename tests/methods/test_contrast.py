@@ -18,8 +18,8 @@ from moe.commands.bench import _measured
 from moe.commands.evaluate.command import evaluate
 from moe.commands.evaluate.scoring import read
 from moe.errors import ProfileError
-from moe.kv.visibility import KVPolicy
 from moe.methods.contrast.readings import Contrast, TwinKV
+from moe.network.answer_window import AnswerWindow
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
 from moe.settings.profile import load_profile
@@ -165,7 +165,7 @@ def test_self_contrast_stays_without_drafts_as_everywhere() -> None:
 
 def test_both_readings_leave_out_the_same() -> None:
     cache = TwinKV(400)
-    cache.policy = KVPolicy("answer", 70)
+    cache.policy = AnswerWindow(70)
     cache.length = 150
     cache.prompt_read()
     assert (row := cache.seen(220)) is not None
