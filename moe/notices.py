@@ -145,5 +145,5 @@ def _low_bit_notices(loaded: LoadedModel, profile: Profile) -> list[str]:
         return []
     why = "all experts are in memory"
     if offloaded is not None:
-        why = f"no expert has more than its {missing.bits} bits"
+        why = f"no expert has more than {missing.bits} bits"
     return [f"offload.late: {profile.offload.late} changes nothing: {why}"]
