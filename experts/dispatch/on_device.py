@@ -57,7 +57,7 @@ _ID_BYTES = 2
 
 
 class RowKind(NamedTuple):
-    """What a model's rows are.
+    """Shape and dtype of a model's rows.
 
     Attributes:
         hidden: H.

@@ -23,11 +23,11 @@ class ContrastSettings(Settings):
     """Self-contrast: tokens are drawn from the model's logits minus those of a weak reading."""
 
     strength: float = Field(default=0.0, ge=0.0, le=1000.0)
-    """How strongly the prediction of the model with one weak expert in each layer is subtracted
-    from its own. 0: off; 0.5 in the paper."""
+    """Strength with which the prediction of the model with one weak expert in each layer is
+    subtracted from its own. 0: off; 0.5 in the paper."""
 
     rank: int = Field(default=2, ge=0)
-    """Which expert of a token is the weak one, counted from 0 for the router's first choice."""
+    """Rank of the weak expert of a token, counted from 0 for the router's first choice."""
 
     floor: float = Field(default=0.1, gt=0.0, le=1.0)
     """Tokens whose probability is below this share of the most likely one's are never drawn."""

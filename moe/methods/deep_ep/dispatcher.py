@@ -172,7 +172,7 @@ class _DeepEPRows:
 
 @contextmanager
 def _asking(links: Links) -> Iterator[None]:
-    """What DeepEP raises ends the connection: another rank may wait for this one in a kernel."""
+    """End the connection where DeepEP raises: another rank may wait for this one in a kernel."""
     with links.guard:
         try:
             yield
@@ -199,7 +199,7 @@ def carry_prompts(
 
 
 def _not_for(settings: ParallelSettings) -> str:
-    """What the profile asks for that DeepEP does not do; empty if it does all."""
+    """Return what the profile asks for that DeepEP does not do; empty if it does all."""
     if settings.combine == "exact":
         return "parallel.combine is exact, and DeepEP adds up in an order of its own"
     if settings.payload != "plain":
@@ -244,11 +244,11 @@ def prompts_by_deep_ep(
 
 
 class _NotUsed(Exception):
-    """Why DeepEP is not used."""
+    """The reason why DeepEP is not used."""
 
 
 def _on_all(host: Exchange, act: Callable[[], Result]) -> Result:
-    """What `act` returns; raises `_NotUsed` on all ranks if it raised on one. Collective."""
+    """Return what `act` returns; raises `_NotUsed` on all ranks if it raised on one. Collective."""
     reason = ""
     try:
         result = act()
