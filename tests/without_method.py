@@ -83,7 +83,10 @@ def check(names: Sequence[str], *, only_import: bool = False) -> None:
         if not only_import:
             cache = Path(tempfile.gettempdir()) / f"moe-without-{os.getuid()}"
             commands.append(["-m", "mypy", "--cache-dir", str(cache)])
-            commands.append(["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *TESTS])
+            # Pages name keys of methods, and a copy is made of a repository only.
+            wanted = "not documents_name and not without"
+            run = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-k", wanted]
+            commands.append([*run, *TESTS])
         for command in commands:
             subprocess.run([sys.executable, *command], cwd=made, env=environment, check=True)
 

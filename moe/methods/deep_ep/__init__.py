@@ -34,5 +34,5 @@ METHOD = Method(
     settings=DeepEPSettings,
     switch="prompts",
     hooks={"dispatcher": "moe.methods.deep_ep.dispatcher:carry_prompts"},
-    files=("tests/methods/test_deep_ep.py", "tests/methods/elastic_buffer.py"),
+    files=("tests/methods/test_deep_ep.py",),
 )
