@@ -79,7 +79,8 @@ def test_commands_are_there(page: Path) -> None:
         f"make {name}" for name in re.findall(r"`make ([a-z-]+)", text) if name not in targets
     ]
     files = re.findall(
-        r"`?((?:tests|docs|lab|benchmarks|examples)/[\w./-]+\.(?:py|md|json|yaml|txt))", text
+        r"`?((?:tests|docs|lab|benchmarks|examples|moe|offload|experts|routing|kernels|configs)/[\w./-]+\.(?:py|md|json|yaml|txt))",
+        text,
     )
     wrong += [file for file in files if not (ROOT / file).is_file()]
     assert wrong == []
