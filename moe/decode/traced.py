@@ -188,8 +188,10 @@ class RowStates:
         self.after_each: list[dict[int, FlatStates]] = []
         self._alive: list[FlatStates] = []
 
+        spare = rows if all_kept else len(work)  # of a prompt few rows have states of their own
+
         def made() -> FlatStates:
-            return FlatStates(layout, free.take(), free, rows)
+            return FlatStates(layout, free.take(), free, spare)
 
         for item, start, size in zip(work, self._starts, sizes, strict=False):
             ends = {*range(1, size + 1)} if all_kept else {*item.snapshots, size}
@@ -197,7 +199,7 @@ class RowStates:
             self.after_each.append(kept)
             if not layout.size:
                 continue
-            own, end = _flat(item.cache.kv.states, layout, free, rows), start + size
+            own, end = _flat(item.cache.kv.states, layout, free, spare), start + size
             between = [made() for _ in range(2 if len(kept) < size else 0)]
             self._alive += [own, *between]
             places = [each.memory.data_ptr() for each in between]

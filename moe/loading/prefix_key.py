@@ -10,14 +10,13 @@ from pathlib import Path
 import torch
 
 from kernels.cpu.kv import BLOCK
+from moe.hooks import methods
 from moe.loading.checkpoint import model_files
 from moe.machine import code_digest, cpu_maker, instruction_sets
 from moe.settings import Profile
 from moe.settings.profile import KEYS, value_of
 
-_SETTINGS = (
-    "kernels.", "model.", "routing.", "offload.late", "memory.kv_policy", "methods.",
-)  # fmt: skip
+_SETTINGS = ("kernels.", "model.", "routing.", "offload.late", "memory.kv_policy")
 _CHECKS = "model.check_finite", "model.context_length", "model.verify"  # change no bit
 
 
@@ -56,5 +55,6 @@ def _compute_name(device: torch.device) -> str:
 
 def settings_of_bits(profile: Profile) -> list[str]:
     """The settings that the bits of keys and values depend on."""
-    keys = [key for key in KEYS.leaves if key.startswith(_SETTINGS) and key not in _CHECKS]
+    sections = (*_SETTINGS, *(f"methods.{m.name}." for m in methods() if m.changes_answers))
+    keys = [key for key in KEYS.leaves if key.startswith(sections) and key not in _CHECKS]
     return [repr(value_of(profile, key)) for key in keys]

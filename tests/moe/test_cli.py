@@ -25,6 +25,10 @@ from moe.settings.profile import KEYS
 
 DEMO = str(Path(__file__).parents[2] / "examples" / "demo-model")
 SHORT = ["--max-new-tokens", "8"]
+NOTICE = (
+    "moe: the model's card says: 21 M parameters, made for tests. It continues Python and C++; "
+    "it does not answer questions.\n"
+)
 PARSERS: dict[str, argparse.ArgumentParser] = build_parser()._subparsers._group_actions[0].choices  # type: ignore
 
 
@@ -300,7 +304,7 @@ def test_a_batch_counts_what_failed_and_goes_on_where_it_was(
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(f"{json.dumps(good)}\n")
     command = ["generate", DEMO, "--batch-file", str(source), "--out", str(target)]
-    assert run(capsys, *command) == (0, "", f"moe: 1 answered; see {target}\n")
+    assert run(capsys, *command) == (0, "", f"{NOTICE}moe: 1 answered; see {target}\n")
     with source.open("a") as lines:
         lines.write("{wrong\n")
     code, out, err = run(capsys, *command)
@@ -317,7 +321,7 @@ def test_a_full_disk_is_one_line(
 
     monkeypatch.setattr("moe.commands.terminal.write_out", write)
     code, _, err = run(capsys, "generate", DEMO, "--prompt", "x", *SHORT)
-    assert (code, err) == (1, "moe: [Errno 28] No space left on device\n")
+    assert (code, err) == (1, f"{NOTICE}moe: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("command", ["generate MODEL --prompt x", "convert MODEL OUT"])

@@ -110,12 +110,14 @@ def test_keys_and_values_of_a_token(tiny_moe: Callable[[str], MoE], model_type: 
 def _bytes(cache: SequenceCache) -> int:
     """Bytes of a sequence's state."""
     pieces: list[object] = []
+    if isinstance(cache, KVCache):  # without the memory that a program has spare for any sequence
+        pieces += [getattr(states, "memory", states) for states in cache._states.values()]
     if isinstance(cache, BlockKVCache):
         assert isinstance(cache.memory, HostBlocks)
         held = [block for holder in cache._holders.values() for block in holder.held]
         pieces += [cache.memory._pieces[block.number] for block in held]
     return (
-        tensor_bytes([vars(cache)["_layers"], vars(cache)["_states"], pieces])
+        tensor_bytes([vars(cache)["_layers"], pieces])
         if isinstance(cache, KVCache)
         else tensor_bytes(cache)
     )
