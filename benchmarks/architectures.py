@@ -136,7 +136,7 @@ def from_float64(
 
 
 def is_near(result: dict[str, Any]) -> bool:
-    """Whether logits differ from transformers' by no more than rounding explains."""
+    """Return whether logits differ from transformers' by no more than rounding explains."""
     far = result["from_float64"]
     return result["max_abs_diff"] <= TOLERANCE or far["ours"] <= far["transformers"]
 
