@@ -291,7 +291,7 @@ def _add_listening(parser: argparse.ArgumentParser) -> Callable[..., object]:
     add("--ssl-certfile", metavar="FILE", help=chain)
     private = "its private key, if it is in another file (default: the same)"
     add("--ssl-keyfile", metavar="FILE", help=private)
-    level = "info: a line a request; debug: looking, too; warning, error: none (default: info)"
+    level = "info logs each request, debug also looks at /health and the like (default: info)"
     add("--log-level", choices=("debug", "info", "warning", "error"), default="info", help=level)
     add("--log-file", metavar="FILE", help="append the log to a file (default: stderr)")
     lines = "lines for people, or JSON objects (default: text)"

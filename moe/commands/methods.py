@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from difflib import get_close_matches
 from typing import Any
 
 from rich.table import Table
@@ -13,7 +12,7 @@ from moe.commands.console import stdout_console
 from moe.errors import ProfileError
 from moe.hooks import Method, methods
 from moe.settings import Profile
-from moe.settings.profile import as_yaml, value_of
+from moe.settings.profile import as_yaml, suggestion, value_of
 
 
 def run(profile: Profile, name: str | None) -> int:
@@ -27,9 +26,8 @@ def run(profile: Profile, name: str | None) -> int:
         return 0
     known = {method.name: method for method in methods()}
     if name not in known:
-        near = get_close_matches(name, known, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise ProfileError(f"unknown method '{name}' (known: {', '.join(known)}){hint}")
+        near = suggestion(name, known)
+        raise ProfileError(f"unknown method {name!r} (known: {', '.join(known)}){near}")
     print(description(known[name], profile))
     return 0
 

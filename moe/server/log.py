@@ -1,6 +1,6 @@
 """The log of ``moe serve``: a line for each request, beside what the server has to say itself.
 
-    2026-11-28 18:40:12 INFO POST /v1/chat/completions 200 3.21s key=ann in=24 cached=0 out=128 ...
+    2026-11-28 18:40:12 INFO POST /v1/chat/completions 200 seconds=3.214 key=ann in=24 out=128 ...
 
 `write_log` sends what all loggers say to stderr or a file, as text or as JSON lines. A thread
 writes: a reader that stops, or a full disk, holds up no request; lines without room in its queue
