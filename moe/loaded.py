@@ -10,9 +10,9 @@ from typing import Any
 
 from kernels import Backend
 from kernels.cpu.kv import BLOCK
-from moe.calibration.predictors import PromptEstimator
 from moe.decode.enable import Fused
 from moe.describe.probe import Packing
+from moe.engine.request_order import MakeOrder
 from moe.engine.writer import Writer
 from moe.images.reader import ImageReader
 from moe.loading.memory_plan import MemoryPlan
@@ -49,7 +49,7 @@ class LoadedModel:
         offloaded: the cache of experts on disk; None if all experts are in memory.
         mtp: the multi-token-prediction layer that the model brings, or why none is loaded.
         writer: writes its sequences in place of the sampler; None: the model is autoregressive.
-        expect: which experts a prompt needs, if requests may be ordered by it.
+        make_order: makes the order of a queue of requests; None: they go by their queue keys.
         sampling: how the model itself wants its tokens sampled.
         prefix_key: names everything that the bits of keys and values depend on; empty: prefixes are
             not kept on disk.
@@ -73,7 +73,7 @@ class LoadedModel:
     offloaded: Offloaded | None
     mtp: MtpHead | str
     writer: Writer | None = None
-    expect: PromptEstimator | None = None
+    make_order: MakeOrder | None = None
     sampling: ModelSampling = field(default_factory=ModelSampling)
     prefix_key: str = ""
     notices: list[str] = field(default_factory=list)

@@ -20,7 +20,7 @@ from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from kernels.reference import AnyExperts
 from moe.cache_dir.proofs import current_proofs, proofs_of
-from moe.calibration.predictors import PromptEstimator, load_prompt_estimator, make_prefetcher
+from moe.calibration.predictors import make_prefetcher
 from moe.decode.chain import make_chain
 from moe.decode.enable import FUSED_OFF, Fused, enable_fused
 from moe.decode.proof import prove_policy
@@ -29,6 +29,7 @@ from moe.describe.description import NotDescribed
 from moe.describe.probe import Packing, enable_packing, find_visits
 from moe.describe.routers import enable_policies, find_selectors
 from moe.describe.row_wise import linears_are_faster, make_linears_row_wise, make_row_wise
+from moe.engine.request_order import ORDER, MakeOrder
 from moe.engine.writer import REFUSE, WRITER, Writer
 from moe.errors import CheckpointError, ProfileError
 from moe.extras import install_line, is_installed
@@ -251,7 +252,7 @@ def _prepare(
         offloaded=offloaded,
         mtp=mtp,
         writer=writer,
-        expect=forecasts.expect,
+        make_order=forecasts.make_order,
         sampling=read.sampling,
     )
     stored = profile.memory.prefix_dir and not why_no_prefix_store(loaded, profile, ranks)
@@ -275,12 +276,12 @@ class _Forecasts:
 
     Attributes:
         prefetcher: reads experts on disk before they are needed.
-        expect: which experts a prompt needs, to order requests by it.
+        make_order: makes the order of waiting requests.
         notices: why something is absent although the profile asks for it; may have empty ones.
     """
 
     prefetcher: Prefetcher | None
-    expect: PromptEstimator | None
+    make_order: MakeOrder | None
     notices: list[str]
 
 
@@ -297,12 +298,10 @@ def _forecasts(
         prefetcher, no_prefetcher = make_prefetcher(
             offloaded, path, config, profile.offload, drafts=drafts
         )
-    expect, no_order = None, ""
-    if profile.engine.overlap_patience:
-        expect, no_order = load_prompt_estimator(
-            path, config, [layer.num_experts for layer in layers]
-        )
-    return _Forecasts(prefetcher, expect, [no_prefetcher, no_order])
+    counts = [layer.num_experts for layer in layers]
+    orders = [make(profile, path, config, counts) for make in ORDER.filled(profile)]
+    make_order, no_order = next(iter(orders), (None, ""))
+    return _Forecasts(prefetcher, make_order, [no_prefetcher, no_order])
 
 
 @dataclass(frozen=True)

@@ -307,7 +307,7 @@ class MoE:
             self.experts,
             self._as_planned(self.memory_plan.kv_tokens),
             borrowed,
-            self._loaded.expect,
+            self._loaded.make_order,
             speculator,
             runner,
             self._prefixes,
@@ -319,7 +319,7 @@ class MoE:
             self.backbone,
             self.experts,
             self._as_planned(kv_tokens),
-            expect=self._loaded.expect,
+            make_order=self._loaded.make_order,
             runner=RemoteRunner(),
             prefixes=_prefix_cache(self._loaded, min(self.memory_plan.prefix_tokens, kv_tokens)),
         )

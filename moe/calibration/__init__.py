@@ -4,7 +4,6 @@
 - `SampledRows` (`trace`): what the experts read for a sample of these tokens; never saved.
 - `CalibrationManifest` (`files`): ``calibration.json``, which model the files belong to.
 - `FittedPredictors` (`files`): what `save_calibration` writes and `load_calibration` reads.
-- `PromptEstimator` (`predictors`): which experts a prompt will need.
 
 `moe.commands.calibrate` makes calibrations; `routing.predict` has the predictors themselves.
 """

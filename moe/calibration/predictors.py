@@ -1,13 +1,10 @@
-"""Uses of a calibration in the engine: prefetch experts from disk, group prompts by the experts
-they need, and expect the load of ranks."""
+"""Uses of a calibration: to prefetch experts from disk, and to expect the load of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-import torch
 from transformers import PreTrainedConfig
 
 from moe.calibration.files import CALIBRATION_FOLDER, MANIFEST_FILE, load_calibration
@@ -16,17 +13,11 @@ from moe.settings import OffloadSettings
 from offload.offloaded import Offloaded
 from offload.prefetch import Prefetcher
 from routing import RoutingError
-from routing.predict import GivenForecast, contexts
+from routing.predict import GivenForecast
 from routing.predict.calibrated import PREDICTORS
-from routing.predict.forecast import Floats
 from routing.predict.token_table import TokenTable
 
-PromptEstimator = Callable[[Sequence[int]], Floats]
-"""From the tokens of a prompt to ``(units,)``: how often a token of it needs each expert, all
-experts of the first MoE layer first."""
-
 DEFAULT_PREDICTOR = "ensemble"
-_PROMPT_TOKENS = 256  # only the last ones: the answer resembles them most
 
 
 def make_prefetcher(
@@ -68,27 +59,6 @@ def make_prefetcher(
             raise CalibrationError(str(error)) from error
         return None, f"experts on disk are not prefetched: {error}"
     return offloaded.prefetch_with(predictor), ""
-
-
-def load_prompt_estimator(
-    path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
-) -> tuple[PromptEstimator | None, str]:
-    """The estimator from the model's token table, or None and a notice that says why not."""
-    try:
-        calibrated = load_calibration(
-            path / CALIBRATION_FOLDER, config, num_experts, ["token_table"]
-        )
-        predictor = calibrated.predictor("token_table")
-    except (CalibrationError, RoutingError) as error:
-        return None, f"requests are not grouped by their experts: {error}"
-
-    def estimate(token_ids: Sequence[int]) -> Floats:
-        recent = torch.tensor(token_ids[-_PROMPT_TOKENS:])
-        predictor.start(contexts(recent, predictor.context))
-        layers = [predictor.rows(-1, layer) for layer in range(len(num_experts))]
-        return np.concatenate([rows.mean(0) for rows in layers if rows is not None])
-
-    return estimate, ""
 
 
 def load_token_table(

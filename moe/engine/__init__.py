@@ -8,7 +8,7 @@
 - `ModelRunner` (runner): the forward pass of a step and its new tokens; `run_overlapped` (overlap)
   hides the exchange between ranks behind the other half of a step.
 - `PrefixCache` (prefix_cache): keys and values of prompts that others begin with.
-- `ExpertAwareOrder` (expert_aware_order): requests that share experts go first.
+- `RequestOrder` (request_order): the order of waiting requests, where a method brings one.
 - `Writer` (writer): what a method answers that writes a model's sequences in place of the sampler.
 - `KVBorrowing` (borrowing): lends unused memory of the KV cache to the expert cache.
 """

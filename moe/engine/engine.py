@@ -21,14 +21,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from moe.calibration.predictors import PromptEstimator
 from moe.engine.borrowing import KVBorrowing
-from moe.engine.expert_aware_order import ExpertAwareOrder
 from moe.engine.in_flight import Outcome, StepInFlight
 from moe.engine.kv_account import KVAccount
 from moe.engine.pinning import pinned_cpus
 from moe.engine.prefill_batch import PrefillBatch, ScheduledStep, SequenceGroup
 from moe.engine.prefill_mode import LayerWork, PrefillPlanner
+from moe.engine.request_order import MakeOrder
 from moe.engine.runner import ModelRunner
 from moe.engine.scheduler import Scheduler
 from moe.kv.prefix_cache import PrefixCache
@@ -87,7 +86,7 @@ class Engine:
         experts: its MoE layers.
         profile: batch, prefill and memory settings.
         borrowing: lends unused memory of keys and values to experts on disk, if there are any.
-        expect: which experts a prompt needs, if requests may be ordered by that.
+        make_order: makes the order of waiting requests; None: they go by their queue keys.
         speculator: drafts tokens for the model to verify; None for no drafts.
         runner: computes the steps; None: on this rank.
         prefixes: keeps prompts for others that begin alike; None: each is read from its start.
@@ -99,7 +98,7 @@ class Engine:
         experts: MoELayers,
         profile: Profile,
         borrowing: KVBorrowing | None = None,
-        expect: PromptEstimator | None = None,
+        make_order: MakeOrder | None = None,
         speculator: Speculator | None = None,
         runner: StepRunner | None = None,
         prefixes: PrefixCache | None = None,
@@ -114,7 +113,6 @@ class Engine:
         work = partial(LayerWork.of, backbone.model, experts.layers)
         self.planner = PrefillPlanner(profile.prefill, work, experts.statistics)
         self._reuse_answers = profile.memory.reuse_answers
-        patience = profile.engine.overlap_patience
         self.scheduler = Scheduler(
             profile.prefill,
             profile.engine,
@@ -123,7 +121,7 @@ class Engine:
             can_cut=backbone.can_cut,
             choose_mode=self.planner.choose if profile.prefill.mode == "auto" else None,
             prefixes=prefixes,
-            expert_order=ExpertAwareOrder(expect, patience) if expect else None,
+            order=make_order() if make_order else None,
             account=KVAccount(
                 profile.prefill.longest_part if backbone.can_cut else None,
                 backbone.pool,

@@ -21,7 +21,6 @@ from bisect import insort
 from collections.abc import Callable, Collection, Container, Sequence
 from operator import attrgetter
 
-from moe.engine.expert_aware_order import ExpertAwareOrder
 from moe.engine.kv_account import KVAccount
 from moe.engine.prefill_batch import (
     PrefillBatch,
@@ -30,6 +29,7 @@ from moe.engine.prefill_batch import (
     SequenceGroup,
 )
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
+from moe.engine.request_order import RequestOrder
 from moe.kv.prefix_cache import PrefixCache
 from moe.sequence import RunningSequence
 from moe.settings import EngineSettings, PrefillSettings
@@ -50,7 +50,7 @@ class Scheduler:
         choose_mode: the mode of the next batch, from the prompt tokens that wait for it and the
             number of running sequences; None unless ``prefill.mode`` is ``auto``.
         prefixes: prompts that were read before; None to read every prompt from its start.
-        expert_order: reorders the queue by shared experts; None to keep its order.
+        order: reorders the queue; None to keep its order.
         account: counts the memory of sequences; None: each token of each counts.
 
     Attributes:
@@ -70,7 +70,7 @@ class Scheduler:
         can_cut: bool = True,
         choose_mode: Callable[[int, int], PrefillMode] | None = None,
         prefixes: PrefixCache | None = None,
-        expert_order: ExpertAwareOrder | None = None,
+        order: RequestOrder | None = None,
         account: KVAccount | None = None,
     ) -> None:
         self.prefill = prefill
@@ -80,7 +80,7 @@ class Scheduler:
         self.can_cut = can_cut
         self._choose_mode = choose_mode
         self.prefixes = prefixes
-        self._expert_order = expert_order
+        self._order = order
         self.account = account or KVAccount()
         self.waiting: list[SequenceGroup] = []
         self.running: list[RunningSequence] = []
@@ -146,7 +146,7 @@ class Scheduler:
             return False
         if len(self.running) >= self.engine.max_batch_size:
             return True
-        if self._expert_order is not None:
+        if self._order is not None:
             return False
         size = self._num_sequences([first])
         if size > self.engine.max_batch_size:
@@ -195,13 +195,13 @@ class Scheduler:
 
     def _next_batch(self) -> PrefillBatch | None:
         """Take prompts from the queue, in order, while memory, batch and token budget allow."""
-        if self._expert_order is None:
+        if self._order is None:
             return self._build_batch()
         room = self.engine.max_batch_size - len(self.running)
-        self.waiting = self._expert_order.arrange(self.waiting, self.running, room)
+        self.waiting = self._order.arrange(self.waiting, self.running, room)
         batch = self._build_batch()
         taken = [chunk.group for chunk in batch.chunks] if batch is not None else []
-        self._expert_order.count_overtaken(taken, self.waiting)
+        self._order.count_overtaken(taken, self.waiting)
         self.waiting.sort(key=_queue_key)
         return batch
 

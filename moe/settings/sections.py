@@ -150,11 +150,6 @@ class EngineSettings(Settings):
     """Number of steps of waiting that outweigh one level of priority. 0: priority does not count;
     first come, first served."""
 
-    overlap_patience: int = Field(default=0, ge=0)
-    """The number of requests that may overtake a waiting one because they are expected to need the
-    same experts as the running ones, so that fewer experts are read. Needs a calibration. 0: none.
-    """
-
     fused: Annotated[Literal["auto", "off"], Off] = "auto"
     """auto: compiled code runs the decode steps, from recorded CUDA graphs on a GPU, if a probe at
     load time shows that it equals transformers' layers. off: always transformers' layers."""

@@ -30,7 +30,8 @@ def hooks_of_the_core() -> dict[str, set[str]]:
     """Names that the core gives to its hooks and choices, by kind."""
     found: dict[str, set[str]] = {"Hook": set(), "ModelHook": set(), "Registry": set()}
     for file in floors.modules().values():
-        made = re.findall(r'\b(\w*Hook|Registry)\[.*?\]\(\s*"([\w.]+)"', file.read_text())
+        text = file.read_text()
+        made = re.findall(r'\b(\w*Hook|Registry)\[.*?\]\(\s*"([\w.]+)"', text, re.DOTALL)
         for kind, name in made:
             found[kind].add(name)
     return found

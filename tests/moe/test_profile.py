@@ -67,7 +67,6 @@ def test_the_keys_are_these() -> None:
         "generation.seed",
         "engine.max_batch_size",
         "engine.priority_steps",
-        "engine.overlap_patience",
         "engine.fused",
         "engine.pin_threads",
         "prefill.mode",

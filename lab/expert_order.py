@@ -1,9 +1,9 @@
 """Do sequences that are predicted to need the same experts read fewer of them together?
 
-    python -m lab.request_order [--quick]
+    python -m lab.expert_order [--quick]
 
 Held-out sequences of three kinds wait in random order; batches are taken from the queue in order,
-or by `moe.engine.scheduler.choose_batch` from what the token table and the path predictor expect
+or by `choose_batch` from what the token table and the path predictor expect
 of the prompt, from the prompt's true routing, or from the true routing of what is read next (which
 nobody can know). Then every batch reads its sequences in step, and distinct experts a step and
 layer are counted, after the prompt, and how many batches the unluckiest in a hundred wait. The
@@ -25,7 +25,7 @@ from moe import MoE
 from moe.calibration.trace import Trace
 from moe.commands.calibrate.calibrate import calibrate_model
 from moe.commands.calibrate.record import record_trace
-from moe.engine.expert_aware_order import choose_batch
+from moe.methods.expert_order.order import choose_batch
 from routing.predict.calibrated import CalibratedPredictors
 from routing.predict.forecast import Floats
 

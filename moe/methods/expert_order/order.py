@@ -1,26 +1,57 @@
-"""``engine.overlap_patience``: waiting requests that share experts with the running ones go first.
+"""`ExpertAwareOrder`: waiting requests that share experts with the running ones go first.
 
-A step reads each expert once for all sequences, so sequences that need the same experts cost less
-together (ExpertFlow's token scheduling; Read-ME's expert-aware batching). The token table of
-`moe calibrate` predicts from a prompt which experts its request will need. The queue changes its
-order only where that is expected to save expert reads, and patience bounds how often a request is
-overtaken, so none starves. Legend: S waiting sequences, U units (experts of all layers).
+Legend: S waiting sequences, U units (experts of all layers, those of the first MoE layer first).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
+from transformers import PreTrainedConfig
 
-from moe.calibration.predictors import PromptEstimator
+from moe.calibration.files import CALIBRATION_FOLDER, load_calibration
 from moe.engine.prefill_batch import SequenceGroup
+from moe.engine.request_order import MakeOrder
+from moe.errors import CalibrationError
 from moe.sequence import RunningSequence
+from moe.settings import Profile
+from routing import RoutingError
+from routing.predict import contexts
 from routing.predict.forecast import Floats
 
 _LEAST_SAVING = 0.02
 """Share of the expected expert reads that another order must save."""
+
+
+PromptEstimator = Callable[[Sequence[int]], Floats]
+"""From the tokens of a prompt to ``(U,)``: how often a token of it needs each unit."""
+_PROMPT_TOKENS = 256  # only the last ones: the answer resembles them most
+
+
+def make_order(
+    profile: Profile, path: Path, config: PreTrainedConfig, num_experts: Sequence[int]
+) -> tuple[MakeOrder | None, str]:
+    """Make the hook ``request_order`` from the model's token table; see `ORDER`."""
+    try:
+        calibrated = load_calibration(
+            path / CALIBRATION_FOLDER, config, num_experts, ["token_table"]
+        )
+        predictor = calibrated.predictor("token_table")
+    except (CalibrationError, RoutingError) as error:
+        return None, f"requests are not grouped by their experts: {error}"
+
+    def estimate(token_ids: Sequence[int]) -> Floats:
+        recent = torch.tensor(token_ids[-_PROMPT_TOKENS:])
+        predictor.start(contexts(recent, predictor.context))
+        layers = [predictor.rows(-1, layer) for layer in range(len(num_experts))]
+        return np.concatenate([rows.mean(0) for rows in layers if rows is not None])
+
+    return partial(ExpertAwareOrder, estimate, profile.methods.expert_order.patience), ""
 
 
 class ExpertAwareOrder:
