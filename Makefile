@@ -43,13 +43,13 @@ world-files: $(DEV)
 # The quick tier: most faults a minute. Tests with the marker `deep` are the rest, which takes about
 # half an hour; with DEEP=1 tests take more examples, too.
 test: world-files
-	$(PYTEST) --cpu-seconds build/cpu/quick.json $(ARGS)
+	$(PYTEST) --cpu-seconds=build/cpu/quick.json $(ARGS)
 
 test-deep: world-files
-	DEEP=1 $(PYTEST) -m "deep and not gpu and not nightly" --cpu-seconds build/cpu/deep.json $(ARGS)
+	DEEP=1 $(PYTEST) -m "deep and not gpu and not nightly" --cpu-seconds=build/cpu/deep.json $(ARGS)
 
 test-all: world-files
-	DEEP=1 $(PYTEST) -m "not gpu" --cpu-seconds build/cpu/all.json $(ARGS)
+	DEEP=1 $(PYTEST) -m "not gpu" --cpu-seconds=build/cpu/all.json $(ARGS)
 
 # No file of tests takes more CPU seconds than its budget, nor the quick tier; tests/cpu_budget.py.
 budget: test

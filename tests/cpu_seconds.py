@@ -1,4 +1,4 @@
-"""A pytest plugin that writes down the CPU seconds of each test and file: ``--cpu-seconds FILE``.
+"""A pytest plugin that writes down the CPU seconds of each test and file: ``--cpu-seconds=FILE``.
 
     python -m tests.cpu_seconds FILE...     minutes of each run, and one closing line for all
 

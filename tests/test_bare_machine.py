@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PACKAGES = "torch triton transformers numpy safetensors pytest"
 _RUN = "test_unused_slots_do_not_matter or test_rows_of_prompts_are_placed"
 """Tests that run; all others of GPU kernels are collected. The second one draws examples."""
@@ -68,6 +70,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]], plugins=[]
 """
 
 
+@pytest.mark.deep
 def test_models_and_kernel_tests_need_few_packages() -> None:
     root = Path(__file__).parents[1]
     tests = sorted(map(str, (root / "tests" / "kernels").glob("test_triton*.py")))

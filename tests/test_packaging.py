@@ -210,6 +210,7 @@ assert main(["inspect", store, "--image", store + ".png"]) == 2
 """
 
 
+@pytest.mark.deep
 def test_the_base_installation_runs_models(tmp_path: Path) -> None:
     """Without any package of an extra: what needs one says which."""
     environ = os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0"}

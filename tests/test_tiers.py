@@ -63,8 +63,48 @@ def test_main_fails_for_what_is_too_slow(
     run.write_text(json.dumps({"tier": "quick", "files": {"tests/a.py": 39.0}}))
     assert cpu_budget.main([str(run)]) == 0
     run.write_text(json.dumps({"tier": "quick", "files": {"tests/a.py": 41.0}}))
+    monkeypatch.setattr(cpu_budget, "alone", lambda _file, _tier: 40.5)
     assert cpu_budget.main([str(run)]) == 1
-    assert "tests/a.py takes 41.0 CPU seconds" in capsys.readouterr().out
+    assert "tests/a.py takes 40.5 CPU seconds" in capsys.readouterr().out
+
+
+def test_a_file_above_its_budget_is_measured_again_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+
+    def alone(file: str, tier: str) -> float:
+        asked.append((file, tier))
+        return 12.0
+
+    monkeypatch.setattr(cpu_budget, "alone", alone)
+    measured = {"quick": {"tests/a.py": 21.0, "tests/b.py": 1.0}, "all": {"tests/a.py": 99.0}}
+    fresh = cpu_budget.measure_again(measured, BUDGET, 1.0)
+    assert asked == [("tests/a.py", "quick")]
+    assert fresh == measured | {"quick": {"tests/a.py": 12.0, "tests/b.py": 1.0}}
+    # Where everything takes longer, nothing is measured again.
+    measured = {"quick": {f"tests/{n}.py": 20.0 for n in range(20)}}
+    assert cpu_budget.measure_again(measured, BUDGET, 1.0) == measured
+    assert len(asked) == 1
+
+
+def test_a_run_of_its_own_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    begun = []
+
+    def run(command: list[str], **_options: object) -> None:
+        begun.append(command)
+        (written,) = [word.partition("=")[2] for word in command if "--cpu-seconds" in word]
+        Path(written).write_text(json.dumps({"files": {"tests/a.py": 3.5}}))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert cpu_budget.alone("tests/a.py", "quick") == 3.5
+    assert cpu_budget.alone("tests/a.py", "deep") == 3.5
+    assert ["-m" in command[3:] for command in begun] == [False, True]
+
+
+def test_make_names_the_file_of_seconds_in_one_word() -> None:
+    # pytest takes a word of its own for a folder of tests as soon as the file exists.
+    assert "--cpu-seconds " not in (cpu_budget.BUDGET.parents[1] / "Makefile").read_text()
 
 
 def test_cpu_seconds_of_processes_below_count() -> None:

@@ -67,6 +67,7 @@ def test_many_rows_an_expert() -> None:
     assert torch.equal(run(case.rows(slice(7, 8))), together[7:8])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("activation", "halves"),
     deep_except(
@@ -147,6 +148,7 @@ def test_planes_of_mixed_widths_equal_the_weights_they_stand_for(
     assert_close(experts_forward(case.hidden, case.ids, case.weights, layer), whole)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("interleaved", deep_except([False], [False, True]))
 def test_rows_of_planes_have_the_same_bits_in_any_company(interleaved: bool) -> None:
     activation = "clamped interleaved gate" if interleaved else "silu gate"

@@ -78,6 +78,7 @@ def test_every_code_is_the_number_it_stands_for(name: str) -> None:
     assert torch.equal(halves.double(), expected)
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize(
     ("first", "second"), deep_except([("FP8", "MXFP4")], [("Q4_K", "Q6_K"), ("FP8", "MXFP4")])
 )

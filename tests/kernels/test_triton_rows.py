@@ -24,6 +24,7 @@ from kernels.triton.rows import (
 )
 from moe.describe.description import RotaryTable, Rotation, Style
 from moe.describe.parts import ACTIVATIONS, rotate
+from tests.amounts import amount
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=0: kernels need a GPU")
 
@@ -73,7 +74,7 @@ def test_sums_and_norms(data: st.DataObject) -> None:
     torch.testing.assert_close(exact.double(), expected, **CLOSE)
 
 
-@settings(max_examples=25)
+@settings(max_examples=amount(25, 10))
 @given(st.data())
 def test_heads_are_turned_and_placed(data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**31)))

@@ -103,10 +103,6 @@ def test_a_section_goes_with_its_method() -> None:
     assert without_section(text, "two").endswith("# z\nserver:\n")
 
 
-def test_the_rest_imports_without_a_method() -> None:
-    check(["pesf"], only_import=True)
-
-
 @pytest.mark.deep
 @each
 def test_the_rest_imports_without_each(method: Method) -> None:

@@ -66,6 +66,7 @@ def test_a_signal_while_loading_ends_everybody(
         assert set(launched.codes(SOON_S)) <= codes, launched.everything()
 
 
+@pytest.mark.deep
 def test_a_second_signal_does_not_wait_for_streams(launch: Any) -> None:
     with launch(2, PATIENT, SLOW) as launched:
         where, question = f"{url_of(launched)}/v1/completions", LONG | {"stream": True}

@@ -22,6 +22,8 @@ from moe.settings import ModelSettings
 from tests.parallel import receipts_worker
 from tests.parallel.receipts_worker import DEVICE_WAYS, PROMPTS, RANKS, SECONDS, STEPS
 
+pytestmark = pytest.mark.deep  # four processes, and 48 cases
+
 
 @pytest.fixture(scope="module")
 def receipts(

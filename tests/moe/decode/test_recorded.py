@@ -100,6 +100,7 @@ def test_it_is_as_near_to_float32_as_transformers(architecture: str, dtype: torc
     assert reason.endswith("; experts outside: their kernel needs Python")
 
 
+@pytest.mark.deep
 def test_no_weight_is_held_twice_where_projections_are_joined() -> None:
     backbone, experts = parts_of("mixtral")
     before = sum(parameter.nbytes for parameter in backbone.model.parameters())

@@ -17,6 +17,7 @@ from moe.fair_pool import FairPool
 from moe.sampling.constraint import MaskThreads
 from moe.sampling.params import SamplingParams
 from moe.sequence import RunningSequence
+from tests.amounts import deep_except
 
 DEMO = Path(__file__).parents[3] / "examples" / "demo-model"
 # Slow behind the text that the check writes.
@@ -152,7 +153,9 @@ def test_a_mask_that_costs_too_much_is_remembered(
         run.add(structure=wish, max_new_tokens=1)
 
 
-@pytest.mark.parametrize("pattern", ["a{900000}", "(ab){300000}", "(a{1000}b){1000}"])
+@pytest.mark.parametrize(
+    "pattern", deep_except(["a{900000}"], ["a{900000}", "(ab){300000}", "(a{1000}b){1000}"])
+)
 def test_structures_that_are_slow_from_the_beginning_are_refused(demo: MoE, pattern: str) -> None:
     with pytest.raises(RequestError, match="takes more than"):
         Run(demo).add(structure=Structure.regex(pattern), max_new_tokens=1)

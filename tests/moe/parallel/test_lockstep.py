@@ -31,6 +31,7 @@ from moe.network.moe_layer import LockstepPass, MoELayers
 from offload.errors import OffloadError
 from offload.layer import OffloadedExperts
 from routing import PolicyChain, Routing, parse_policies
+from tests.amounts import amount
 from tests.experts.dispatch_cases import ThreadExchange, on_ranks
 from tests.offload.test_experts import EXPERTS, HIDDEN, LAYERS, Arriving, Layers, draw_routing, make
 
@@ -83,7 +84,7 @@ def check(outcome: Tensor | Exception, call: ExpertCall, layers: Layers, lost: s
             assert torch.equal(outcome[token], whole[token])
 
 
-@hypothesis_settings(max_examples=25)
+@hypothesis_settings(max_examples=amount(25, 10))
 @given(
     seed=st.integers(0, 9999),
     ranks=st.integers(1, 3),

@@ -116,6 +116,7 @@ def test_tokens_are_those_of_one_engine(text_checkpoint: Path, bits: int) -> Non
         assert prefill.is_idle()
 
 
+@pytest.mark.deep
 def test_a_killed_prefill_server_costs_nobody_an_answer(
     text_checkpoint: Path, launch: Launch
 ) -> None:
