@@ -154,7 +154,7 @@ def test_a_mask_that_costs_too_much_is_remembered(
 
 
 @pytest.mark.parametrize(
-    "pattern", deep_except(["a{900000}"], ["a{900000}", "(ab){300000}", "(a{1000}b){1000}"])
+    "pattern", deep_except(["(ab){300000}"], ["a{900000}", "(ab){300000}", "(a{1000}b){1000}"])
 )
 def test_structures_that_are_slow_from_the_beginning_are_refused(demo: MoE, pattern: str) -> None:
     with pytest.raises(RequestError, match="takes more than"):
