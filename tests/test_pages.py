@@ -103,3 +103,18 @@ def test_every_dated_page_is_named_by_a_claim() -> None:
     wrong = [named(page) for page in DATED if page.name not in lists[named(page.parent)]]
     wrong += [named(page) for page in DATED if page.parts[-3] == "docs" and page.name not in text]
     assert wrong == []
+
+
+TIER = re.compile(r"`make (test|test-deep)` \(([^)]*)\)")
+
+
+@pytest.mark.parametrize("page", LIVING, ids=named)
+def test_claims_name_tests_of_their_tier(page: Path) -> None:
+    for tier, names in TIER.findall(page.read_text()):
+        for name in re.findall(r"`(tests/[^`]+)`", names):
+            found = [ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("test_*.py")
+            texts = [file.read_text() for file in found]
+            assert texts, name
+            quick = any("\npytestmark = pytest.mark.deep" not in text for text in texts)
+            deep = any("deep" in text for text in texts)
+            assert deep if tier == "test-deep" else quick, (tier, name)
