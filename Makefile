@@ -143,8 +143,10 @@ fuzz: $(DEV)
 	@$(PIP) "atheris>=3"
 	$(BIN)/python -m tests.fuzz --seconds $(SECONDS_EACH) $(ARGS)
 
-# Servers under load with faults, on one rank and on two, MINUTES each; benchmarks/chaos.py.
+# A server in bad surroundings, row by row, then under load with faults, on one rank and on two,
+# MINUTES each; benchmarks/surroundings.py, benchmarks/chaos.py.
 chaos: $(DEV)
+	$(BIN)/python -m benchmarks.surroundings
 	$(BIN)/python -m benchmarks.chaos --minutes $(MINUTES) $(ARGS)
 	$(BIN)/python -m benchmarks.chaos --minutes $(MINUTES) --ranks 2 $(ARGS)
 

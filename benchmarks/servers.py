@@ -12,14 +12,20 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Protocol
 
 import httpx
 
 from benchmarks.load_generator import Endpoint
-from benchmarks.memory_group import MemoryGroup
 
 ROOT = Path(__file__).parents[1]
 LOADING_S = 600
+
+
+class Surroundings(Protocol):
+    """Something that a command can run in."""
+
+    def command(self, command: Sequence[str]) -> list[str]: ...
 
 
 class ServerError(RuntimeError):
@@ -27,11 +33,23 @@ class ServerError(RuntimeError):
 
 
 class Server:
-    """A running server process and where it answers."""
+    """A running server process and where it answers.
 
-    def __init__(self, process: subprocess.Popen[bytes], endpoint: Endpoint) -> None:
+    Args:
+        log: what it says.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], endpoint: Endpoint, log: IO[bytes]
+    ) -> None:
         self.process = process
         self.endpoint = endpoint
+        self._log = log
+
+    def said(self) -> str:
+        """Return its log so far."""
+        size = os.fstat(self._log.fileno()).st_size
+        return os.pread(self._log.fileno(), size, 0).decode(errors="replace")
 
     def cpu_seconds(self) -> float:
         """Processor time it has taken so far, which a busy machine lengthens less than waiting."""
@@ -52,12 +70,13 @@ class Server:
 def moe_serve(
     model: Path,
     *settings: str,
-    within: MemoryGroup | None = None,
+    within: Surroundings | None = None,
     descriptors: int | None = None,
 ) -> Iterator[Server]:
     """``moe serve`` of this tree; each setting is a ``key=value`` of the profile.
 
     Args:
+        within: makes the command of what is to run there.
         descriptors: most that the server may have open; None: as many as this process.
     """
     port = _free_port()
@@ -101,11 +120,11 @@ def _running(command: Sequence[str], endpoint: Endpoint, ready: str) -> Iterator
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
         try:
+            server = Server(process, endpoint, log)
             if not _wait(process, endpoint.url + ready):
-                log.seek(0)
-                said = log.read().decode(errors="replace")[-2000:]
+                said = server.said()[-2000:]
                 raise ServerError(f"{' '.join(command)} did not get ready; it said: {said}")
-            yield Server(process, endpoint)
+            yield server
         finally:
             process.terminate()
             try:

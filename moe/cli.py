@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.run not in _ANYWHERE:
             _refuse_ranks()
         code: int = options.run(options)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except MoEError as error:
         _say(error)
         return 2
@@ -108,6 +110,11 @@ def command(run: Callable[[], int] = main) -> NoReturn:
         os._exit(code)
 
     atexit.register(end)  # the first to be registered is the last to be called
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        output = io.BufferedWriter(_Output(sys.stdout.fileno(), "w", closefd=False))
+        sys.stdout = io.TextIOWrapper(
+            output, sys.stdout.encoding, sys.stdout.errors, None, sys.stdout.line_buffering
+        )
     if isinstance(sys.stderr, io.TextIOWrapper):
         log = _Log(sys.stderr.fileno(), "w", closefd=False)
         sys.stderr = io.TextIOWrapper(
@@ -115,6 +122,23 @@ def command(run: Callable[[], int] = main) -> NoReturn:
         )
     code = run()
     sys.exit(code)
+
+
+class _Output(io.FileIO):
+    """Standard output. An error names it, as the system does not, and is raised once."""
+
+    _failed = False
+
+    def write(self, data: Any, /) -> int:
+        if self._failed:  # of a disk that is full: what waits in buffers is lost
+            return len(data)
+        try:
+            return super().write(data) or 0
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._failed, error.filename = True, "standard output"
+            raise
 
 
 class _Log(io.FileIO):

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Annotated, Any, Literal
 
 import torch
@@ -122,30 +122,34 @@ def save_calibration(
     model, files = fitted.calibrated.model, [PREDICTORS_FILE, TRACE_FILE]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST_FILE).unlink(missing_ok=True)
-        (folder / PREDICTORS_FILE).write_bytes(save(fitted.calibrated.tensors()))
-        trace.save(folder / TRACE_FILE)
-        manifest = CalibrationManifest(
-            model=fingerprint(config),
-            architecture=(getattr(config, "architectures", None) or ["?"])[0],
-            text=text,
-            tokens=trace.num_tokens,
-            vocabulary=model.vocabulary,
-            num_experts=model.num_experts,
-            rules=tuple(
-                SavedRouterRule(
-                    **{name: getattr(rule, name) for name in SavedRouterRule.model_fields}
-                )
-                for rule in model.rules
-            ),
-            unavailable=fitted.unavailable,
-            head_scores=dict(head_scores or {}),
-            made_by={name: version(name) for name in ("torch", "transformers")},
-            files={name: _digest(folder / name) for name in files},
-        )
-        (folder / MANIFEST_FILE).write_text(
-            manifest.model_dump_json(indent=1) + "\n", encoding="utf-8"
-        )
+        with TemporaryDirectory(dir=folder) as made:  # a full disk costs the new one, not the old
+            new = Path(made)
+            (new / PREDICTORS_FILE).write_bytes(save(fitted.calibrated.tensors()))
+            trace.save(new / TRACE_FILE)
+            manifest = CalibrationManifest(
+                model=fingerprint(config),
+                architecture=(getattr(config, "architectures", None) or ["?"])[0],
+                text=text,
+                tokens=trace.num_tokens,
+                vocabulary=model.vocabulary,
+                num_experts=model.num_experts,
+                rules=tuple(
+                    SavedRouterRule(
+                        **{name: getattr(rule, name) for name in SavedRouterRule.model_fields}
+                    )
+                    for rule in model.rules
+                ),
+                unavailable=fitted.unavailable,
+                head_scores=dict(head_scores or {}),
+                made_by={name: version(name) for name in ("torch", "transformers")},
+                files={name: _digest(new / name) for name in files},
+            )
+            (new / MANIFEST_FILE).write_text(
+                manifest.model_dump_json(indent=1) + "\n", encoding="utf-8"
+            )
+            (folder / MANIFEST_FILE).unlink(missing_ok=True)
+            for name in (*files, MANIFEST_FILE):
+                (new / name).replace(folder / name)
     except (OSError, SafetensorError) as error:
         raise _not_writable(folder, error) from error
 

@@ -121,7 +121,7 @@ class PrefixStore:
 
     def refuse(self, digest: bytes) -> None:
         """Delete a block that does not go on from what is before it."""
-        self._drop(self._path(digest), "has another layout")
+        self._drop(self._path(digest), "has another layout, or rows that are no numbers,")
 
     def num_stored(self, digests: Sequence[bytes]) -> int:
         """Return how many of these blocks are on disk, up to the first that is not."""

@@ -4,14 +4,18 @@
 
 `write_log` sends what all loggers say to stderr or a file, as text or as JSON lines. A thread
 writes: a reader that stops, or a full disk, holds up no request; lines without room in its queue
-are dropped and counted. `RequestLog` makes the lines of requests. None has a text of a client: what
-an error message quotes is left out, and a path is the route's.
+or on the disk are dropped, and the next line says how many. `RequestLog` makes the lines of
+requests. None has a text of a client: what an error message quotes is left out, and a path is the
+route's.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
+import os
 import queue
 import re
 import sys
@@ -120,19 +124,20 @@ def _word(value: object) -> str:
 
 
 class _Writer(logging.Handler):
-    """Writes lines in a thread of its own; says how many found no room in its queue.
+    """Writes lines in a thread of its own; says how many found no room, and where.
 
     Args:
-        stream: a text file.
+        file: without a buffer, so that a line is written or known to be lost.
         form: of the lines.
     """
 
-    def __init__(self, stream: Any, form: LogForm) -> None:
+    def __init__(self, file: io.RawIOBase, form: LogForm) -> None:
         super().__init__()
         self.setFormatter(_Formatter(form))
-        self._stream = stream
+        self._file = file
         self._waiting: queue.Queue[str | None] = queue.Queue(_MOST_WAITING)
-        self._dropped = 0
+        self._dropped = self._lost = 0
+        self._why_lost, self._is_torn = "", False
         self._thread: threading.Thread | None = threading.Thread(target=self._run, daemon=True)
         if not starts(self._thread):  # lines are written where they come from
             self._thread = None
@@ -145,9 +150,7 @@ class _Writer(logging.Handler):
         try:
             self._waiting.put_nowait(line)
             if self._dropped:
-                told = f"{self._dropped} lines of this log were dropped: it is not read in time"
-                about = ("moe", logging.WARNING, __file__, 0, told, None, None)
-                self._waiting.put_nowait(self.format(logging.LogRecord(*about)))
+                self._waiting.put_nowait(self._told(self._dropped, "it is not read in time"))
                 self._dropped = 0
         except queue.Full:
             self._dropped += 1
@@ -165,9 +168,28 @@ class _Writer(logging.Handler):
             self._write(line)
 
     def _write(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # a full disk, a reader that has gone: serving goes on
-            self._stream.write(f"{line}\n")
-            self._stream.flush()
+        try:
+            if self._lost:
+                self._put(self._told(self._lost, self._why_lost))
+                self._lost = 0
+            self._put(line)
+        except (OSError, ValueError) as error:  # a full disk, a reader that has gone: all goes on
+            self._lost += 1
+            self._why_lost = getattr(error, "strerror", None) or str(error)
+
+    def _put(self, line: str) -> None:
+        """Raises OSError if the whole line finds no room; its beginning may be there then."""
+        data = f"{line}\n".encode(errors="backslashreplace")
+        if self._is_torn:
+            data = b"\n" + data
+        while data:
+            if not (size := self._file.write(data)):
+                raise BlockingIOError(errno.EAGAIN, "it is not read in time")
+            data, self._is_torn = data[size:], size < len(data)
+
+    def _told(self, lines: int, why: str) -> str:
+        told = f"{lines} lines of this log were dropped: {why}"
+        return self.format(logging.LogRecord("moe", logging.WARNING, "", 0, told, None, None))
 
 
 @contextmanager
@@ -182,13 +204,11 @@ def write_log(level: str, file: str | None, form: LogForm) -> Iterator[None]:
     Raises:
         ProfileError: the file cannot be written.
     """
-    stream: Any = sys.stderr
-    if file is not None:
-        try:
-            stream = open(file, "a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
-        except OSError as error:
-            raise ProfileError(f"--log-file {file!r} cannot be written: {error.strerror}") from None
-    writer = _Writer(stream, form)
+    try:
+        raw = io.FileIO(file, "a") if file is not None else _stderr()
+    except OSError as error:
+        raise ProfileError(f"--log-file {file!r} cannot be written: {error.strerror}") from None
+    writer = _Writer(raw, form)
     everything, ours = logging.getLogger(), logging.getLogger("moe")
     levels = everything.level, ours.level
     everything.addHandler(writer)
@@ -201,6 +221,13 @@ def write_log(level: str, file: str | None, form: LogForm) -> Iterator[None]:
         everything.setLevel(levels[0])
         ours.setLevel(levels[1])
         writer.end()
-        if file is not None:
-            with suppress(OSError):
-                stream.close()
+        with suppress(OSError):
+            raw.close()
+
+
+def _stderr() -> io.FileIO:
+    """The file of stderr; where there is none, the one that forgets."""
+    try:
+        return io.FileIO(sys.stderr.fileno(), "w", closefd=False)
+    except (AttributeError, ValueError):  # closed from the start; replaced, as by a test
+        return io.FileIO(os.devnull, "w")

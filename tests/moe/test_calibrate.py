@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +18,12 @@ from moe.calibration.files import (
     CALIBRATION_FOLDER,
     MANIFEST_FILE,
     PREDICTORS_FILE,
+    TRACE_FILE,
     CalibrationManifest,
+    FittedPredictors,
     load_calibration,
     load_trace,
+    save_calibration,
 )
 from moe.cli import main
 from moe.commands.calibrate.calibrate import LEAST_TOKENS, calibrate_model, token_vectors
@@ -126,6 +132,31 @@ def test_a_model_loads_with_the_key_heads_that_look_up_the_most(
 def test_only_what_is_asked_for_is_read(demo: MoE, folder: Path) -> None:
     calibrated = load_calibration(folder, demo.config, experts(demo), ["token_table"])
     assert calibrated.sources.keys() == calibrated.weights.keys() == {"token_table"}
+
+
+@pytest.mark.parametrize("file", [PREDICTORS_FILE, TRACE_FILE, MANIFEST_FILE])
+def test_a_full_disk_costs_the_new_calibration_and_not_the_old(
+    demo: MoE, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(folder, old)
+    begin = {path.name: path.read_bytes() for path in folder.iterdir()}
+    trace = load_trace(old, demo.config, experts(demo))
+    fitted = FittedPredictors(load_calibration(old, demo.config, experts(demo)), {})
+    opened = Path.open
+
+    def full(path: Path, *how: Any, **more: Any) -> Any:
+        if path.name == file:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, *how, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", full)
+        with pytest.raises(CalibrationError, match="No space left on device"):
+            save_calibration(old, demo.config, "text", trace, fitted)
+    assert {path.name: path.read_bytes() for path in old.iterdir()} == begin
+    save_calibration(old, demo.config, "text", trace, fitted)
+    assert load_trace(old, demo.config, experts(demo)).num_tokens == trace.num_tokens
 
 
 def test_what_an_older_calibration_left_for_the_cache_is_ignored(

@@ -471,6 +471,16 @@ def test_the_command_line_is_frozen() -> None:
     }
 
 
+def test_output_that_cannot_be_written_is_said() -> None:
+    """Also where all of it waited in a buffer until the end."""
+    code = "from moe.cli import command; command()"
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", code, "settings", "kv_bits"]
+        told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert told.returncode == 1
+    assert told.stderr == "moe: [Errno 28] No space left on device: 'standard output'\n"
+
+
 def test_a_log_that_cannot_be_written_changes_no_exit_code() -> None:
     """Such as that of a rank that ends itself, whatever its threads wait for."""
     run = "print('x', file=sys.stderr, flush=True) or 7"

@@ -355,7 +355,7 @@ class DecodeRole(_Role):
             content = _read_block(response, most, partial(_code, self._secret, nonce, begin))
             block = decode_block(content, token_ids[begin : begin + BLOCK])
             if not cache.append_block(block, model.backbone.device):
-                raise ValueError("its blocks have another layout")
+                raise ValueError("its blocks have another layout, or rows that are no numbers")
         return cache
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import os
@@ -164,10 +166,34 @@ def test_a_log_that_nobody_reads_holds_up_nothing(capfd: pytest.CaptureFixture[s
     assert b"the last one" in text
 
 
-def test_a_disk_that_is_full_changes_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with write_log("info", "/dev/full", "text"):
-        logging.getLogger("moe").info("a line")
+def test_a_disk_that_is_full_costs_its_lines_and_the_next_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The system takes a part of a line, then nothing, then all again."""
+    room, write = [60], io.FileIO.write
+
+    class Disk(io.FileIO):
+        def write(self, data: Any, /) -> int:
+            if not room[0]:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            taken = write(self, data[: room[0]])
+            room[0] -= taken
+            return taken
+
+    monkeypatch.setattr("moe.server.log.io.FileIO", Disk)
+    monkeypatch.setattr("moe.server.log.starts", lambda _: False)  # lines are written at once
+    path, logger = tmp_path / "log", logging.getLogger("moe")
+    with write_log("info", str(path), "text"):
+        for number in range(4):
+            logger.info("line %d", number)
+        room[0] = 10_000
+        logger.info("line 4")
     assert capfd.readouterr().err == ""
+    lines = [line.partition("INFO ")[2] or line for line in path.read_text().splitlines()]
+    assert lines[0] == "line 0"
+    assert lines[-1] == "line 4"
+    assert lines[-2].endswith("WARNING 3 lines of this log were dropped: No space left on device")
+    assert len(lines) == 4  # and the beginning of line 1
 
 
 def test_a_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

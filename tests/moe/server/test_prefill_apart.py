@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -17,11 +17,14 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from kernels import ExpertWeights
 from moe import MoE
 from moe.commands.convert.convert import convert
 from moe.errors import ProfileError
+from moe.kv.block_codec import encode_block
+from moe.kv.layout import StoredBlock
 from moe.methods.prefill_apart import role as apart
 from moe.server.listener import bind
 from moe.server.roles import SERVER_ROLES
@@ -240,6 +243,51 @@ def test_a_server_that_only_says_that_it_is_there_is_given_up(
         assert answer(decode, body(1))[1] == 0
         assert outcomes(decode) == {"failed": 1.0}
         over.set()
+
+
+def _changed(block: StoredBlock, **other: int) -> StoredBlock:
+    layout = {layer: own._replace(**other) for layer, own in block.layout.items()}
+    return block._replace(layout=layout)
+
+
+LIES: dict[str, Callable[[StoredBlock, list[int]], Sequence[bytes | memoryview]]] = {
+    "no numbers": lambda block, ids: encode_block(
+        block._replace(rows=[torch.full_like(rows, 255) for rows in block.rows]), ids
+    ),
+    "other heads": lambda block, ids: encode_block(_changed(block, heads=5), ids),
+    "other sizes": lambda block, ids: encode_block(_changed(block, key_size=2**40), ids),
+    "a layer is missing": lambda block, ids: encode_block(
+        StoredBlock(dict(list(block.layout.items())[1:]), block.rows[1:]), ids
+    ),
+    "short rows": lambda block, ids: encode_block(
+        block._replace(rows=[rows[:-1] for rows in block.rows]), ids
+    ),
+    "other tokens": lambda block, ids: encode_block(block, ids[::-1]),
+    "half a block": lambda block, ids: encode_block(block, ids)[:-1],
+    "nothing": lambda block, ids: [],
+}
+
+
+def test_what_a_server_of_ours_says_wrongly_is_not_used(
+    text_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It knows the secret and the model, and its blocks are signed."""
+    with (
+        serving(text_checkpoint, "prefill") as prefill,
+        serving(text_checkpoint, "decode", servers=[prefill.url]) as decode,
+    ):
+        (role,) = decode.service.roles
+        assert isinstance(role, apart.DecodeRole)
+        for number, (lie, tell) in enumerate(LIES.items()):
+            with monkeypatch.context() as patch:
+                patch.setattr(apart, "encode_block", tell)
+                found = answer(decode, body(number))
+            assert found == (answer(prefill, body(number))[0], 0), lie
+            assert outcomes(decode) == {"failed": number + 1.0}, lie
+            assert caplog.messages[-1].endswith("; prompts are read here"), lie
+            role._servers[0].rests_until = 0.0
+        assert answer(decode, body(number + 1))[1] == 192
+        assert decode.is_idle()
 
 
 def test_other_secrets_and_other_models_are_refused(text_checkpoint: Path) -> None:
