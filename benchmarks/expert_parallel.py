@@ -6,8 +6,8 @@ Every launch is a fresh set of processes, one thread a rank where there are seve
 for one rank. Where the time is not enough for all launches (`--minutes`), those that matter less
 are left out and named. Tokens a second are of decode steps. "kB a token" are rows that ranks sent
 each other (there and back, all layers), beside the least that could be: each distinct (token, other
-rank) pair's row once there and once back; ids and sizes come on top. Overlap is off and on in turns
-within a launch. The cache limit leaves a quarter of all experts in each rank's memory. "Error" is
+rank) pair's row once there and once back; ids and sizes come on top. `--set` adds one more way
+of several ranks. The cache limit leaves a quarter of all experts in each rank's memory. "Error" is
 the largest of the first tokens' log probabilities, beside one rank.
 
 Imbalance is the heaviest rank's tokens over the mean, of the shipped model's texts and of Zipf's
@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import yaml
 
 from benchmarks.common import environment, print_header, print_json, print_table, several
 from benchmarks.dispatch_cost import dispatch_seconds
@@ -81,15 +82,14 @@ def show(figures: Sequence[dict[str, Any]], uneven: Sequence[dict[str, Any]]) ->
     rows = []
     for one in figures:
         if "error" in one:
-            rows.append((one["name"], one["error"][:20], *[""] * 7))
+            rows.append((one["name"], one["error"][:20], *[""] * 6))
             continue
         sent = one.get("bytes_out_a_token", 0.0) + one.get("bytes_back_a_token", 0.0)
         rows.append(
             (
                 one["name"],
-                _rate(one["tokens_per_s"]),
+                f"{one['tokens_per_s']:,.1f}",
                 "" if base is None else f"{one['tokens_per_s'] / base:.2f}",
-                _rate(one.get("overlap_on_tokens_per_s")),
                 f"{sent / 1e3:,.1f}",
                 f"{one.get('lower_bound_bytes_a_token', 0.0) / 1e3:,.1f}",
                 f"{one.get('meta_bytes_a_token', 0.0) / 1e3:,.1f}",
@@ -105,13 +105,9 @@ def show(figures: Sequence[dict[str, Any]], uneven: Sequence[dict[str, Any]]) ->
     )
 
 
-def _rate(tokens_per_s: float | None) -> str:
-    return "" if tokens_per_s is None else f"{tokens_per_s:,.1f}"
-
-
 WAYS = ("linear", "eplb", "ours")
 COLUMNS = (
-    *("", "tokens/s", "of 1 rank", "overlap on"),
+    *("", "tokens/s", "of 1 rank"),
     *("kB a token", "at least", "ids, sizes", "imbalance", "error"),
 )
 
@@ -129,7 +125,7 @@ def main() -> None:
     began, made = time.monotonic(), shape(target)
     dispatch_s = dispatch_costs(made, counts, options.batch)
     uneven = imbalances(counts, quick=options.quick)
-    found = points(target, counts, job, quick=options.quick)
+    found = points(target, counts, job, dict(options.settings), quick=options.quick)
     run(found, target, options.minutes * 60 - (time.monotonic() - began))
     alone: list[Any] = next((p.runs[0]["answers"] for p in found if p.ranks == 1 and p.runs), [])
     figures = [point.figures(made["layers"], alone) for point in found]
@@ -139,6 +135,11 @@ def main() -> None:
         | {"dispatch_s": dispatch_s}
         | {"environment": environment()}
     )
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    return key, yaml.safe_load(value)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -154,6 +155,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=16, help="sequences (%(default)s)")
     add("--prompt", type=int, default=32, help="tokens of a prompt (%(default)s)")
     add("--steps", type=int, default=24, help="decode steps of a round (%(default)s)")
+    add(
+        "--set",
+        dest="settings",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        type=_setting,
+        help="one more way of several ranks",
+    )
     add("--minutes", type=float, default=8.5, help="after which nothing is launched (%(default)s)")
     return parser
 

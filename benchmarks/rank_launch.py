@@ -14,14 +14,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from moe import MoE, SamplingParams
-from moe.parallel.coordinator import Coordinator
 
 ROOT = Path(__file__).parents[1]
 PROFILE = "expert-parallel"
@@ -72,14 +71,8 @@ def measure(
         return found
 
 
-def decode(
-    model: MoE, batch: int, prompt: int, steps: int, rounds: int, overlaps: Sequence[str]
-) -> dict[str, Any]:
-    """Tokens a second of decode steps, by their median time, and what was sent in all steps.
-
-    Args:
-        overlaps: ways of `parallel.overlap` that take turns.
-    """
+def decode(model: MoE, batch: int, prompt: int, steps: int, rounds: int) -> dict[str, Any]:
+    """Tokens a second of decode steps, by their median time, and what was sent in all steps."""
     draw = random.Random(0)
     vocabulary = len(model.codec.tokenizer) if model.codec.tokenizer else 1000
 
@@ -88,16 +81,10 @@ def decode(
 
     answers = _answers(model, prompts())
     _step_times(model, prompts(), min(steps, 4))  # warms up
-    times: dict[str, list[float]] = {overlap: [] for overlap in overlaps}
-    for _ in range(rounds):
-        for overlap in overlaps:
-            if isinstance(model._session, Coordinator):
-                settings = model._session._settings.model_copy(update={"overlap": overlap})
-                model._session._settings = settings
-            times[overlap] += _step_times(model, prompts(), steps)
+    times = [time for _ in range(rounds) for time in _step_times(model, prompts(), steps)]
     stats = model.stats()
     return {
-        "tokens_per_s": {overlap: batch / median(own) for overlap, own in times.items()},
+        "tokens_per_s": batch / median(times),
         "answers": answers,
         "ranks": (stats["parallel"] or {}).get("ranks", []),
         "offload": stats["offload"],

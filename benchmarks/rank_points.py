@@ -1,8 +1,4 @@
-"""The ways of running that `benchmarks.expert_parallel` compares, launched in turns within a time.
-
-One launch of several ranks decodes with every kind of overlap in turn; what else differs needs a
-launch of its own.
-"""
+"""Ways of running that `benchmarks.expert_parallel` compares, launched in turns within a time."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ LIMIT = 0.25
 """Share of all experts in a rank's memory where that is limited."""
 LIMITED_STEPS = 6
 """Decode steps where experts come from disk."""
-OVERLAPS = ("off", "on")
 
 
 @dataclass
@@ -56,13 +51,9 @@ class Point:
         """
         if not self.runs:
             return {"name": self.name, "ranks": self.ranks, "error": self.error}
-        first = self.job["overlaps"][0]
-        rates = [run["tokens_per_s"][first] for run in self.runs]
+        rates = [run["tokens_per_s"] for run in self.runs]
         found = {"name": self.name, "ranks": self.ranks, "tokens_per_s": median(rates)}
         found["runs_tokens_per_s"] = rates
-        for overlap in self.job["overlaps"][1:]:
-            turns = [run["tokens_per_s"][overlap] for run in self.runs]
-            found[f"overlap_{overlap}_tokens_per_s"] = median(turns)
         pairs = list(zip(self.runs[-1]["answers"], alone, strict=False))
         if pairs:
             found["tokens_alike"] = sum(a[0] == b[0] for a, b in pairs) / len(pairs)
@@ -83,25 +74,34 @@ class Point:
 
 
 def points(
-    target: Target, counts: Sequence[int], job: dict[str, Any], *, quick: bool
+    target: Target,
+    counts: Sequence[int],
+    job: dict[str, Any],
+    settings: dict[str, Any],
+    *,
+    quick: bool,
 ) -> list[Point]:
-    """All ways of running, those first that matter most."""
+    """All ways of running, those first that matter most.
+
+    Args:
+        settings: of one more way of several ranks; empty: there is none.
+    """
     longest = job["prompt"] * job["batch"]
     free, limited = target.settings(1, longest), target.settings(LIMIT, longest)
-    whole = job | {"overlaps": ["off"]}
-    few = whole | {"steps": min(job["steps"], LIMITED_STEPS), "rounds": 1}
+    few = job | {"steps": min(job["steps"], LIMITED_STEPS), "rounds": 1}
     first, more, last = [], [], []
     for ranks in counts:
         threads = {"threads": usable_cpus() if ranks == 1 else 1}
         name, both = (f"{ranks} ranks" if ranks > 1 else "1 rank"), threads | free
-        turns = job | {"overlaps": list(OVERLAPS[: 1 if quick else None])}
         launches = 1 if quick else 2
-        first.append(Point(name, ranks, both, turns if ranks > 1 else whole, launches))
+        first.append(Point(name, ranks, both, job, launches))
+        if ranks > 1 and settings:
+            first.append(Point(f"{name}, as set", ranks, both | settings, job, launches))
         if ranks > 1:
             summed = both | {"parallel.combine": "summed"}
-            more.append(Point(f"{name}, summed", ranks, summed, whole))
+            more.append(Point(f"{name}, summed", ranks, summed, job))
             int8 = both | {"parallel.payload": "int8", "lossless": False}
-            more.append(Point(f"{name}, int8", ranks, int8, whole))
+            more.append(Point(f"{name}, int8", ranks, int8, job))
         last.append(Point(f"{name}, 25 % of experts each", ranks, threads | limited, few))
     return first if quick else first + more + last
 

@@ -5,7 +5,7 @@
 - `KVAccount` (kv_account): the memory that sequences take, in tokens.
 - `SequenceGroup`, `PromptChunk`, `PrefillBatch` (prefill_batch): what a step reads.
 - `PrefillPlanner` (prefill_mode): which mode reads prompts, and where a layered batch sleeps.
-- `ModelRunner` (runner): the forward pass of a step and its new tokens; `run_overlapped` (overlap)
+- `ModelRunner` (runner): the forward pass of a step and its new tokens
   hides the exchange between ranks behind the other half of a step.
 - `PrefixCache` (prefix_cache): keys and values of prompts that others begin with.
 - `RequestOrder` (request_order): the order of waiting requests, where a method brings one.

@@ -39,13 +39,11 @@ class ScheduledStep:
         decode: running sequences.
         prefill: runs its current layer group in this step; None if no prompt is read.
         spare_tokens: further tokens that fit in the KV cache.
-        overlap: on several ranks, run as two micro-batches (`moe.engine.overlap`).
     """
 
     decode: list[RunningSequence]
     prefill: PrefillBatch | None
     spare_tokens: float = 0
-    overlap: bool = False
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ takes too long holds its logits and is left out of passes until it is known.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from moe.engine.in_flight import DrawingStep, End, Lost, Outcome, StepInFlight, num_unread
-from moe.engine.overlap import run_overlapped
 from moe.engine.pinning import PinnedThreads
 from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep
+from moe.hooks import Hook
 from moe.kv.sequence_cache import SequenceCache
 from moe.network.backbone import SHORT, Backbone
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
@@ -41,6 +41,10 @@ from moe.speculate.draft import PLAIN
 from moe.speculate.speculator import Speculator
 from offload.errors import OffloadError
 
+RunHalves = Callable[[Sequence[Sequence[Lane]], MoELayers, Mapping[Lane, int] | None], None]
+HALVES = Hook[RunHalves]("run_halves")
+"""Runs the lanes of a step in two halves, on several ranks, up to where each pauses; see
+`moe.network.lanes.run_lanes`."""
 MASKS_S = 0.02
 """Seconds that all sequences of a step together wait for what their structures allow."""
 
@@ -53,6 +57,7 @@ class ModelRunner:
         experts: its MoE layers.
         speculator: drafts tokens before a step, which the step then verifies; None for no drafts.
         cpus: where the threads of a step stay, one each; none: where the system puts them.
+        run_halves: runs a step on several ranks in two halves; None: it is run as a whole.
     """
 
     def __init__(
@@ -61,10 +66,12 @@ class ModelRunner:
         experts: MoELayers,
         speculator: Speculator | None = None,
         cpus: Sequence[int] = (),
+        run_halves: RunHalves | None = None,
     ) -> None:
         self.backbone = backbone
         self.experts = experts
         self._pinned = PinnedThreads(cpus)
+        self._run_halves = run_halves
         self._speculator = speculator
         self._prefill_pass: PrefillPass | None = None
 
@@ -90,7 +97,7 @@ class ModelRunner:
             proposed = speculator.propose(decode, step.spare_tokens)
         drafts = proposed or [PLAIN] * len(decode)
         runs_ahead = self._speculator is None and step.prefill is None and self.backbone.runs_ahead
-        lent = runs_ahead and not step.overlap and _read_at_once(decode)
+        lent = runs_ahead and self._halves is None and _read_at_once(decode)
         tokens = [
             Work(
                 [*self._next(s, count), *draft.tokens],
@@ -106,7 +113,7 @@ class ModelRunner:
             self.experts.begin(_contexts(decode, tokens, wanted), forecast)
         for sequence in decode:
             sequence.sampler.begin_mask()
-        logits = self._forward(tokens, prefill, step.overlap)
+        logits = self._forward(tokens, prefill)
         last = prefill if prefill is not None and prefill.batch.is_last_layer_group else None
         _limit_waiting([*step.decode, *(last.sequences if last is not None else ())])
         ends = [
@@ -131,7 +138,7 @@ class ModelRunner:
         caches = {s: (s.cache, s.cache.length) for s in step.decode if s.cache is not None}
         lent = self.backbone.runs_ahead and _read_at_once(step.decode)
         work = [Work([0], cache, ahead=tokens[s], lent=lent) for s, (cache, _) in caches.items()]
-        logits = self._forward(work, None, overlap=False)
+        logits = self._forward(work, None)
         ends = [End(s, rows, lost=lost) for s, (rows, lost) in zip(caches, logits, strict=True)]
         return DrawingStep(ends, runs_ahead=self.backbone.runs_ahead, behind=caches)
 
@@ -148,6 +155,11 @@ class ModelRunner:
             self._prefill_pass.cancel()
             self._prefill_pass = None
 
+    @property
+    def _halves(self) -> RunHalves | None:
+        """What runs a step in two halves, while other ranks serve experts."""
+        return None if self.experts.dispatcher.local else self._run_halves
+
     def end(self, sequences: Sequence[RunningSequence]) -> None:
         """These have ended; nothing is kept of them here."""
 
@@ -156,23 +168,24 @@ class ModelRunner:
         return {}
 
     def _forward(
-        self, tokens: Sequence[Work], prefill: PrefillPass | None, overlap: bool
+        self, tokens: Sequence[Work], prefill: PrefillPass | None
     ) -> list[tuple[Tensor | Exception, Lost | None]]:
         """Logits of each sequence's tokens, with `End.lost`; the prefill pass runs to its end or
         its next pause."""
         with self._pinned:
-            return self._compute(tokens, prefill, overlap)
+            return self._compute(tokens, prefill)
 
     def _compute(
-        self, tokens: Sequence[Work], prefill: PrefillPass | None, overlap: bool
+        self, tokens: Sequence[Work], prefill: PrefillPass | None
     ) -> list[tuple[Tensor | Exception, Lost | None]]:
-        cut = len(tokens) // 2 if overlap and prefill is None else len(tokens)
+        run_halves = self._halves
+        cut = len(tokens) // 2 if run_halves and prefill is None else len(tokens)
         parts = [tokens[:cut], tokens[cut:]]
         lanes = [self.backbone.lanes(part, "decode") for part in parts]
         pauses = prefill.pauses() if prefill else None
         others = prefill.lanes if prefill else lanes[1]
-        if overlap:
-            run_overlapped((lanes[0], others), self.experts, pauses)
+        if run_halves is not None:
+            run_halves((lanes[0], others), self.experts, pauses)
         else:
             run_lanes([*others, *lanes[0]], self.experts.run, pause_at=pauses)
         found = []

@@ -66,7 +66,7 @@ class Coordinator:
         expected_load: ExpectedLoad | None = None,
     ) -> None:
         self.links, self.worker = links, worker
-        self._settings, self._expected_load = settings, expected_load
+        self._expected_load = expected_load
         self._numbers = itertools.count(1)
         self._engines = itertools.count()
         self.ended_engines: deque[int] = deque()
@@ -108,7 +108,6 @@ class Coordinator:
             "ended_engines": ended,
             "moves": self._moves(),
             "reset": reset,
-            "overlap": bool(others) and self._settings.overlap == "on",
         }
         for rank in others:
             self.links.send(rank, message | {"order": orders[rank]})
@@ -165,14 +164,10 @@ class Coordinator:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """Return counts of what the ranks have sent, for JSON; from any thread.
-
-        ``halves_take`` is empty: whether overlapped steps pay is no longer measured while serving.
-        """
+        """Return counts of what the ranks have sent, for JSON; from any thread."""
         sent = [(rank, self.traffic.get(rank)) for rank in self.links.ranks]
         ranks = [own and {"rank": rank, **own} for rank, own in sent]
-        overlap: dict[str, Any] = {"mode": self._settings.overlap, "halves_take": {}}
-        return {"ranks": ranks, "overlap": overlap}
+        return {"ranks": ranks}
 
     def reset_statistics(self) -> None:
         """Count from the next step on."""

@@ -16,7 +16,7 @@ import torch
 from experts.dispatch import RowKind
 from moe.engine.borrowing import kv_borrowing
 from moe.engine.pinning import pinned_cpus
-from moe.engine.runner import ModelRunner
+from moe.engine.runner import HALVES, ModelRunner
 from moe.loaded import LoadedModel
 from moe.loading.hub import experts_per_token, resolve_model
 from moe.loading.memory_plan import GIB
@@ -165,7 +165,8 @@ class Ranks:
         def new_mirror() -> EngineMirror:
             borrowing = kv_borrowing(offloaded, loaded.memory_plan, profile.offload)
             cpus, _ = pinned_cpus(profile, loaded.backbone.device)
-            runner = ModelRunner(loaded.backbone, loaded.experts, speculator, cpus)
+            halves = next(iter(HALVES.filled(profile)), None)
+            runner = ModelRunner(loaded.backbone, loaded.experts, speculator, cpus, halves)
             if loaded.writer is not None:
                 runner = loaded.writer.runner(loaded.backbone, loaded.experts)
             return EngineMirror(runner, loaded.logits_size, loaded.structures, borrowing)

@@ -350,8 +350,8 @@ class EngineMirror:
         self._batch = None
         self._runner.keep_prefill(None)
 
-    def run(self, order: Message, overlap: bool) -> Message:
-        """Apply an order and compute its step, overlapped or not; the reply."""
+    def run(self, order: Message) -> Message:
+        """Apply an order and compute its step; the reply."""
         self._apply(order)
         if self._borrowing is not None:
             self._borrowing.resize_for(order["used"])
@@ -360,7 +360,7 @@ class EngineMirror:
         for sequence, (_, cache) in zip(decode, order["decode"], strict=True):
             sequence.attach(self._caches[cache])
         spare = float("inf") if order["spare"] is None else order["spare"]
-        outcomes = self._runner.run(ScheduledStep(decode, self._batch, spare, overlap))
+        outcomes = self._runner.run(ScheduledStep(decode, self._batch, spare))
         self._settle_batch()
         lengths = [self._caches[cache].length for _, cache in order["decode"]]
         for sequence in decode:

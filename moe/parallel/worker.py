@@ -165,7 +165,7 @@ class RankWorker:
         visits = self._experts.visits[slice(*message["visits"])]
         try:
             with self._experts.lockstep(visits, self.dispatcher):
-                reply = mirror.run(message["order"], message["overlap"])
+                reply = mirror.run(message["order"])
         except ExchangeError:
             self._leave()
             raise

@@ -399,10 +399,6 @@ class ParallelSettings(Settings):
     ranks anyway; half of them, between processes of one machine. On GPUs, summed rows of up to 256
     tokens of a rank."""
 
-    overlap: Annotated[Literal["auto", "on", "off"], Off] = "auto"
-    """on: a step runs in two halves, one of which computes while rows of the other are sent. auto:
-    off, because halves were slower wherever they were measured."""
-
 
 def _check_network(text: str) -> str:
     try:

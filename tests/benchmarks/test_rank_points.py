@@ -29,7 +29,7 @@ class Clock:
         self.launched.append(ranks)
         if ranks > 2:
             raise rank_points.LaunchError("ended")
-        return {"tokens_per_s": {"off": 100.0 * ranks}, "answers": [[5, -1.0]]}
+        return {"tokens_per_s": 100.0 * ranks, "answers": [[5, -1.0]]}
 
 
 @pytest.fixture
@@ -41,9 +41,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def ways() -> list[Point]:
-    return [
-        Point(f"{ranks} ranks", ranks, {}, {"overlaps": ["off"]}, launches=2) for ranks in (1, 2, 3)
-    ]
+    return [Point(f"{ranks} ranks", ranks, {}, {}, launches=2) for ranks in (1, 2, 3)]
 
 
 def test_everybody_is_launched_once_before_anybody_is_again(clock: Clock) -> None:

@@ -111,7 +111,6 @@ def test_the_keys_are_these() -> None:
         "parallel.combine",
         "parallel.payload",
         "parallel.buffer_rows",
-        "parallel.overlap",
         "server.max_waiting",
         "server.max_body_bytes",
         "server.read_timeout_s",

@@ -32,7 +32,7 @@ from experts.dispatch.native import NativeDispatch
 from experts.manifest import read_manifest
 from experts.placement import Placement, linear
 from moe import MoE
-from moe.engine.overlap import run_overlapped
+from moe.engine.runner import HALVES
 from moe.hooks import methods
 from moe.kv.sequence_cache import SequenceCache
 from moe.loading.memory_plan import GIB
@@ -54,6 +54,7 @@ SETTINGS: dict[str, Any] = {
 }
 STEPS = 6
 CARRIED = tuple(f"device-{one.name}" for one in methods() if "dispatcher" in one.hooks)
+HALVES_WAYS = tuple("halves" for one in methods() if HALVES.name in one.hooks)
 DEVICE_WAYS = ("device", "device-exact", *CARRIED)
 """`DeviceDispatcher`: its tensors are in main memory, and gloo moves them. "deep_ep": prompts by a
 stand-in for its kernels."""
@@ -167,7 +168,8 @@ def read(model: MoE, ranks: Ranks) -> dict[int, list[Tensor]]:
             with ranks.together(everywhere[first:end]):
                 if ranks.halves:
                     both = list(lanes.values())
-                    run_overlapped((both[::2], both[1::2]), model.experts, pauses)
+                    (run_halves,) = HALVES.of_all()
+                    run_halves((both[::2], both[1::2]), model.experts, pauses)
                 else:
                     each = list(dict.fromkeys(lanes.values()))
                     run_lanes(each, model.experts.run, pause_at=pauses)
@@ -213,7 +215,7 @@ def main(directory: Path, rank: int) -> None:
         resident = MoE.from_pretrained(store, SETTINGS)
         local = read(resident, Ranks(resident))
         quarter = open_quarter(store, resident, bits)
-        ways = ("exact", "summed", "halves", "joint")
+        ways = ("exact", "summed", *HALVES_WAYS, "joint")
         cases = product((resident, quarter), exchanges, (0, 3), ways)
         for model, size, extra, how in cases:
             residency = "resident" if model is resident else "quarter"

@@ -75,7 +75,6 @@ class Loopback:
             "ended_engines": [],
             "moves": None,
             "reset": False,
-            "overlap": False,
         }
         message = still | message
         replies = {}

@@ -20,7 +20,7 @@ from kernels.cpu import choose_kernel
 from moe.commands.convert.convert import convert
 from moe.settings import ModelSettings
 from tests.parallel import receipts_worker
-from tests.parallel.receipts_worker import DEVICE_WAYS, PROMPTS, RANKS, SECONDS, STEPS
+from tests.parallel.receipts_worker import DEVICE_WAYS, HALVES_WAYS, PROMPTS, RANKS, SECONDS, STEPS
 
 pytestmark = pytest.mark.deep  # four processes, and 48 cases
 
@@ -52,7 +52,7 @@ def expected_rows(size: int) -> int:
     return (len(PROMPTS) - (size == 4)) * STEPS
 
 
-WAYS = ("exact", "halves", "joint")
+WAYS = ("exact", *HALVES_WAYS, "joint")
 CASES = list(product((8, 16), ("resident", "quarter"), (2, 4), (0, 3), WAYS))
 
 

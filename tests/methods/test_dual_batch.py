@@ -16,7 +16,7 @@ from torch import Tensor
 from experts.dispatch import AllToAllDispatcher, DeviceDispatcher, Exchange, ExchangeError
 from experts.placement import linear
 from kernels import experts_forward
-from moe.engine.overlap import run_overlapped
+from moe.methods.dual_batch.halves import run_halves
 from moe.network.lanes import ExpertCall, Lane, LaneState, call_experts
 from moe.network.moe_layer import MoELayers
 from tests.experts.dispatch_cases import ThreadExchange, on_ranks
@@ -70,9 +70,9 @@ def test_halves_give_the_same_bits(seed: int, ranks: int) -> None:
         halves = [[lane for lane, case in lanes.items() if case[0] == half] for half in (0, 1)]
         paused = {lane: 1 for lane in lanes if random.random() < 0.5}
         with experts.lockstep(range(1)):
-            run_overlapped(halves, experts, paused | dict.fromkeys(lanes, 1))
+            run_halves(halves, experts, paused | dict.fromkeys(lanes, 1))
         with experts.lockstep(range(1, LAYERS)):
-            run_overlapped(halves, experts)
+            run_halves(halves, experts)
         for lane, (_, visited, number, fails_at) in lanes.items():
             if fails_at in visited:
                 with pytest.raises(ValueError, match="a lane fails"):
@@ -135,7 +135,7 @@ def test_shared_experts_run_while_rows_come_back(halves: bool, fails: bool) -> N
         lanes = [Lane(forward) for _ in range(2 if halves else 1)]
         with experts.lockstep(range(1)):
             if halves:
-                run_overlapped((lanes[:1], lanes[1:]), experts)
+                run_halves((lanes[:1], lanes[1:]), experts)
             else:
                 lanes[0].start()
                 assert lanes[0].call is not None
@@ -175,4 +175,4 @@ def test_a_lost_rank_ends_the_lanes_of_both_halves() -> None:
 
 def halved(experts: MoELayers, lanes: list[Lane[Tensor]]) -> None:
     with experts.lockstep(range(2)):
-        run_overlapped((lanes[:1], lanes[1:]), experts)
+        run_halves((lanes[:1], lanes[1:]), experts)

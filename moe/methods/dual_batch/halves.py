@@ -1,9 +1,5 @@
-"""Dual micro-batches (``parallel.overlap``): one half of a step computes while the other's rows are
-exchanged between ranks.
-
-All ranks visit the layers of the pass in the same order, with both halves at each layer: dispatch
-the first half's rows, compute the second half up to the layer and dispatch its rows, run the
-experts for the first half, then for the second. A half without tokens still takes part.
+"""`run_halves`: at each layer, dispatch the first half's rows, compute the second half up to there
+and dispatch its rows, run the experts for the first half, then for the second.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from moe.network.lanes import Lane, LaneState
 from moe.network.moe_layer import MoELayers, serve
 
 
-def run_overlapped(
+def run_halves(
     halves: Sequence[Sequence[Lane]],
     experts: MoELayers,
     pause_at: Mapping[Lane, int] | None = None,
