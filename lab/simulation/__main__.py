@@ -9,24 +9,20 @@ over links of the given GB/s and microseconds: the shipped model's on held-out t
 up to 32 ranks), and drawn one (256 experts, top-8, log-normal popularity). Experts are in the order
 of their ids, or with 25 % copies placed by EPLB on other tokens and chosen for each step; in one
 lane, or in two that overlap. The costs of computing are those fitted to CloudMatrix384.
-
-Then it simulates prefill apart from decode (`moe.commands.plan.prefill_apart`): groups of 32 ranks,
-whose prompts take the time that CloudMatrix384 has published and whose decode steps that of the
-first simulation, dealt into those that read and those that decode. Prompts of 2,048 tokens and
-answers of 256 keep 60 % of the groups busy. The last line is one JSON object.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import environment, print_header, print_json, print_table, several
 from experts.placement import eplb, linear
-from lab.simulation.costs import Network
+from lab.simulation.costs import Network, add_network, network_of
 from lab.simulation.published import (
     LAYERS,
     OUT_BYTES,
@@ -38,19 +34,6 @@ from lab.simulation.published import (
 from lab.simulation.routing import TOKENS, Routed, drawn_routing, text_routing
 from lab.simulation.runs import against
 from lab.simulation.simulator import lanes_of, simulate
-from moe.commands.plan.prefill_apart import (
-    PROMPT,
-    EngineCosts,
-    compare,
-    recommend,
-    typical_load,
-)
-
-NODE, GROUP = 8, 32
-PREFILL_RATE = 6688 / 2
-"""Prompt tokens a second of a die, CloudMatrix384 (arXiv 2506.12708)."""
-KV_BYTES = 61 * 576 * 2
-"""Of a token of DeepSeek-R1 in bf16."""
 
 
 def scale(routed: Routed, ranks: int, network: Network, fixed: float) -> list[dict[str, Any]]:
@@ -82,44 +65,6 @@ def scale(routed: Routed, ranks: int, network: Network, fixed: float) -> list[di
     return found
 
 
-def decode_step(routed: Routed, ranks: int, network: Network, fixed: float, tokens: int) -> float:
-    """Seconds of a decode step with so many tokens a rank, 25 % copies, in one lane."""
-    experts = routed.experts
-    copied = -(-experts * 5 // 4 // ranks) * ranks
-    costs, _ = die(fixed, experts=experts / ranks)
-    placed = [eplb(loads_E, copied, ranks) for loads_E in routed.loads(1)]
-    lanes = lanes_of(routed.tokens(tokens * ranks, 0), placed, 1)
-    return simulate(lanes, SIMULATED_LAYERS, costs, network).seconds / SIMULATED_LAYERS * LAYERS
-
-
-def apart(routed: Routed, ranks: Sequence[int], network: Network, fixed: float) -> list[Any]:
-    """Prefill and decode together and apart: of each number of ranks, the groups together, the
-    best split, and whether it is recommended."""
-    few, many = (decode_step(routed, GROUP, network, fixed, n) for n in (TOKENS // 4, TOKENS))
-    slope = (many - few) / (TOKENS - TOKENS // 4)
-
-    # A sequence of an engine stands for one on each rank of its group, which go in step.
-    costs = EngineCosts(
-        step_s=lambda batch: max(few + slope * (batch - TOKENS // 4), few / 2),
-        chunk_s=lambda tokens: tokens / PREFILL_RATE,
-        chunk_tokens=512,
-        handover_s=PROMPT * KV_BYTES / network.far + network.latency_s,
-    )
-    found = []
-    for count in ranks:
-        groups = count // GROUP
-        served = compare(costs, groups, typical_load(costs, groups, batch=TOKENS))
-        split, why = recommend(served)
-        splits = served[1:]
-        best = split or min(splits, key=lambda each: each.ttft_p99, default=None)
-        found += [
-            {"ranks": count, "recommended": one is split, "why": why, **one.as_dict()}
-            for one in (served[0], best)
-            if one is not None
-        ]
-    return found
-
-
 def main() -> None:
     options = _parser().parse_args()
     print_header(environment())
@@ -138,7 +83,7 @@ def main() -> None:
                 for r in runs
             ],
         )
-    network = Network(NODE, options.near * 1e9, options.far * 1e9, options.latency * 1e-6)
+    network = network_of(options)
     ranks = options.ranks or ([8, 64] if options.quick else [8, 32, 128, 320])
     few = [count for count in ranks if count <= 32]
     replayed = [(text_routing(max(few)), few)] if few else []
@@ -159,21 +104,8 @@ def main() -> None:
             for p in points
         ],
     )
-    drawn, _ = replayed[-1]
-    groups = [count for count in ranks if count >= 2 * GROUP]
-    served = apart(drawn, groups, network, system["fixed_share"]) if groups else []
-    print_table(
-        f"prefill apart, groups of {GROUP} ranks",
-        ("ranks", "groups", "TBT p50, ms", "p99", "TTFT p50, s", "p99", "recommended"),
-        [
-            (str(s["ranks"]), s["name"], f"{1e3 * s['tbt_p50']:.0f}", f"{1e3 * s['tbt_p99']:.0f}")
-            + (f"{s['ttft_p50']:.2f}", f"{s['ttft_p99']:.2f}", "yes" * s["recommended"])
-            for s in served
-        ],
-    )
     print_json(
         {"deep_ep": kernels, "cloud_matrix": system, "runs": runs, "points": points}
-        | {"prefill_apart": served}
         | {"row_bytes": OUT_BYTES, "environment": environment()}
     )
 
@@ -210,9 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--quick", action="store_true", help="fewer ranks")
     add("--ranks", **several(int), help="one or several numbers (default: 8 32 128 320)")
-    add("--near", type=float, default=160.0, help="GB/s within nodes of 8 (%(default)s)")
-    add("--far", type=float, default=50.0, help="GB/s between them (%(default)s)")
-    add("--latency", type=float, default=37.0, help="microseconds of an exchange (%(default)s)")
+    add_network(parser)
     add("--against", metavar="FILE", help="output of benchmarks.expert_parallel to be held to")
     return parser
 

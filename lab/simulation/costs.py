@@ -5,6 +5,7 @@ Legend: R ranks.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,6 +43,19 @@ class Network:
         first = start_R.min()
         end_R = np.maximum(np.maximum(sent_R.max(), first + taking_R), start_R)
         return np.asarray(end_R + self.latency_s + self.peer_s * (len(start_R) - 1))
+
+
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `network_of`."""
+    add = parser.add_argument
+    add("--near", type=float, default=160.0, help="GB/s within nodes of 8 (%(default)s)")
+    add("--far", type=float, default=50.0, help="GB/s between them (%(default)s)")
+    add("--latency", type=float, default=37.0, help="microseconds of an exchange (%(default)s)")
+
+
+def network_of(options: argparse.Namespace) -> Network:
+    """Return the network that a command's options describe."""
+    return Network(8, options.near * 1e9, options.far * 1e9, options.latency * 1e-6)
 
 
 @dataclass(frozen=True)

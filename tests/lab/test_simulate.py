@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.dispatch_cost import dispatch_seconds, drawn
 from experts.dispatch.all_to_all import CombineMode
 from experts.placement import linear
-from lab.simulation.__main__ import apart, scale
+from lab.simulation.__main__ import scale
 from lab.simulation.costs import Costs, Network
 from lab.simulation.published import deep_ep
 from lab.simulation.routing import Routed
@@ -112,9 +112,6 @@ def test_copies_shorten_steps_at_many_ranks() -> None:
     in_order, copied = (next(p for p in points if p["placement"] == n) for n in PLACED)
     assert copied["imbalance"] < 1.1 < in_order["imbalance"]
     assert copied["step_ms"] < in_order["step_ms"]
-    together, split = apart(routed, [64], Network(8, 160e9, 50e9, 37e-6), fixed=0.3)
-    assert split["tbt_p99"] < 0.5 * together["tbt_p99"]
-    assert (together["prefill"], split["prefill"]) == (0, 1)
 
 
 PLACED = ("in order", "25 % copies")

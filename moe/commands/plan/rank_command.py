@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -18,20 +18,13 @@ from moe.cache_dir.proofs import proofs_of
 from moe.commands.console import stdout_console
 from moe.commands.plan.command import check_settings, disk_of, flops_a_token, model_sizes
 from moe.commands.plan.decode_speed import BATCHES, Bandwidths, DecodeSizes, Locality
-from moe.commands.plan.prefill_apart import (
-    ANSWER,
-    PROMPT,
-    EngineCosts,
-    Served,
-    compare,
-    typical_load,
-)
-from moe.commands.plan.prefill_apart import recommend as recommend_prefill
 from moe.commands.plan.ranks import (
     LAYERS,
+    EngineCosts,
     Machine,
     ModelNeeds,
     PromptNeeds,
+    RankAdvice,
     RankForecast,
     RankPlan,
     Traffic,
@@ -43,6 +36,7 @@ from moe.commands.plan.ranks import (
 from moe.commands.plan.speeds import Link, MachineSpeeds, given_link
 from moe.commands.plan.traced_routing import TracedRouting, known_routing
 from moe.errors import ProfileError, UnsupportedModelError
+from moe.hooks import Hook
 from moe.loading.hub import reach_model
 from moe.loading.memory_plan import GIB
 from moe.memory.budget import LEAST_POOL
@@ -51,6 +45,9 @@ from moe.settings import Profile
 from moe.settings.device import use_device
 from moe.settings.profile import LoadedProfile
 
+RANK_ADVICE = Hook[Callable[[EngineCosts | None, int], RankAdvice]]("rank_advice")
+"""Judges whether so many independent ranks would gain by a method, by what an engine's work costs
+on each; None: a model does not fit there."""
 MAX_RANKS = 320  # each takes the plan a second and more
 NETWORK = Link(1.25e9, 50e-6, "taken, as of 10 Gb/s Ethernet; --network GB/s,microseconds says it")
 
@@ -62,8 +59,7 @@ class RanksPlan:
     plans: list[RankPlan]
     machine: Machine
     advice: str
-    prefill_advice: str
-    prefill: list[Served]
+    more: list[RankAdvice]
     assumptions: list[str]
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,11 +68,10 @@ class RanksPlan:
             "plans": [plan.as_dict() for plan in self.plans],
             "machine": asdict(self.machine),
             "advice": self.advice,
-            "prefill_apart": {
-                "advice": self.prefill_advice,
-                "simulated": [served.as_dict() for served in self.prefill],
-            },
             "assumptions": self.assumptions,
+            **{
+                one.name: {"advice": one.advice, "simulated": [*one.simulated]} for one in self.more
+            },
         }
 
 
@@ -169,22 +164,10 @@ def plan_many(
     advice = f"none of these, the experts do not fit: {why_resident}"
     if (chosen := recommend(plans, BATCHES[-1])) is not None:
         advice = f"{chosen[0].name}: {chosen[1]}"
-    prefill_advice, prefill = prefill_apart(forecast.engine_costs(ranks, prompts), ranks)
-    assumptions = _assumptions(machine, locality, prompts)
-    return RanksPlan(plans, machine, advice, prefill_advice, prefill, assumptions)
-
-
-_APART = "Prefill apart (methods.prefill_apart.role)"
-
-
-def prefill_apart(costs: EngineCosts | None, ranks: int) -> tuple[str, list[Served]]:
-    """Judge whether some of so many independent ranks should only read prompts, and return the
-    figures."""
-    if costs is None:
-        return f"{_APART}: no, a model must fit into each rank for it.", []
-    served = compare(costs, ranks, typical_load(costs, ranks))
-    split, why = recommend_prefill(served)
-    return f"{_APART}: {'yes' if split else 'no'}, {why}.", served
+    costs = forecast.engine_costs(ranks, prompts)
+    more = [advise(costs, ranks) for advise in RANK_ADVICE.of_all()]
+    assumptions = _assumptions(machine, locality, prompts, more)
+    return RanksPlan(plans, machine, advice, more, assumptions)
 
 
 def model_needs(planned: PlannedModel, settings: Profile) -> ModelNeeds:
@@ -226,7 +209,9 @@ def expected_traffic(
     return traffic(placements, steps_SLBK[len(steps_SLBK) // 2 :])
 
 
-def _assumptions(machine: Machine, locality: Locality, prompts: PromptNeeds) -> list[str]:
+def _assumptions(
+    machine: Machine, locality: Locality, prompts: PromptNeeds, more: Sequence[RankAdvice]
+) -> list[str]:
     disk = "" if machine.speeds.disk is None else f", disk {machine.speeds.disk / 1e9:.2f} GB/s"
     return [
         f"Routing: {locality.how}.",
@@ -236,9 +221,11 @@ def _assumptions(machine: Machine, locality: Locality, prompts: PromptNeeds) -> 
         f"Nodes exchange: {machine.network}.",
         "Steps are decode steps: bytes over bandwidths, one path after the other. Arithmetic is "
         "not counted.",
-        f"Prefill apart: simulated on as many independent ranks, prompts of {PROMPT:,} new tokens "
-        f"in chunks of {prompts.chunk_tokens} and answers of {ANSWER} that keep 60 % of them busy; "
-        f"{prompts.flops_per_s / 1e9:,.0f} GFLOP/s a node (measured here).",
+        *(
+            f"{one.assumption} {prompts.flops_per_s / 1e9:,.0f} GFLOP/s a node (measured here)."
+            for one in more
+            if one.assumption
+        ),
     ]
 
 
@@ -261,5 +248,5 @@ def show(made: RanksPlan, console: Console) -> None:
         )
     console.print(table)
     console.print()
-    for line in (f"Take {made.advice}.", made.prefill_advice, *made.assumptions):
+    for line in (f"Take {made.advice}.", *(one.advice for one in made.more), *made.assumptions):
         console.print(line, soft_wrap=True)

@@ -28,7 +28,6 @@ from moe.commands.plan.decode_speed import (
     Locality,
     UniformRouting,
 )
-from moe.commands.plan.prefill_apart import PROMPT, EngineCosts
 from moe.commands.plan.speeds import Link
 
 WORTHWHILE = 1.05
@@ -41,6 +40,45 @@ STEPS, LAYERS = 24, 4
 def exchanges(ranks: int, slots: float, near: bool) -> int:
     """Exchanges of a layer: ids, rows and results, or 2 if rows go along with the ids."""
     return 2 if should_inline_rows(ranks, slots, near) else 3
+
+
+@dataclass(frozen=True)
+class EngineCosts:
+    """Seconds of an engine's work.
+
+    Attributes:
+        step_s: of a decode step, by its number of sequences.
+        chunk_s: of so many tokens of a prompt.
+        chunk_tokens: most prompt tokens of a step.
+        handover_s: of the keys and values of so many tokens on their way between two engines.
+    """
+
+    step_s: Callable[[int], float]
+    chunk_s: Callable[[int], float]
+    chunk_tokens: int
+    handover_s: Callable[[int], float]
+
+    def prompt_s(self, tokens: int) -> float:
+        """Return the seconds of a whole prompt."""
+        whole, rest = divmod(tokens, self.chunk_tokens)
+        return whole * self.chunk_s(self.chunk_tokens) + (self.chunk_s(rest) if rest else 0.0)
+
+
+@dataclass(frozen=True)
+class RankAdvice:
+    """A method's judgement of so many ranks.
+
+    Attributes:
+        name: of the method.
+        advice: one line.
+        simulated: the figures behind it, ready for JSON.
+        assumption: what they take for granted, one line; empty: nothing.
+    """
+
+    name: str
+    advice: str
+    simulated: Sequence[Mapping[str, Any]] = ()
+    assumption: str = ""
 
 
 @dataclass(frozen=True)
@@ -135,8 +173,11 @@ class RankForecast:
 
         if not chunk_s(1) < float("inf"):
             return None
-        handed = prompts.kv_bytes_a_token * PROMPT / network.bytes_per_s + network.seconds
-        return EngineCosts(step_s, cache(chunk_s), prompts.chunk_tokens, handed)
+
+        def handover_s(tokens: int) -> float:
+            return prompts.kv_bytes_a_token * tokens / network.bytes_per_s + network.seconds
+
+        return EngineCosts(step_s, cache(chunk_s), prompts.chunk_tokens, handover_s)
 
     def _alone(self, locality: Locality, on_node: int, slots: int, tokens: int) -> dict[str, float]:
         """Seconds, by path, in which an independent rank reads the weights for so many tokens,

@@ -59,7 +59,10 @@ class PrefillApartSettings(Settings):
 METHOD = Method(
     about="servers that read prompts for the servers that decode",
     price="running answers are not delayed by prompts; a server more, and bytes between them",
-    hooks={"server_role": "moe.methods.prefill_apart.role:make_role"},
+    hooks={
+        "server_role": "moe.methods.prefill_apart.role:make_role",
+        "rank_advice": "moe.methods.prefill_apart.planner:advise",
+    },
     settings=PrefillApartSettings,
     switch="role",
     needs={"parallel.enabled": False},
@@ -68,5 +71,10 @@ METHOD = Method(
         "parallel.prefill_servers": "methods.prefill_apart.servers",
         "parallel.prefill_tokens": "methods.prefill_apart.tokens",
     },
-    files=("tests/moe/server/test_prefill_apart.py", "lab/prefill_apart.py"),
+    files=(
+        "tests/moe/server/test_prefill_apart.py",
+        "tests/methods/test_prefill_split.py",
+        "lab/prefill_apart.py",
+        "lab/simulation/apart.py",
+    ),
 )

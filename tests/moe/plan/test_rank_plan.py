@@ -185,7 +185,7 @@ def test_prompts_take_arithmetic_and_every_expert_once() -> None:
     few = 2 * (100e6 + 10 * UniformRouting(SIZES).distinct(8) * 1e6) / 10e9
     assert costs.chunk_s(8) == pytest.approx(few)
     assert costs.step_s(8) == pytest.approx(few)
-    assert costs.handover_s == pytest.approx(1.5)
+    assert costs.handover_s(2048) == pytest.approx(1.5)
     small = forecast(NEEDS, Machine(Bandwidths(10e9), 600_000_000, FAST, FAST), 1)
     assert small.engine_costs(4, prompts) is None
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from moe.commands.plan.prefill_apart import (
-    EngineCosts,
+from benchmarks.dispatch_cost import drawn
+from lab.simulation.apart import apart
+from lab.simulation.costs import Network
+from lab.simulation.routing import Routed
+from moe.commands.plan.ranks import EngineCosts
+from moe.methods.prefill_apart.planner import (
     Workload,
     compare,
     recommend,
@@ -14,7 +18,7 @@ from moe.commands.plan.prefill_apart import (
     typical_load,
 )
 
-COSTS = EngineCosts(lambda _: 0.010, lambda tokens: tokens / 1000, 100, handover_s=0.5)
+COSTS = EngineCosts(lambda _: 0.010, lambda tokens: tokens / 1000, 100, handover_s=lambda _: 0.5)
 
 
 def test_a_lone_request_takes_the_sum_of_its_parts() -> None:
@@ -45,14 +49,14 @@ def test_every_request_is_answered_and_engines_share_the_load() -> None:
 
 
 def test_it_is_recommended_where_prompts_stall_and_not_where_they_do_not() -> None:
-    costs = EngineCosts(lambda _: 0.010, lambda tokens: tokens / 20_000, 512, 0.05)
+    costs = EngineCosts(lambda _: 0.010, lambda tokens: tokens / 20_000, 512, lambda _: 0.05)
     chosen, why = recommend(compare(costs, 4, typical_load(costs, 4)))
     assert chosen is not None
     assert 1 <= chosen.prefill <= 3
     assert "ms in place of" in why
-    light = EngineCosts(lambda _: 0.050, lambda tokens: tokens / 1_000_000, 512, 0.05)
+    light = EngineCosts(lambda _: 0.050, lambda tokens: tokens / 1_000_000, 512, lambda _: 0.05)
     assert recommend(compare(light, 4, typical_load(light, 4)))[0] is None
-    slow_link = EngineCosts(costs.step_s, costs.chunk_s, 512, handover_s=60.0)
+    slow_link = EngineCosts(costs.step_s, costs.chunk_s, 512, handover_s=lambda _: 60.0)
     chosen, why = recommend(compare(slow_link, 4, typical_load(slow_link, 4)))
     assert chosen is None
     assert why.startswith("every split makes prompts wait too long")
@@ -60,3 +64,11 @@ def test_it_is_recommended_where_prompts_stall_and_not_where_they_do_not() -> No
         None,
         "it takes two engines at least",
     )
+
+
+@pytest.mark.deep
+def test_groups_that_only_read_shorten_the_gaps_of_others() -> None:
+    routed = Routed("drawn", 64, [drawn(64 * 96 * 2, 64, 8, 0.6, 0)])
+    together, split = apart(routed, [64], Network(8, 160e9, 50e9, 37e-6), fixed=0.3)
+    assert split["tbt_p99"] < 0.5 * together["tbt_p99"]
+    assert (together["prefill"], split["prefill"]) == (0, 1)

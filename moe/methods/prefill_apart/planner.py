@@ -1,22 +1,24 @@
-"""Would servers that only read prompts pay, beside others that decode (`moe plan --ranks`)?
+"""Would servers that only read prompts pay, beside others that decode? `moe plan --ranks` says it.
 
 `serve_together` and `serve_apart` simulate the same requests, event by event: on engines that read
 prompts between their decode steps, and on some that only read and others that only decode. An
 engine that decodes gives each of its sequences a token a step; a chunk of a prompt makes the step
 longer for all of them. `compare` tries every split and `recommend` says whether one is worth it.
 Both take costs from the caller: `moe plan --ranks` from bytes, arithmetic and measured speeds,
-`lab.simulation` from published figures.
+`lab.simulation.apart` from published figures.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
+from moe.commands.plan.ranks import EngineCosts, RankAdvice
 
 STALLS_FALL, FIRST_RISES = 0.5, 2.0
 """Bounds of a worthwhile split: the longest gaps between tokens fall to this share, while first
@@ -25,28 +27,6 @@ PROMPT, ANSWER, BUSY = 2048, 256, 0.6
 """Tokens of the requests that are simulated unless told otherwise."""
 ENGINES = 8
 """Most engines that are simulated; more are taken as so many times these."""
-
-
-@dataclass(frozen=True)
-class EngineCosts:
-    """Seconds of an engine's work.
-
-    Attributes:
-        step_s: of a decode step, by its number of sequences.
-        chunk_s: of so many tokens of a prompt.
-        chunk_tokens: most prompt tokens of a step.
-        handover_s: of a prompt's keys and values on their way between two engines.
-    """
-
-    step_s: Callable[[int], float]
-    chunk_s: Callable[[int], float]
-    chunk_tokens: int
-    handover_s: float
-
-    def prompt_s(self, tokens: int) -> float:
-        """Return the seconds of a whole prompt."""
-        whole, rest = divmod(tokens, self.chunk_tokens)
-        return whole * self.chunk_s(self.chunk_tokens) + (self.chunk_s(rest) if rest else 0.0)
 
 
 @dataclass(frozen=True)
@@ -89,6 +69,26 @@ class Served:
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
         return asdict(self)
+
+
+_TITLE = "Prefill apart (methods.prefill_apart.role)"
+
+
+def advise(costs: EngineCosts | None, ranks: int) -> RankAdvice:
+    """Judge whether some of so many independent ranks should only read prompts; see
+    `RANK_ADVICE`."""
+    if costs is None:
+        return RankAdvice("prefill_apart", f"{_TITLE}: no, a model must fit into each rank for it.")
+    served = compare(costs, ranks, typical_load(costs, ranks))
+    split, why = recommend(served)
+    return RankAdvice(
+        name="prefill_apart",
+        advice=f"{_TITLE}: {'yes' if split else 'no'}, {why}.",
+        simulated=[one.as_dict() for one in served],
+        assumption=f"Prefill apart: simulated on as many independent ranks, prompts of {PROMPT:,} "
+        f"new tokens in chunks of {costs.chunk_tokens} and answers of {ANSWER} that keep "
+        f"{BUSY:.0%} of them busy.",
+    )
 
 
 def typical_load(costs: EngineCosts, engines: int, *, batch: int = 16) -> Workload:
@@ -193,7 +193,7 @@ def _simulate(name: str, costs: EngineCosts, decode: int, prefill: int, work: Wo
         if read is not None and engine.decodes:
             firsts.append(engine.now - read.arrived)
         elif read is not None:
-            at(engine.now + costs.handover_s, read, None)
+            at(engine.now + costs.handover_s(work.prompt), read, None)
         going.add(id(engine))
         at(engine.now, None, engine)
     lengths, weights = np.array(gaps).T
