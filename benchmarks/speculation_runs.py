@@ -47,15 +47,7 @@ def speculator(model: MoE, mode: str = "auto", **settings: Any) -> Speculator:
 
 def fixed(model: MoE, mode: Mode, depth: int) -> Speculator:
     """Always drafts in one elastic mode, and so far."""
-    own = speculator(
-        model,
-        "elastic",
-        bits=mode.bits,
-        experts=mode.experts,
-        core=mode.core,
-        core_share=mode.share,
-        skip_layers=mode.skipped,
-    )
+    own = speculator(model, "elastic", bits=mode.bits, experts=mode.experts)
     own.controller = FixedDepth(mode, depth)
     return own
 

@@ -60,6 +60,7 @@ from moe.sampling.constraint import Structures
 from moe.settings import Profile
 from moe.settings.device import use_device
 from moe.speculate import Speculation, enable_speculation
+from moe.speculate.draft import DRAFT_RULES
 from moe.text.generation_config import ModelSampling
 from moe.text.tokenizer import TextCodec
 from offload.layer import LayerExperts, held_experts
@@ -367,8 +368,9 @@ def _probe(backbone: Backbone, experts: MoELayers, profile: Profile, mtp: MtpHea
     if isinstance(mtp, MtpHead) and fused.enabled and not fused.keeps_hidden:
         mtp = "the model's decode steps do not hand on their hidden states"
     step = None if fused.forward is None else fused.forward.step
+    rules = [make(profile) for make in DRAFT_RULES.filled(profile)]
     speculation = enable_speculation(
-        profile.speculation, backbone, experts, experts.forward, mtp, step
+        profile.speculation, backbone, experts, experts.forward, mtp, step, rules
     )
     return _Found(packing, mended, fused, speculation)
 

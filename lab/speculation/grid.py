@@ -22,7 +22,7 @@ from benchmarks.speculation_contenders import Contender
 from benchmarks.speculation_runs import MAX_DEPTH, Prompts, decode
 from benchmarks.texts import TEXTS, heldout
 from kernels import ExpertWeights, experts_forward
-from lab.speculation.residents import Popularity, Resident, first
+from lab.speculation.residents import Popularity, Resident, Voted, first
 from moe import MoE
 from moe.describe.routers import find_selectors
 from moe.speculate import Speculator
@@ -103,8 +103,7 @@ class Grid:
         mode = Mode(
             "elastic",
             bits=point.bits if point.way == "planes" else None,
-            core="vote" if voted else "all",
-            share=point.share if voted else 1.0,
+            rules=(Voted(point.share),) if voted else (),
         )
         served = Resident(layers, experts_forward, self._selectors)
         if not voted and point.share < 1:

@@ -11,6 +11,7 @@ from torch import Tensor
 from moe import MoE
 from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.packed_pass import Work
+from moe.speculate.draft import Kept
 from moe.speculate.elastic import DraftLayers
 from routing import Routing
 from routing.policies.base import by_expert
@@ -24,6 +25,27 @@ class Resident(DraftLayers):
 
     def _allowed(self, layer: int, routing: Routing) -> Tensor | None:
         return super()._allowed(layer, routing) if self.masks is None else self.masks[layer]
+
+
+@dataclass(frozen=True)
+class Voted:
+    """The draft rule by which the tokens of a draft elect the residents themselves."""
+
+    share: float
+
+    @property
+    def name(self) -> str:
+        return f"voted{self.share:g}"
+
+    def skips(self, layers: int) -> frozenset[int]:
+        return frozenset()
+
+    def allowed(
+        self, routing: Routing, here_E: Tensor | None, num_experts: int, kept: Kept
+    ) -> Tensor:
+        weights_E = by_expert(routing, routing.weights, num_experts).sum(0)
+        kept["votes"] = kept.get("votes", torch.zeros_like(weights_E)) + weights_E
+        return first(kept["votes"], self.share)
 
 
 @dataclass

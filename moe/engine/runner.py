@@ -157,7 +157,7 @@ class ModelRunner:
 
     @property
     def _halves(self) -> RunHalves | None:
-        """What runs a step in two halves, while other ranks serve experts."""
+        """The way in which a step runs in two halves, while other ranks serve experts."""
         return None if self.experts.dispatcher.local else self._run_halves
 
     def end(self, sequences: Sequence[RunningSequence]) -> None:

@@ -68,7 +68,7 @@ class Writer(Protocol):
         ...
 
     def status(self) -> dict[str, Any]:
-        """What `MoE.status` shows of it, ready for JSON."""
+        """Return what `MoE.status` shows of it, ready for JSON."""
         ...
 
 

@@ -336,17 +336,6 @@ class SpeculationSettings(Settings):
     experts: int | None = Field(default=None, ge=1)
     """elastic: most experts of a token in a draft. null: as many as the model uses."""
 
-    core: Literal["all", "seq", "vote"] = "all"
-    """elastic: which of the experts in memory a draft may use. seq: the two heaviest of each token
-    that is drafted in the same batch. vote: those with the most weight over these tokens. all:
-    every one."""
-
-    core_share: float = Field(default=0.5, gt=0.0, le=1.0)
-    """Share of a layer's experts that core: vote elects."""
-
-    skip_layers: float = Field(default=0.0, ge=0.0, le=1.0)
-    """elastic: share of the MoE layers, from the middle, whose experts a draft leaves out."""
-
 
 class ParallelSettings(Settings):
     """Expert parallelism: the ranks of one launch share the experts of a model."""

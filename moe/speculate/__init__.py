@@ -4,6 +4,7 @@ A drafted token is only kept if the model itself would have chosen it, so specul
 fast tokens come and not which. The nouns of this package:
 
 - `Mode`, `Draft`, `Controller` (`draft`): a way to draft, its tokens, and what decides how far;
+  `DraftRule`: what a method leaves out of elastic drafts;
 - `Speculator`: drafts for a step's sequences, verifies, and reports;
 - `NGram`, `Recycling` (`ngram`): model-free drafts from the text so far;
 - `PassDrafts` (`passes`): drafts by passes of a network, one token a pass;
@@ -27,7 +28,7 @@ from moe.network.moe_layer import MoELayers, Selector
 from moe.network.mtp import MtpHead
 from moe.settings import SpeculationSettings
 from moe.speculate.controller import AutoController
-from moe.speculate.draft import Controller, FixedDepth, Mode, Source
+from moe.speculate.draft import Controller, DraftRule, FixedDepth, Mode, Source
 from moe.speculate.elastic import DraftLayers, ElasticDrafts
 from moe.speculate.mtp import MtpDrafts
 from moe.speculate.ngram import ModelFree, NGram, Recycling
@@ -66,6 +67,7 @@ def enable_speculation(
     forward: Forward,
     mtp: MtpHead | str = "it was loaded without",
     step: DecodeStep | None = None,
+    rules: Sequence[DraftRule] = (),
 ) -> Speculation:
     """Build the speculator that the settings ask for, if this model can take drafts back.
 
@@ -73,6 +75,7 @@ def enable_speculation(
         forward: what runs a layer's experts.
         mtp: the multi-token-prediction layer that the model brings, or why there is none.
         step: the model's decode step, which may run drafts as well; None: it has none.
+        rules: of all elastic drafts.
     """
     if settings.mode == "off":
         return SPECULATION_OFF
@@ -82,7 +85,7 @@ def enable_speculation(
         )
     if settings.mode == "mtp" and isinstance(mtp, str):
         return Speculation(None, mtp)
-    mode = elastic_mode(settings)
+    mode = Mode("elastic", settings.bits, settings.experts, tuple(rules))
     why_not = _as_costly_as_the_model(mode, experts.layers)
     if settings.mode == "elastic" and why_not:
         return Speculation(None, why_not)
@@ -123,24 +126,12 @@ def variants(mode: Mode) -> list[Mode]:
     return list(dict.fromkeys([mode, replace(mode, bits=2), fewer]))
 
 
-def elastic_mode(settings: SpeculationSettings) -> Mode:
-    """The elastic mode of a profile."""
-    return Mode(
-        "elastic",
-        bits=settings.bits,
-        experts=settings.experts,
-        core=settings.core,
-        share=settings.core_share if settings.core == "vote" else 1.0,
-        skipped=settings.skip_layers,
-    )
-
-
 def _draft_layers(
     mode: Mode, backbone: Backbone, experts: MoELayers, forward: Forward
 ) -> DraftLayers:
     layers = experts.layers
     selectors: list[Selector | None] = [None] * len(layers)
-    if mode.core != "all" or any(isinstance(layer, OffloadedExperts) for layer in layers):
+    if mode.rules or any(isinstance(layer, OffloadedExperts) for layer in layers):
         selectors = [found.selector for found in find_selectors(backbone)]
     return DraftLayers(layers, forward, selectors)
 
@@ -152,11 +143,11 @@ def _as_costly_as_the_model(mode: Mode, layers: Sequence[LayerExperts]) -> str:
         isinstance(one, QuantizedExperts) and one.at_most(mode.bits).planes[0] != one.planes[0]
         for one in held
     )
-    fewer = mode.experts is not None or mode.core != "all" or mode.skipped > 0
+    fewer = mode.experts is not None or mode.rules
     if coarser or fewer or any(isinstance(layer, OffloadedExperts) for layer in layers):
         return ""
     return (
         "an elastic draft would be the whole model, as experts are all in memory and whole, or of "
-        f"no more than {mode.bits} bits; set model.expert_bits to 8, or speculation.experts, "
-        "speculation.core or speculation.skip_layers"
+        f"no more than {mode.bits} bits; set model.expert_bits to 8, or "
+        "speculation.experts"
     )

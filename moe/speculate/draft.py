@@ -8,19 +8,55 @@ A `Controller` makes a `Choice` for each sequence of a step: a `Mode` of draftin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
+from torch import Tensor
+
+from moe.hooks import Hook
 from moe.sampling.batch import Proposal
 from moe.sampling.sampler import Guesses
 from moe.sequence import RunningSequence
+from moe.settings import Profile
+from routing import Routing
 
 Source = Literal["elastic", "mtp", "ngram", "recycling"]
 BY_PASSES = frozenset[Source]({"elastic", "mtp"})
 """Sources that run a network for each token."""
-Core = Literal["all", "seq", "vote"]
+
+
+class DraftRule(Protocol):
+    """Leaves out experts of elastic drafts beyond those that are not in memory. It is a value:
+    equal rules make equal modes."""
+
+    @property
+    def name(self) -> str:
+        """For `Mode.name`."""
+        ...
+
+    def skips(self, layers: int) -> frozenset[int]:
+        """Return the MoE layers, of so many, that run without experts."""
+        ...
+
+    def allowed(
+        self, routing: Routing, here_E: Tensor | None, num_experts: int, kept: Kept
+    ) -> Tensor | None:
+        """Return ``(E,)`` bool, the experts that a pass may use at a layer; None for all. Must do
+        the same work each time, without waiting for a device.
+
+        Args:
+            here_E: experts in memory; None: all are.
+            kept: of this layer, what earlier passes of the draft left; empty or zeros in the first.
+        """
+        ...
+
+
+Kept = dict[str, Tensor]
+"""Tensors of a rule at a layer, at addresses that stay; a new draft begins with zeros."""
+DRAFT_RULES = Hook[Callable[[Profile], DraftRule]]("draft_rule")
+"""Makes a rule of all elastic drafts of a profile."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +70,13 @@ class Mode:
             follows a token.
         bits: elastic: most bits of an expert's weights; None for all there are.
         experts: elastic: most experts of a token; None for as many as the model takes.
-        core: elastic: which of the experts in memory may be used. all: each of them. seq: the
-            `CORE_EXPERTS` heaviest of every row of a pass. vote: those with the largest weights
-            summed over the rows.
-        share: of a layer's experts that a vote elects.
-        skipped: share of the MoE layers, in the middle of the model, that run without experts.
+        rules: elastic: what leaves out further experts.
     """
 
     source: Source
     bits: int | None = None
     experts: int | None = None
-    core: Core = "all"
-    share: float = 1.0
-    skipped: float = 0.0
+    rules: tuple[DraftRule, ...] = ()
 
     def __hash__(self) -> int:
         return hash(self.name)  # strings keep their hash; a dataclass would compute it each time
@@ -59,11 +89,7 @@ class Mode:
             parts.append(f"{self.bits}b")
         if self.experts is not None:
             parts.append(f"top{self.experts}")
-        if self.core != "all":
-            parts.append("seq" if self.core == "seq" else f"vote{self.share:g}")
-        if self.skipped:
-            parts.append(f"skip{self.skipped:g}")
-        return ":".join(parts)
+        return ":".join([*parts, *(rule.name for rule in self.rules)])
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ Legend: T rows, H hidden, E experts, K slots a row; B sequences.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -27,16 +28,14 @@ from moe.network.lanes import ExpertCall, run_lanes
 from moe.network.moe_layer import Selector
 from moe.network.packed_pass import Work
 from moe.sequence import RunningSequence
-from moe.speculate.draft import Mode
+from moe.speculate.draft import Kept, Mode
 from moe.speculate.passes import PassDrafts, PendingDraft
 from offload.layer import LayerExperts, OffloadedExperts, held_experts
 from routing import Routing
-from routing.policies.base import by_expert, keep
+from routing.policies.base import keep
 from routing.predict import Forecast
 from routing.routing import UNUSED, select_top_k
 
-CORE_EXPERTS = 2
-"""Experts of each row, the heaviest, that the core set of ``seq`` consists of (DES-Seq)."""
 FIDELITY = 0.8
 """Probability that a row visits an expert that its draft selected. On the shipped model: 0.75 with
 a quarter of the experts in memory, 0.86 with a half, 0.98 with all; 0.91 in MoE-SpeQ."""
@@ -137,20 +136,20 @@ class DraftLayers:
         self._forward, self._selectors = forward, list(selectors)
         self._held = cache(_at_most)
         # On the device, at addresses that stay: recorded passes know them. By bytes of an expert,
-        # how many were read; by layer, votes, and the slots of a cache.
+        # how many were read; by layer and rule, what it keeps; by layer, the slots of a cache.
         self._distinct: dict[int, Tensor] = {}
-        self._votes: dict[int, Tensor] = {}
+        self._kept: dict[tuple[int, str], Kept] = defaultdict(dict)
         self._slots: dict[int, Tensor] = {}
         self._changes: dict[int, int] = {}
         self._bytes: int | None = 0  # that the host knows of; None: ask
         self.begin(Mode("elastic"))
 
     def begin(self, mode: Mode) -> None:
-        """Start a draft, whose passes share their votes."""
+        """Start a draft, whose passes share what rules keep."""
         self.mode = mode
-        self._skipped = middle(len(self.layers), mode.skipped)
-        for votes_E in self._votes.values():
-            votes_E.zero_()
+        self._skipped = {at for rule in mode.rules for at in rule.skips(len(self.layers))}
+        for tensor in (each for kept in self._kept.values() for each in kept.values()):
+            tensor.zero_()
         self.wanted = [[] for _ in self.layers]
 
     def look(self, device: torch.device) -> None:
@@ -259,35 +258,16 @@ class DraftLayers:
 
     def _allowed(self, layer: int, routing: Routing) -> Tensor | None:
         """``(E,)`` bool: experts that this mode may use; None for all."""
-        experts, core = self.layers[layer], self.mode.core
-        here_E = None
+        experts, here_E = self.layers[layer], None
         if isinstance(experts, OffloadedExperts):
             here_E = self._slots_of(layer, routing.expert_ids.device)[:-1] >= 0
-        if core == "all":
-            return here_E
-        if core == "seq":
-            core_E = heaviest(routing, CORE_EXPERTS, experts.num_experts)
-        else:
-            weights_E = by_expert(routing, routing.weights, experts.num_experts).sum(0)
-            if layer not in self._votes:
-                self._votes[layer] = torch.zeros_like(weights_E)
-            core_E = elected(self._votes[layer].add_(weights_E), here_E, self.mode.share)
-        return core_E if here_E is None else core_E & here_E
-
-
-def heaviest(routing: Routing, count: int, num_experts: int) -> Tensor:
-    """``(E,)`` bool: the ``count`` heaviest experts of each row (DES-Seq)."""
-    first_TK = _first(routing.weights, count)
-    return by_expert(routing, first_TK, num_experts).any(0)
-
-
-def elected(votes_E: Tensor, here_E: Tensor | None, share: float) -> Tensor:
-    """``(E,)`` bool: the ``share`` of experts with the most votes, of those ``here`` (DES-Vote)."""
-    if here_E is not None:
-        votes_E = votes_E.masked_fill(~here_E, -1.0)
-    seats = max(1, round(share * len(votes_E)))
-    elected_E = torch.zeros(len(votes_E), dtype=torch.bool, device=votes_E.device)
-    return elected_E.scatter_(0, select_top_k(votes_E[None], seats)[0], True)
+        allowed_E = here_E
+        for rule in self.mode.rules:
+            kept = self._kept[layer, rule.name]
+            own_E = rule.allowed(routing, here_E, experts.num_experts, kept)
+            if own_E is not None:
+                allowed_E = own_E if allowed_E is None else allowed_E & own_E
+        return allowed_E
 
 
 def restrict(routing: Routing, allowed_E: Tensor | None, top_k: int | None) -> Routing:
@@ -305,15 +285,8 @@ def restrict(routing: Routing, allowed_E: Tensor | None, top_k: int | None) -> R
     if allowed_E is not None:
         kept_TK = _inside(routing, allowed_E) & kept_TK
     if top_k is not None and top_k < routing.top_k:
-        kept_TK = kept_TK & _first(routing.weights.masked_fill(~kept_TK, -1.0), top_k)
+        kept_TK = kept_TK & first(routing.weights.masked_fill(~kept_TK, -1.0), top_k)
     return routing if _all(kept_TK) else keep(routing, kept_TK)
-
-
-def middle(layers: int, share: float) -> frozenset[int]:
-    """The middle layers, which a model needs least; never the first or the last (SWIFT)."""
-    count = max(0, min(round(share * layers), layers - 2))
-    start = (layers - count) // 2
-    return frozenset(range(start, start + count))
 
 
 def _all(mask: Tensor) -> bool:
@@ -327,7 +300,7 @@ def _inside(routing: Routing, allowed_E: Tensor) -> Tensor:
     return torch.cat([allowed_E, allowed_E.new_ones(1)])[routing.expert_ids]
 
 
-def _first(weights_TK: Tensor, count: int) -> Tensor:
+def first(weights_TK: Tensor, count: int) -> Tensor:
     """``(T, K)`` bool: the ``count`` largest of each row."""
     places = select_top_k(weights_TK, count)
     return torch.zeros_like(weights_TK, dtype=torch.bool).scatter(1, places, True)

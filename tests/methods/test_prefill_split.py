@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.dispatch_cost import drawn
-from lab.simulation.apart import apart
-from lab.simulation.costs import Network
-from lab.simulation.routing import Routed
 from moe.commands.plan.ranks import EngineCosts
 from moe.methods.prefill_apart.planner import (
     Workload,
@@ -64,11 +60,3 @@ def test_it_is_recommended_where_prompts_stall_and_not_where_they_do_not() -> No
         None,
         "it takes two engines at least",
     )
-
-
-@pytest.mark.deep
-def test_groups_that_only_read_shorten_the_gaps_of_others() -> None:
-    routed = Routed("drawn", 64, [drawn(64 * 96 * 2, 64, 8, 0.6, 0)])
-    together, split = apart(routed, [64], Network(8, 160e9, 50e9, 37e-6), fixed=0.3)
-    assert split["tbt_p99"] < 0.5 * together["tbt_p99"]
-    assert (together["prefill"], split["prefill"]) == (0, 1)

@@ -76,5 +76,6 @@ METHOD = Method(
         "tests/methods/test_prefill_split.py",
         "lab/prefill_apart.py",
         "lab/simulation/apart.py",
+        "tests/lab/test_simulate_apart.py",
     ),
 )

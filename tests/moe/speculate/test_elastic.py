@@ -227,9 +227,8 @@ def test_a_draft_as_dear_as_the_model_is_refused(tiny_checkpoint: Callable[[str]
     path = tiny_checkpoint("qwen3_moe")
     refused = MoE.from_pretrained(path, speculation={"mode": "elastic"})
     assert any("an elastic draft would be the whole model" in n for n in refused.notices)
-    for settings in ({"experts": 1}, {"core": "vote"}, {"skip_layers": 0.5}):
-        model = MoE.from_pretrained(path, speculation={"mode": "elastic", **settings})
-        assert model.status()["speculation"]["enabled"], settings
+    model = MoE.from_pretrained(path, speculation={"mode": "elastic", "experts": 1})
+    assert model.status()["speculation"]["enabled"]
     model = MoE.from_pretrained(
         path, speculation={"mode": "elastic"}, model={"expert_bits": 8, "group_size": 32}
     )

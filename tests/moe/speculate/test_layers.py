@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from kernels import ExpertWeights, experts_forward
 from moe.network.lanes import ExpertCall
 from moe.network.moe_layer import Selector
-from moe.speculate.draft import Core, Mode
-from moe.speculate.elastic import DraftLayers, elected, heaviest, middle, restrict
+from moe.settings.profile import load_profile
+from moe.speculate.draft import DRAFT_RULES, DraftRule, Mode
+from moe.speculate.elastic import DraftLayers, restrict
 from offload.layer import OffloadedExperts
 from routing import Routing
 from routing.routers import RouterRule
@@ -21,6 +22,9 @@ from tests.offload.test_experts import make
 from tests.readbacks import readbacks
 
 EXPERTS, HIDDEN = 6, 8
+RULES: list[DraftRule | None] = [None]
+RULES += [make(load_profile({}, environ={}).profile) for make in DRAFT_RULES.of_all()]
+"""None, and those of all methods with their defaults."""
 
 
 @st.composite
@@ -57,30 +61,6 @@ def test_nothing_to_leave_out_changes_nothing(routing: Routing) -> None:
     assert restrict(routing, torch.ones(EXPERTS, dtype=torch.bool), routing.top_k) is routing
 
 
-@given(routings(), st.integers(1, 3))
-def test_the_heaviest_of_each_row(routing: Routing, count: int) -> None:
-    expected = {
-        expert
-        for ids, weights in zip(routing.expert_ids.tolist(), routing.weights.tolist(), strict=True)
-        for _, expert in sorted(zip([-w for w in weights], ids, strict=True))[:count]
-    }
-    assert set(heaviest(routing, count, EXPERTS).nonzero().flatten().tolist()) == expected
-
-
-def test_votes_elect_among_those_who_are_here() -> None:
-    votes = torch.tensor([0.5, 3.0, 0.0, 1.0])
-    assert elected(votes, None, 0.5).tolist() == [False, True, False, True]
-    here = torch.tensor([True, False, True, True])
-    assert elected(votes, here, 0.5).tolist() == [True, False, False, True]
-    assert elected(votes, None, 0.01).sum() == 1
-
-
-def test_the_middle_is_left_out_and_never_the_ends() -> None:
-    assert middle(8, 0.25) == {3, 4}
-    assert middle(8, 1.0) == set(range(1, 7))
-    assert middle(2, 1.0) == middle(1, 1.0) == middle(8, 0.0) == set()
-
-
 def layer() -> ExpertWeights:
     generator = torch.Generator().manual_seed(0)
     gate_up = torch.randn(EXPERTS, 2 * HIDDEN, HIDDEN, generator=generator)
@@ -103,21 +83,21 @@ def test_bytes_are_those_of_distinct_experts(routing: Routing) -> None:
     assert torch.equal(layers.wanted[0][0], routing.expert_ids)
 
 
-@pytest.mark.parametrize("core", ["all", "seq", "vote"])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name if rule else "all")
 @pytest.mark.parametrize("top_k", [None, 1])
 def test_a_layer_of_a_cache_is_reduced_without_waiting_for_a_device(
-    core: Core, top_k: int | None, monkeypatch: pytest.MonkeyPatch
+    rule: DraftRule | None, top_k: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the same rows as where the host looks whether anything is missing."""
     disk = make(True, False, Random(0))
     cached = disk.cache(len(disk.resident) * disk.resident[0].num_experts, "lru")
     count = disk.resident[0].num_experts
     experts = OffloadedExperts(0, count, cached, disk.arena.experts)
-    rule = RouterRule(3, renormalise=True)
-    router = Selector(torch.randn(count, experts.hidden_size), None, rule)
+    chooses = RouterRule(3, renormalise=True)
+    router = Selector(torch.randn(count, experts.hidden_size), None, chooses)
     rows = torch.randn(4, experts.hidden_size)
     routing = router.select(router.scores(rows))
-    mode = Mode("elastic", core=core, share=0.5, experts=top_k)
+    mode = Mode("elastic", experts=top_k, rules=() if rule is None else (rule,))
     layers = DraftLayers([experts], experts_forward, [router])
 
     def reduced() -> torch.Tensor:
@@ -139,12 +119,3 @@ def test_a_layer_of_a_cache_is_reduced_without_waiting_for_a_device(
         before = layers.bytes_read
         assert not layers.reduced(0, rows, padded)[2:].any()
         assert layers.bytes_read > before
-
-
-def test_skipped_layers_give_nothing_and_cost_nothing() -> None:
-    layers = DraftLayers([layer()] * 4, experts_forward, [None] * 4)
-    layers.begin(Mode("elastic", skipped=0.5))
-    routing = Routing(torch.tensor([[0, 1]]), torch.ones(1, 2))
-    (made,) = layers.run(1, [ExpertCall(1, torch.ones(1, HIDDEN), routing)])
-    assert isinstance(made, torch.Tensor)
-    assert (layers.bytes_read, int(made.count_nonzero())) == (0, 0)
