@@ -8,6 +8,7 @@ import errno
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -164,7 +165,14 @@ def test_the_probe_of_a_template_is_not_spoilt_by_the_machine(machine: Machine) 
 
 
 PROGRAM = """
-import json, os, resource, socket, sys, threading
+import ctypes, json, os, resource, signal, socket, sys, threading
+
+tgkill, shmget = {"x86_64": (234, 29)}.get(os.uname().machine, (131, 194))
+
+def call(*what):
+    if (code := ctypes.CDLL(None, use_errno=True).syscall(*what)) < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return code
 
 def answer(request):
     asked = request.decode()
@@ -188,6 +196,13 @@ def answer(request):
         "write": tried(lambda: open(asked + ".new", "w")),
         "socket": tried(lambda: socket.socket(socket.AF_INET, socket.SOCK_DGRAM)),
         "exec": tried(lambda: os.execv("/bin/true", ["true"])),
+        "fork": tried(lambda: os.fork() or os._exit(0)),
+        "signal": tried(lambda: os.kill(os.getppid(), 0)),
+        "thread signal": tried(lambda: call(tgkill, os.getppid(), os.getppid(), 0)),
+        "limit": tried(lambda: resource.prlimit(os.getppid(), resource.RLIMIT_CORE)),
+        "mode": tried(lambda: os.chmod(asked, 0o666)),
+        "memory": tried(lambda: call(shmget, 0, 4096, 0o1600)),
+        "own signal": tried(lambda: signal.raise_signal(signal.SIGCONT)),
         "python": tried(lambda: __import__("colorsys").rgb_to_hsv(0, 0, 0)),
         "thread": tried(lambda: threading.Thread(target=int).start()),
         "environment": sorted(os.environ),
@@ -246,8 +261,13 @@ def test_a7_a_helper_may_open_nothing_start_nothing_and_knows_no_secret(
     assert os.getpriority(os.PRIO_PROCESS, pid) >= NICENESS, "and gives way to the model"
     status = Path(f"/proc/{pid}/status").read_text()
     assert "NoNewPrivs:\t1" in status
+    assert int(status.partition("CapEff:\t")[2].split()[0], 16) & ~0b110 == 0
+    assert done["own signal"] is True
     if "Seccomp:\t2" in status:
-        assert done["socket"] == done["exec"] == os.strerror(errno.EPERM)
+        reached = ("socket", "exec", "fork", "signal", "thread signal", "limit", "mode", "memory")
+        assert {what: done[what] for what in reached} == dict.fromkeys(
+            reached, os.strerror(errno.EPERM)
+        )
     if ctypes.CDLL(None).syscall(444, None, 0, 1) > 0:  # the version of Landlock
         refused = os.strerror(errno.EACCES)
         assert [done[what] for what in ("read", "list", "write")] == [refused] * 3
@@ -266,5 +286,27 @@ def test_where_the_kernel_confines_nothing_nothing_else_is_asked_of_it(
     old: Any = Old()
     helper_process._confine_files(old, ["/usr"])
     assert old.calls == 1, "for the version"
-    monkeypatch.setattr(helper_process, "_FORBIDDEN", {})
+    monkeypatch.setattr(helper_process, "_MACHINES", {})
     helper_process._confine_calls(old)  # it has no prctl
+
+
+@pytest.mark.parametrize(
+    ("column", "headers"), [(0, "x86_64-linux-gnu/asm/unistd_64.h"), (1, "asm-generic/unistd.h")]
+)
+def test_calls_have_the_kernel_s_numbers(column: int, headers: str) -> None:
+    """As far as the headers of this machine know them."""
+    file = Path("/usr/include", headers)
+    if not file.exists():
+        pytest.skip(f"wants {file}")
+    known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", file.read_text()))
+    named = ", ".join(helper_process._FORBIDDEN.values()).split(", ")
+    rows = {name: numbers[column] for name, *numbers in map(str.split, named)}
+    for name in ("clone", "clone3", "prlimit", "tgkill"):
+        rows[{"prlimit": "prlimit64"}.get(name, name)] = str(
+            getattr(helper_process, f"_{name.upper()}")[column]
+        )
+    assert {name: known.get(name, "-") for name in rows if name in known or rows[name] == "-"} == {
+        name: number for name, number in rows.items() if name in known or number == "-"
+    }
+    numbers = [number for number in rows.values() if number != "-"]
+    assert len(set(numbers)) == len(numbers) > 50
