@@ -110,7 +110,7 @@ def main(words: list[str]) -> int:
         for trial in trials()
         if trial.name not in equal and (not words or any(word in trial.name for word in words))
     ]
-    known: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    known = _known()
     digests = {trial.name: trial.digest(ROOT) for trial in chosen}
     left = [t for t in chosen if known.get(t.name, {}).get("digest") != digests[t.name]]
     with tempfile.TemporaryDirectory() as folder:
@@ -121,21 +121,28 @@ def main(words: list[str]) -> int:
             importlib.import_module(name)
         for _, same in groupby(sorted(left, key=_tests_of), key=_tests_of):
             try:
-                for trial, became, seconds in try_all(tree, list(same)):
+                for trial, became, by, seconds in try_all(tree, list(same)):
                     print(f"{became:<8} {trial.name}", flush=True)
+                    known = _known()  # again: others may try other rows
                     known[trial.name] = {
                         "digest": digests[trial.name],
-                        **{"became": became, "seconds": seconds},
+                        **{"became": became, "by": by, "seconds": seconds},
                     }
                     RESULTS.parent.mkdir(exist_ok=True)
                     RESULTS.write_text(json.dumps(known, indent=1))
             except RuntimeError as error:
                 print(f"BROKEN   {error}", flush=True)
+    known = _known()
     fates = {trial.name: known.get(trial.name, {}).get("became") for trial in chosen}
-    holes = [name for name, what in fates.items() if what in ("SURVIVED", None)]
+    holes = [name for name, what in fates.items() if what != "killed"]
     print("\n".join(f"NOT KILLED {name}" for name in holes))
     print(f"{len(chosen) - len(holes)} of {len(chosen)} killed")
     return int(bool(holes))
+
+
+def _known() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return found
 
 
 def _tests_of(trial: Trial) -> tuple[str, ...]:

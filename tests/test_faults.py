@@ -135,7 +135,11 @@ def test_what_becomes_of_mutants(tmp_path: Path) -> None:
         Trial(mutant.was, "guarded.py", mutant.source, ("test_guarded.py",), mutant.line)
         for mutant in mutants_of(source)
     ]
-    assert [became for _, became, _ in try_all(tmp_path, made)] == ["killed", "killed", "SURVIVED"]
+    assert [(became, by) for _, became, by, _ in try_all(tmp_path, made)] == [
+        ("killed", "test_guarded.py::test_here"),
+        ("killed", "test_guarded.py::test_there"),
+        ("SURVIVED", ""),
+    ]
     assert (tmp_path / "guarded.py").read_text() == source
     (tmp_path / "test_guarded.py").write_text("def test_red(): assert False\n")
     with pytest.raises(RuntimeError, match=r"^without a mutant these tests fail: test_guarded.py$"):

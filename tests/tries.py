@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import Any
@@ -27,9 +28,12 @@ import pytest
 
 from tests.mutants import digest_of
 
-_SECONDS = 300.0
+_LEAST_SECONDS = 20.0
+_TIMES = 4.0
+"""A test hangs that takes longer than both: seconds, and times those that it took before."""
 _ALL_SECONDS = 1800.0
 """Of all tests without a mutant, which are traced."""
+_PAUSE_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -55,10 +59,12 @@ class Trial:
         return digest_of(self.source, *self.tests, *((root / file).read_text() for file in files))
 
 
-def try_all(tree: Path, trials: Sequence[Trial]) -> Iterator[tuple[Trial, str, float]]:
-    """Each trial with what became of its mutant, and the seconds that took.
+def try_all(tree: Path, trials: Sequence[Trial]) -> Iterator[tuple[Trial, str, str, float]]:
+    """Each trial with what became of its mutant, the test that noticed, and the seconds that took.
 
-    A mutant is ``killed``; ``SURVIVED``; or ``hung``: its test noticed, or the machine is busy.
+    A mutant is ``killed`` by a test that fails, ``SURVIVED``, or ``HUNG``. One that hangs in the
+    same test twice is killed by that test: a test that never ends does not pass. One that hangs in
+    two tests, or in none, counts as a survivor.
 
     Args:
         tree: a copy of the repository, which is changed meanwhile.
@@ -111,51 +117,98 @@ class _Stem:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> object:
         reached = self._tree / "reached.json"
-        code = _forked(_ALL_SECONDS)
+        code = _forked(lambda: ("", _ALL_SECONDS))
         if code is None:
             files = {trial.file for trial in self._trials}
             session.config.pluginmanager.register(_Reach(self._tree, files, reached))
             return None  # go on
         if code != 0:
             return True
-        tests: list[tuple[str, list[list[Any]]]] = json.loads(reached.read_text())
+        tests: list[tuple[str, float, list[list[Any]]]] = json.loads(reached.read_text())
+        took = {test: seconds for test, seconds, _ in tests}
         for trial in self._trials:
             begun = time.monotonic()
             file = self._tree / trial.file
             was = file.read_text()
             file.write_text(trial.source)
-            code = _forked()
-            if code is None:
-                _exchange(file, trial)
-                first = [test for test, lines in tests if [trial.file, trial.line] in lines]
-                order = {test: number for number, test in enumerate(first)}
-                session.items.sort(key=lambda item: order.get(item.nodeid, len(order)))
-                return None  # go on
+            last, hung_in = _Last(self._tree / "last_test"), ""
+            for _ in range(2):
+                code = _forked(partial(_running, last, took))
+                if code is None:
+                    _exchange(file, trial)
+                    met = [trial.file, trial.line]
+                    first = [test for test, _, lines in tests if met in lines]
+                    order = {test: number for number, test in enumerate(first)}
+                    session.items.sort(key=lambda item: order.get(item.nodeid, len(order)))
+                    session.config.pluginmanager.register(last)
+                    return None  # go on
+                test = last.test
+                became = _WORDS.get(code, "killed")
+                if became != "HUNG":
+                    break
+                if test and test == hung_in:
+                    became = "killed"
+                hung_in = test
             file.write_text(was)
-            said = _WORDS.get(code, "killed"), round(time.monotonic() - begun, 1)
+            said = became, test if became == "killed" else "", round(time.monotonic() - begun, 1)
             os.write(self._tells, json.dumps(said).encode() + b"\n")
         return True
 
 
 _HUNG = 1000
-_WORDS = {0: "SURVIVED", 3: "SURVIVED", 4: "SURVIVED", 5: "SURVIVED", _HUNG: "hung"}
+_WORDS = {0: "SURVIVED", 3: "SURVIVED", 4: "SURVIVED", 5: "SURVIVED", _HUNG: "HUNG"}
 """Of exit codes of pytest; others are failures, or a death by a signal."""
 
 
-def _forked(seconds: float = _SECONDS) -> int | None:
-    """None in the child; its exit code, or `_HUNG`."""
+class _Last:
+    """A plugin of pytest that writes down which test runs: the last one failed, or hangs."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        file.write_text("")
+
+    @property
+    def test(self) -> str:
+        return self._file.read_text()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._file.write_text(nodeid)
+
+
+def _running(last: _Last, took: Mapping[str, float]) -> tuple[str, float]:
+    """The test that runs, and the most seconds that it may take.
+
+    Args:
+        took: seconds of each without a mutant, traced.
+    """
+    test = last.test
+    return test, max(_LEAST_SECONDS, _TIMES * took.get(test, 0.0))
+
+
+def _forked(test: Callable[[], tuple[str, float]]) -> int | None:
+    """None in the child; its exit code, or `_HUNG`.
+
+    Pauses are counted and not the time: who stops this process stops the child, too.
+
+    Args:
+        test: which one runs now, and the most seconds that it may take.
+    """
     child = os.fork()
     if child == 0:
         os.setsid()
         return None
-    until = time.monotonic() + seconds
+    begun, pauses = "", 0
     try:
-        while time.monotonic() < until:
+        while True:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 return os.waitstatus_to_exitcode(status)
-            time.sleep(0.02)
-        return _HUNG
+            name, most = test()
+            pauses = pauses + 1 if name == begun else 0
+            begun = name
+            if pauses * _PAUSE_S > most:
+                return _HUNG
+            time.sleep(_PAUSE_S)
     finally:
         with suppress(ProcessLookupError):  # the child, and what it has started
             os.killpg(child, signal.SIGKILL)
@@ -191,7 +244,7 @@ class _Reach:
     Args:
         tree: the folder that pytest runs in.
         files: the modules, relative to it.
-        result: tests, the quickest first, each with its lines.
+        result: tests, the quickest first, each with its seconds and lines.
     """
 
     def __init__(self, tree: Path, files: set[str], result: Path) -> None:
@@ -216,7 +269,8 @@ class _Reach:
 
     def pytest_sessionfinish(self) -> None:
         ordered = sorted(self._tests, key=lambda test: self._seconds[test])
-        self._result.write_text(json.dumps([[test, self._tests[test]] for test in ordered]))
+        found = [[test, self._seconds[test], self._tests[test]] for test in ordered]
+        self._result.write_text(json.dumps(found))
 
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         file = self._files.get(frame.f_code.co_filename)

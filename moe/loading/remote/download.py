@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock
@@ -153,7 +153,7 @@ def _fetch_all(files: Sequence[HubFile], blobs: Path, name: HubName, report: Rep
     with ThreadPoolExecutor(AT_ONCE) as pool:
         jobs = [pool.submit(fetch, file, blobs / file.etag, advance) for file in files]
         try:
-            for job in jobs:
+            for job in as_completed(jobs):
                 job.result()
         except BaseException:
             stop.set()

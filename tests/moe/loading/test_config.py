@@ -20,6 +20,8 @@ from transformers import Qwen3MoeConfig, T5Config
 
 from experts.manifest import StoreError, read_manifest
 from moe.errors import CheckpointError, UnsupportedModelError
+from moe.loading import config_file
+from moe.loading.config_file import check_dense
 from moe.loading.hub import read_config
 from moe.loading.meta_model import build_meta_model
 from moe.text.generation_config import read_generation_config
@@ -180,6 +182,17 @@ def test_sizes_that_the_architecture_itself_refuses() -> None:
     config.hidden_act = "no-such-activation"
     with pytest.raises(UnsupportedModelError, match="Qwen3MoeForCausalLM cannot be built from"):
         build_meta_model(config)
+
+
+def test_a_model_is_called_dense_where_that_is_certain(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'llama' is a dense model: it has no experts"):
+        check_dense({"model_type": "llama"}, tmp_path)
+    check_dense({"model_type": "llava"}, tmp_path)  # made of others, which are not named
+    for path in ("./llama", "../models/llama", "/etc", ""):
+        check_dense({"model_type": path}, tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(config_file, "find_spec", lambda _: None)
+        check_dense({"model_type": "llama"}, tmp_path)
 
 
 @settings(max_examples=200)

@@ -7,14 +7,16 @@ import hashlib
 import itertools
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -191,8 +193,10 @@ def test_compressed_answers_are_refused(hub: FakeHub, cache: Path, way: Any, kin
     refused(hub, way, "answers in the encoding 'gzip', which was not asked for")
 
 
-def endless(body: bytes = bytes(CHUNK)) -> Iterator[bytes]:
-    return itertools.repeat(b"%x\r\n%b\r\n" % (len(body), body))
+def pieces(body: bytes = bytes(CHUNK), times: int = 100) -> Iterator[bytes]:
+    """More than any limit here; it ends, for whoever reads on."""
+    yield from itertools.repeat(b"%x\r\n%b\r\n" % (len(body), body), times)
+    yield b"0\r\n\r\n"
 
 
 @pytest.mark.parametrize("way", [downloaded, read_in_place])
@@ -201,7 +205,7 @@ def test_a_file_ends_where_it_was_announced_to(hub: FakeHub, cache: Path, way: A
         if kind != "file":
             return headers, body
         headers.pop("Content-Length")
-        return headers | {"Transfer-Encoding": "chunked"}, endless()
+        return headers | {"Transfer-Encoding": "chunked"}, pieces()
 
     hub.lie = lie
     refused(hub, way, r"sends more than the \d+ bytes it announced")
@@ -285,7 +289,7 @@ def test_lists_end(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -
     refused(hub, downloaded, "has more than 3 pages")
     link = "http://127.0.0.1:1/api"
     refused(hub, downloaded, "goes on at another server")
-    hub.lie = lambda kind, headers, body: ({"Transfer-Encoding": "chunked"}, endless(b" " * CHUNK))
+    hub.lie = lambda kind, headers, body: ({"Transfer-Encoding": "chunked"}, pieces(b" " * CHUNK))
     monkeypatch.setattr(answers, "MAX_ANSWER_BYTES", 10 * CHUNK)
     refused(hub, downloaded, "answers more than 655360 bytes")
 
@@ -313,7 +317,7 @@ def test_errors_are_read_to_a_limit_and_shown_without_control_characters(
     def lie(kind: str, headers: dict[str, str], body: Any) -> tuple[dict[str, str], Any]:
         hub.log.clear()
         told = {"status": str(status), "X-Error-Message": "\x1b[2Jgone\x9b"}
-        return told | {"Transfer-Encoding": "chunked"}, endless(b"e" * CHUNK)
+        return told | {"Transfer-Encoding": "chunked"}, pieces(b"e" * CHUNK, 1 << 40)
 
     hub.lie = lie
     assert main(["plan", NAME]) == 2
@@ -336,6 +340,37 @@ def test_an_error_that_passes_is_tried_again(hub: FakeHub, cache: Path) -> None:
     hub.lie = lie
     path = resolve_model(NAME)
     assert {name: (path / name).read_bytes() for name in FILES} == FILES
+
+
+@pytest.mark.parametrize(("status", "failures"), [(404, 1), (503, answers.RETRIES + 1)])
+def test_an_error_that_stays_is_raised(status: int, failures: int) -> None:
+    request = httpx.Request("GET", "http://hub/x")
+    error = HfHubHTTPError("no", response=httpx.Response(status, request=request))
+    with pytest.raises(HfHubHTTPError, match=r"^no$"):
+        answers.pause(error, failures)
+
+
+def test_where_one_file_fails_the_others_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = []
+
+    def fetch(file: HubFile, _: Path, advance: Callable[[int], object]) -> None:
+        if file.path == "bad":
+            raise CheckpointError("this one")
+        try:
+            for _ in range(200):
+                advance(1)
+                time.sleep(0.01)
+        except downloading._Stopped:
+            stopped.append(file.path)
+            raise
+
+    monkeypatch.setattr(downloading, "fetch", fetch)
+    files = [HubFile(name, 5, "0" * 40, "http://hub/x") for name in ("good", "bad")]
+    with pytest.raises(CheckpointError, match=r"^this one$"):
+        downloading._fetch_all(files, tmp_path, HubName(NAME), lambda _: None)
+    assert stopped == ["good"]
 
 
 WORDS = st.text() | st.sampled_from(["..", "/", ".", "a", "../a", "\0", "a/", "~"])
