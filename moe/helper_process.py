@@ -43,7 +43,7 @@ _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many rights a version knows; 
 _CAPABILITIES, _READ_ANY_FILE = 0x20080522, 0b110
 _X32 = 0x40000000
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""Which of two numbers a call has, and the number of the architecture."""
+"""The place of a call's number in a pair, and the number of the architecture."""
 _FORBIDDEN = {
     "sockets": "socket 41 198, socketpair 53 199, io_uring_setup 425 425",
     "programs and processes": "execve 59 221, execveat 322 281, fork 57 -, vfork 58 -",
@@ -86,7 +86,7 @@ def confine(readable: list[str]) -> None:
 
 
 def _drop_capabilities(libc: ctypes.CDLL) -> None:
-    """Of root, all but those by which it reads files that other users keep to themselves."""
+    """Drop root's capabilities, but for those to read files that other users keep to themselves."""
     header, held = struct.pack("=Ii", _CAPABILITIES, 0), (ctypes.c_uint32 * 6)()
     if libc.capget(header, held) == 0:
         kept = held[1] & _READ_ANY_FILE  # effective, permitted, inheritable; then the upper halves
