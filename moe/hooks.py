@@ -3,8 +3,9 @@
 A *method* is one published way of doing something that is off by default, changes answers, or
 serves one kind of model. It lives in `moe/methods/NAME`, whose `__init__.py` declares a `Method`
 called `METHOD`. `methods` finds the folders that are there, so a method is removed with its folder.
-A declaration imports no torch: it names its code as ``"module:attribute"``, and that module is
-imported when the profile switches the method on.
+A package of anyone's brings more of them, as entry points of the group ``moe.methods``
+(examples/routing_policy). A declaration imports no torch: it names its code as
+``"module:attribute"``, and that module is imported when the profile switches the method on.
 
 The core calls what methods bring in three ways:
 
@@ -34,11 +35,13 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from operator import attrgetter
 from typing import Any, Generic, TypeVar, cast
 
+from moe.errors import ProfileError
 from moe.section import Settings
 
 __all__ = [
@@ -80,7 +83,8 @@ class Method:
             section that is not the default switches it on in a profile.
         files: tests and benchmarks that are about nothing else, from the root of the repository.
             They go when the method goes.
-        name: of its folder, and of its section. `methods` fills it in.
+        name: of its folder or entry point, and of its section. `methods` fills it in.
+        module: that declares it. `methods` fills it in.
     """
 
     about: str
@@ -96,6 +100,7 @@ class Method:
     serves: str = ""
     files: Sequence[str] = ()
     name: str = ""
+    module: str = ""
 
     @property
     def switches(self) -> tuple[str, ...]:
@@ -123,12 +128,44 @@ class Method:
 
 @cache
 def methods() -> tuple[Method, ...]:
-    """All methods of this installation, by name. Imports their declarations, and no torch."""
-    found = []
+    """All methods of this installation: ours, then those of other packages, each by name. Imports
+    their declarations, and no torch.
+
+    Raises:
+        ProfileError: the declaration of another package is not one, or its name is taken.
+    """
+    found = {}
     for module in pkgutil.iter_modules(importlib.import_module(_PACKAGE).__path__):
-        declared = importlib.import_module(f"{_PACKAGE}.{module.name}").METHOD
-        found.append(Method(**{**vars(declared), "name": module.name}))
-    return tuple(found)
+        place = f"{_PACKAGE}.{module.name}"
+        declared = importlib.import_module(place).METHOD
+        found[module.name] = replace(declared, name=module.name, module=place)
+    for entry in sorted(entry_points(group=_PACKAGE), key=attrgetter("name", "value")):
+        if not entry.name.isidentifier() or entry.name in found:
+            raise ProfileError(
+                f"{_brought_by(entry)}: the name of a method must be a Python identifier that no "
+                f"other method has (there are: {', '.join(found)}); rename it, or uninstall the "
+                "package"
+            )
+        try:
+            declared = entry.load()
+        except Exception as error:
+            raise ProfileError(
+                f"{_brought_by(entry)} cannot be imported ({type(error).__name__}: {error}); mend "
+                "the package, or uninstall it"
+            ) from error
+        if not isinstance(declared, Method):
+            raise ProfileError(
+                f"{_brought_by(entry)} must be a moe.hooks.Method, and is a "
+                f"{type(declared).__name__}; mend the package, or uninstall it"
+            )
+        found[entry.name] = replace(declared, name=entry.name, module=entry.module)
+    return tuple(found.values())
+
+
+def _brought_by(entry: EntryPoint) -> str:
+    """An entry point, for messages."""
+    package = entry.dist.name if entry.dist is not None else "a package"
+    return f"method {entry.name!r} of {package} ({entry.value})"
 
 
 def methods_on(profile: Any) -> tuple[Method, ...]:

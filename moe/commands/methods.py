@@ -43,7 +43,7 @@ def table(profile: Profile) -> Table:
 
 def description(method: Method, profile: Profile) -> str:
     """A method's own words, and its keys with the values of a profile."""
-    module: Any = importlib.import_module(f"moe.methods.{method.name}")
+    module: Any = importlib.import_module(method.module)
     lines = [inspect.getdoc(module) or "", ""]
     lines += [f"on by: {', '.join(_switches(method))}"]
     for key, field in (method.settings.model_fields if method.settings else {}).items():

@@ -16,6 +16,9 @@ read; the other modules of the folder are imported when the method is switched o
 any room. `routing.policies: [NAME:ARGUMENTS]` and other keys that name a way take the names that
 methods add by `choices`. Everything else that a user may set is under ``methods.NAME``.
 
+A method of one's own needs no change here: a package that is installed names its declaration as an
+entry point of the group ``moe.methods``; examples/routing_policy is one.
+
 To remove a method, delete its folder and its ``files``. ``python -m tests.without_method NAME``
 does that in a copy of the tree, and shows that the rest still imports and type-checks.
 """
