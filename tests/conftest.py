@@ -56,13 +56,15 @@ os.environ.setdefault("MOE_PROOF_CACHE", "")
 
 # A shared machine makes the time of a single example meaningless. In CI the examples are the same
 # each time, so that a failure there is about the change.
-settings.register_profile(
-    "moe",
-    deadline=None,
-    max_examples=amount(50, quick=12),
-    derandomize=IN_CI,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+# `--hypothesis-profile hostile` is for tests of anything that a client may send.
+for profile, examples in {"moe": amount(50, quick=12), "hostile": 4500}.items():
+    settings.register_profile(
+        profile,
+        deadline=None,
+        max_examples=examples,
+        derandomize=IN_CI,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
 settings.load_profile("moe")
 if IN_CI and find_spec("hypothesis.internal"):
     from hypothesis.internal.conjecture import providers

@@ -10,13 +10,16 @@ followed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, cast
+from urllib.parse import quote
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
@@ -102,6 +105,19 @@ def simplified(schema: Any, depth: int = 0) -> Any:
     for key in kept.keys() & set(_INNER):
         kept[key] = simplified(kept[key], depth + 1)
     return {key: value for key, value in kept.items() if not _asks_nothing(key, value, kept)}
+
+
+def moved(schema: Any, to: str) -> Any:
+    """A schema whose references find what they mean where the whole is at a pointer, ``#/...``."""
+    if isinstance(schema, list):
+        return [moved(part, to) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    kept = {k: v if k in ("const", "enum") else moved(v, to) for k, v in schema.items()}
+    reference = schema.get("$ref")
+    if isinstance(reference, str) and reference.startswith("#"):
+        kept["$ref"] = to + reference[1:]
+    return kept
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
@@ -229,7 +245,66 @@ def _fault(kind: str, source: str, seconds: float = _WALK_SECONDS) -> str:
         return _in_our_words(why) if is_schema else why
     if not _is_quick(matcher.deep_copy()):
         return _TOO_SLOW
-    return _dead_end(matcher, source, seconds) if is_schema else ""
+    return _dead_end_anywhere(matcher, source, seconds) if is_schema else ""
+
+
+def _dead_end_anywhere(matcher: LLMatcher, source: str, seconds: float) -> str:
+    """Try the schema, and objects inside it alone: random texts seldom come to those."""
+    schema = simplified(json.loads(source))
+    pointers = list(itertools.islice(_objects_inside(schema), _MOST_OBJECTS))
+    seconds /= 1 + len(pointers)
+    why = _dead_end(matcher, source, seconds)
+    outer = moved(schema, "#/$defs/whole") if pointers else {}
+    for pointer in pointers if not why else ():
+        inner = {"$ref": f"#/$defs/whole{pointer}", "$defs": {"whole": outer}}
+        with suppress(ValueError):
+            grammar = grammar_of("json_schema", json.dumps(inner))
+            own = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=LIMITS)
+            if own.is_error() or not any(own.compute_bitmask()):
+                continue  # nothing is like that: such a property is left out
+            why = why or _dead_end(own, source, seconds)
+    return why
+
+
+def _objects_inside(schema: object) -> Iterator[str]:
+    """Pointers to the schemas inside one that may have dead ends.
+
+    They are those that a value has to follow and nothing else: none inside an ``allOf``, nor of a
+    choice that stands beside other keywords.
+    """
+    definitions = {
+        f"#/{group}/{_escaped(name)}": part
+        for group in ("$defs", "definitions")
+        for name, part in _named(schema, group)
+    }
+    waiting, known = [("", schema)], {""}
+    for pointer, at in waiting:  # which grows
+        if not isinstance(at, Mapping):
+            continue
+        if pointer and at.keys() & _ENDS_INSIDE:
+            yield pointer
+        inside = [(f"{pointer}/{key}", at[key]) for key in _VALUES if key in at]
+        alone = not at.keys() - _ALONE
+        for key in (*_OF_VALUES, *(("anyOf", "oneOf") if alone else ())):
+            parts = _named(at, key)
+            inside += [(f"{pointer}/{key}/{_escaped(name)}", part) for name, part in parts]
+        reference = at.get("$ref") if alone else None
+        if isinstance(reference, str) and reference in definitions:
+            inside.append((reference[1:], definitions[reference]))
+        waiting += [(path, part) for path, part in inside if path not in known]
+        known.update(path for path, _ in inside)
+
+
+def _named(schema: object, key: str) -> Iterable[tuple[str, object]]:
+    """The parts of a keyword by their names in a pointer."""
+    parts = schema.get(key) if isinstance(schema, Mapping) else None
+    if isinstance(parts, list):
+        return [(str(index), part) for index, part in enumerate(parts)]
+    return parts.items() if isinstance(parts, Mapping) else ()
+
+
+def _escaped(name: str) -> str:
+    return quote(name.replace("~", "~0").replace("/", "~1"), errors="replace")
 
 
 def _dead_end(matcher: LLMatcher, source: str, seconds: float) -> str:
@@ -253,6 +328,12 @@ def _dead_end(matcher: LLMatcher, source: str, seconds: float) -> str:
     return ""
 
 
+_MOST_OBJECTS = 24
+_ENDS_INSIDE = {"patternProperties", "allOf", "minProperties", "maxProperties"}
+_VALUES = ("items", "additionalProperties")
+_OF_VALUES = ("properties", "patternProperties", "prefixItems")
+_ALONE = {"$ref", "anyOf", "oneOf", "type", "$defs", "definitions", "$schema", "$id"}
+"""Keywords beside which a choice or a reference means what it means alone."""
 _KNOWN_ENDS = ("patternProperties", "allOf", "$ref", "minProperties", "maxProperties", "pattern")
 """Keywords that are seen where texts have dead ends, the most frequent first."""
 

@@ -107,6 +107,8 @@ def start(client: Client, world: World, place: Path) -> tuple[str, int | None, P
             wanted[block.file] = text
     for name, text in wanted.items():
         write(folder / name, text)
+    # Agents look for the root of a repository, and would take this one's for their project.
+    subprocess.run(["git", "init", "--quiet", folder], check=True, timeout=60)
     programs = FOLDERS[client.folder].programs(place)
     if programs.name == ".bin":
         (folder / "node_modules").symlink_to(programs.parent)
@@ -175,36 +177,46 @@ def serving_files(folder: Path) -> Iterator[str]:
         server.server_close()
 
 
-def run_tests_of_files() -> Iterator[Row]:
-    """Each file of tests that reads what `tests.world.files` fetches."""
-    for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        if file.parent == Path(__file__).parent or "tests.world.files" not in file.read_text():
-            continue
-        begin = time.monotonic()
-        argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
-        output, code = bounded([*argv, str(file)], ROOT, {**os.environ, "OMP_NUM_THREADS": "1"})
-        result = output.strip().splitlines()[-1] if output.strip() else ""
-        result = f"did not end in {SECONDS} s" if code is None else result
-        name = str(file.relative_to(ROOT / "tests"))
-        yield Row(name, "", "", code == 0, result, time.monotonic() - begin)
+def tests_of_files() -> list[str]:
+    """The files of tests that read what `tests.world.files` fetches."""
+    own = Path(__file__).parent
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return [
+        str(file.relative_to(ROOT / "tests"))
+        for file in files
+        if file.parent != own and "tests.world.files" in file.read_text()
+    ]
+
+
+def run_tests(name: str) -> Row:
+    """One of `tests_of_files`, the deep tests, too."""
+    begin = time.monotonic()
+    argv = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TEST_WORLD": str(WORLD)}
+    output, code = bounded([*argv, f"tests/{name}"], ROOT, environ)
+    result = output.strip().splitlines()[-1] if output.strip() else ""
+    result = f"did not end in {SECONDS} s" if code is None else result
+    return Row(name, "", "", code == 0, result, time.monotonic() - begin)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="clients that others wrote, against this server")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="clients, as --list shows them")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows, as --list names them")
     parser.add_argument("--fresh", action="store_true", help="install today's releases")
-    parser.add_argument("--list", action="store_true", help="names of the clients")
+    parser.add_argument("--list", action="store_true", help="names of the rows")
     options = parser.parse_args()
-    chosen = [c for c in CLIENTS if options.only is None or c.name in options.only]
-    if options.list or not chosen:
-        print(*(client.name for client in CLIENTS), sep="\n")
+    names = [*(client.name for client in CLIENTS), *tests_of_files()]
+    wanted = set(options.only or names)
+    if options.list or wanted - set(names):
+        print(*names, sep="\n")
         return 0 if options.list else 2
+    chosen = [client for client in CLIENTS if client.name in wanted]
     for folder in SOURCES:
         if not folder.is_dir():
             files.fetch(folder)
     rows: list[Row] = []
     tiny = WORLD / "models" / "scripted"
-    if not tiny.exists():
+    if chosen and not tiny.exists():
         checkpoint(tiny, (LLAMA_CPP / TEMPLATE).read_text(), CONTEXT)
     fresh = {client.folder for client in chosen} if options.fresh else set()
     for directory, says in ((tiny, script), (ROOT / "examples" / "demo-model", None)):
@@ -215,10 +227,10 @@ def main() -> int:
                     rows.append(run_client(client, world, client.folder in fresh))
                     fresh.discard(client.folder)
                     print(rows[-1], flush=True)
-    if options.only is None:
-        for row in run_tests_of_files():
-            rows.append(row)
-            print(row, flush=True)
+    for name in tests_of_files():
+        if name in wanted:
+            rows.append(run_tests(name))
+            print(rows[-1], flush=True)
     failed = [row.client for row in rows if not row.passed]
     print(f"\n{len(rows) - len(failed)} of {len(rows)} hold", *failed, sep="\n  FAILS ")
     print(json.dumps({"rows": [asdict(row) for row in rows], "failed": failed}))

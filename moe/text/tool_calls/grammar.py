@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from moe.errors import RequestError
-from moe.sampling.grammar import WHITESPACE, simplified
+from moe.sampling.grammar import WHITESPACE, moved, simplified
 from moe.sampling.params import Structure
 from moe.text.tool_calls.braced_grammar import BracedGrammar
 from moe.text.tool_calls.format import (
@@ -23,7 +23,7 @@ from moe.text.tool_calls.format import (
     TaggedBody,
 )
 from moe.text.tool_calls.reasoning import ReasoningFormat
-from moe.text.tool_calls.schemas import ABOUT, moved, resolved, types_of, unsaid
+from moe.text.tool_calls.schemas import ABOUT, resolved, types_of, unsaid
 
 Schema = Mapping[str, Any]
 ANY: Schema = {"type": "object"}

@@ -61,19 +61,6 @@ def types_of(schema: object, whole: Mapping[str, Any]) -> set[str]:
     return types
 
 
-def moved(schema: Any, to: str) -> Any:
-    """A schema whose references find what they mean where the whole is at a pointer, ``#/...``."""
-    if isinstance(schema, list):
-        return [moved(part, to) for part in schema]
-    if not isinstance(schema, Mapping):
-        return schema
-    kept = {k: v if k in ("const", "enum") else moved(v, to) for k, v in schema.items()}
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        kept["$ref"] = to + reference[1:]
-    return kept
-
-
 def unsaid(what: str) -> RequestError:
     """The error for a part of a tool's schema that the grammar of its calls cannot express."""
     return RequestError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -148,14 +149,41 @@ DEAD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", DEAD)
-@pytest.mark.parametrize("inside", [False, True])
-def test_dead_ends_are_refused_by_name(name: str, inside: bool) -> None:
-    schema: Any = CLOSED | DEAD[name]
-    if inside:
-        schema = {"type": "object", "properties": {"deep": schema}, "required": ["deep"]}
+MANY = {f"name{i}": {"type": "string"} for i in range(9)}
+AROUND: dict[str, Callable[[Any], Any]] = {
+    "alone": lambda dead: dead,
+    "required": lambda dead: {"type": "object", "properties": {"x": dead}, "required": ["x"]},
+    "among many": lambda dead: {"type": "object", "properties": MANY | {"a/b ~%": dead}},
+    "deep": lambda dead: {"type": "object", "properties": {"x": AROUND["among many"](dead)}},
+    "in a list": lambda dead: {
+        "type": "object",
+        "properties": {"x": {"items": AROUND["deep"](dead)}},
+    },
+    "in any property": lambda dead: {"additionalProperties": AROUND["deep"](dead)},
+    "in a choice": lambda dead: {
+        "properties": {"x": {"anyOf": [{"type": "null"}, AROUND["deep"](dead)]}}
+    },
+    "referred to": lambda dead: {
+        "properties": {"x": {"$ref": "#/$defs/some%20node"}},
+        "$defs": {"some node": AROUND["deep"](dead)},
+    },
+    "in a tree": lambda dead: {
+        "$ref": "#/definitions/node",
+        "definitions": {
+            "node": {"properties": {"next": {"$ref": "#/definitions/node"}, "x": dead}}
+        },
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "around"),
+    [*((name, "alone") for name in DEAD), *(("one name", around) for around in AROUND)],
+)
+def test_dead_ends_are_refused_by_name(name: str, around: str) -> None:
+    schema = AROUND[around](CLOSED | DEAD[name])
     why = grammar._fault("json_schema", json.dumps(schema))
-    assert why.startswith("a text may begin as it says and cannot go on (patternProperties): ")
+    assert re.match(r"a text may begin as it says and cannot go on \(patternProperties[),]", why)
 
 
 @pytest.mark.parametrize(
@@ -167,9 +195,20 @@ def test_dead_ends_are_refused_by_name(name: str, inside: bool) -> None:
     ],
 )
 def test_schemas_without_dead_ends_pass(more: Any) -> None:
-    assert grammar._fault("json_schema", json.dumps(CLOSED | more)) == ""
+    for around in ("alone", "in a tree"):
+        schema = AROUND[around](CLOSED | more)
+        assert grammar._fault("json_schema", json.dumps(schema)) == ""
     for seed in range(20):
         written(CLOSED | more, seed)
+
+
+def test_parts_that_no_value_has_to_follow_are_not_tried() -> None:
+    impossible = CLOSED | {"required": ["b"], "patternProperties": {"^a$": INTEGER}}
+    for schema in (
+        {"type": "object", "properties": {"x": impossible}},
+        {"type": "object", "$defs": {"never used": CLOSED | DEAD["one name"]}},
+    ):
+        assert grammar._fault("json_schema", json.dumps(schema)) == ""
 
 
 def test_names_of_zod_and_pydantic() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import socket
 import subprocess
@@ -30,6 +31,8 @@ from moe.settings.profile import load_profile
 from tests.moe.text.tool_calls.templates import HERMES
 
 NAMES = ("tiny", "small/tiny")
+UNKNOWN_FIELDS = {"unknown_fields": os.environ.get("UNKNOWN_FIELDS", "take")}
+"""Servers that say nothing of it take or refuse them; `test_unknown_fields.py` says both."""
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('unknown role') }}"
     "{% endif %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"
@@ -160,7 +163,7 @@ def serve(model: MoE) -> Serve:
         keys: Path | None = None,
         **limits: Any,
     ) -> Iterator[Running]:
-        profile = load_profile({"server": limits}, environ={})
+        profile = load_profile({"server": UNKNOWN_FIELDS | limits}, environ={})
         listener = bind("127.0.0.1", port)
         running = Running(
             Service(

@@ -1,6 +1,8 @@
 """Any JSON to any route: an answer or a refusal in the API's shape, and the next request is served.
 
-Bodies are good ones with one or two places changed for anything, so that they come far.
+Bodies are good ones with one or two places changed for anything, so that they come far. Many more:
+
+    python -m pytest tests/moe/server/test_any_body.py --hypothesis-profile hostile
 """
 
 from __future__ import annotations
@@ -93,6 +95,11 @@ _GOOD: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": OTHERS, "max_tokens": 2, "tools": TOOLS, "tool_choice": ALLOWED}),
     ("/v1/responses", {"input": OTHER_ITEMS, "max_output_tokens": 2, "tools": OTHER_TOOLS}),
     ("/v1/messages", {"messages": OTHER_BLOCKS, "max_tokens": 2, "thinking": {"type": "x"}}),
+    (CHAT, {"messages": TURNS, "max_tokens": 2, "stream": True, "tools": [TOOL], **SAMPLING}),
+    ("/v1/responses", {"input": ITEMS, "max_output_tokens": 2, "stream": True}),
+    ("/v1/messages", {"messages": BLOCKS, "max_tokens": 2, "tools": TOLD, "stream": True}),
+    ("/v1/responses/input_tokens", {"input": ITEMS, "tools": [ABOUT | {"type": "function"}]}),
+    ("/v1/experts/tokens", {"prompt": "hi"}),
     ("/tokenize", {"messages": TURNS}),
     ("/detokenize", {"tokens": [5, 6]}),
 ]
@@ -141,10 +148,13 @@ def demo(serve: Any) -> Iterator[Any]:
     model.codec.tokenizer.chat_template = QWEN3_CODER
     forget_habits(model)
     with serve(load=lambda: model) as server:
+        server.http.timeout = 600  # a busy machine is no answer
         yield server
 
 
-def test_good_bodies_are_good(demo: Any) -> None:
+def test_good_bodies_of_all_routes_are_good(demo: Any) -> None:
+    paths = demo.http.get("/openapi.json").json()["paths"]
+    assert {route for route, _ in GOOD} == {path for path in paths if "post" in paths[path]}
     for route, body in GOOD:
         answer = demo.http.post(route, json=body)
         assert answer.status_code == 200, (route, answer.text)
@@ -163,6 +173,9 @@ def test_any_body_is_answered_or_refused(demo: Any, made: tuple[str, bytes]) -> 
         assert 0 < len(error["message"]) < 1000
         for internal in ("Traceback", "instance of", "literal[", "/moe/"):
             assert internal not in error["message"]
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        assert "server_error" not in answer.text
+        assert "api_error" not in answer.text
     good = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
     assert demo.http.post(TEXT, json=good).status_code == 200
     assert demo.is_idle()
