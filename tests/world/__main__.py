@@ -6,8 +6,9 @@ Each client is installed below build/world/clients and started as docs/server.md
 directory of its own, a dummy key, and an address on 127.0.0.1. Agents go through one round of a
 tool, of a model whose text is scripted (`tests/world/scripted.py` says what is real); load
 generators and lm-eval measure the shipped model. What a client printed and asked stays in
-build/world/home. Tests that read files of others (`tests/world/files.py`) run last. A table, and
-one JSON object as the last line; the exit code is 1 if anything failed.
+build/world/home. Schemas of MCP servers' tools (`tests/world/mcp.py`) and tests that read files of
+others (`tests/world/files.py`) come last. A table, and one JSON object as the last line; the exit
+code is 1 if anything failed.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from tests.world import files
+from tests.world import files, mcp
 from tests.world.clients import CLIENTS, FILE, ROOT, WORD, Client, Failure, Run, script
 from tests.world.files import LLAMA_CPP, SOURCES, WORLD
 from tests.world.install import FOLDERS, installed
@@ -177,6 +178,19 @@ def serving_files(folder: Path) -> Iterator[str]:
         server.server_close()
 
 
+MCP = "MCP servers"
+
+
+def run_mcp(fresh: bool) -> Row:
+    """The schemas of the tools of MCP servers."""
+    begin = time.monotonic()
+    try:
+        passed, result = True, mcp.schemas_are_followed(fresh)
+    except (AssertionError, subprocess.SubprocessError, OSError, LookupError) as error:
+        passed, result = False, " ".join(f"{type(error).__name__}: {error}".split())
+    return Row(MCP, "", "", passed, result, time.monotonic() - begin)
+
+
 def tests_of_files() -> list[str]:
     """The files of tests that read what `tests.world.files` fetches."""
     own = Path(__file__).parent
@@ -205,7 +219,7 @@ def main() -> int:
     parser.add_argument("--fresh", action="store_true", help="install today's releases")
     parser.add_argument("--list", action="store_true", help="names of the rows")
     options = parser.parse_args()
-    names = [*(client.name for client in CLIENTS), *tests_of_files()]
+    names = [*(client.name for client in CLIENTS), MCP, *tests_of_files()]
     wanted = set(options.only or names)
     if options.list or wanted - set(names):
         print(*names, sep="\n")
@@ -227,6 +241,9 @@ def main() -> int:
                     rows.append(run_client(client, world, client.folder in fresh))
                     fresh.discard(client.folder)
                     print(rows[-1], flush=True)
+    if MCP in wanted:
+        rows.append(run_mcp(options.fresh))
+        print(rows[-1], flush=True)
     for name in tests_of_files():
         if name in wanted:
             rows.append(run_tests(name))

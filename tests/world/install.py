@@ -81,6 +81,15 @@ FOLDERS: dict[str, PyPI | Npm] = {
     "aider": PyPI(("aider-chat",)),
     "open-webui": PyPI(("open-webui",), needs_torch=True),
     "lm-eval": PyPI(("lm-eval[api]",), needs_torch=True),
+    "mcp-npm": Npm(
+        (
+            *(f"@modelcontextprotocol/server-{name}" for name in ("filesystem", "memory")),
+            *(f"@modelcontextprotocol/server-{name}" for name in ("everything", "github")),
+            "@modelcontextprotocol/server-sequential-thinking",
+            *("@playwright/mcp", "chrome-devtools-mcp", "@notionhq/notion-mcp-server"),
+        )
+    ),
+    "mcp-pypi": PyPI(("mcp-server-git", "mcp-server-time", "mcp-server-fetch", "excel-mcp-server")),
     "loads": PyPI(("guidellm", "llama-benchy"), needs_torch=True),
 }
 
