@@ -174,15 +174,21 @@ def test_links_are_fetched_and_limited(
     assert host.asked == []
 
 
-def test_links_stay_where_none_are_allowed() -> None:
-    message = ChatMessage.model_validate(
-        {
-            "role": "user",
-            "content": [{"type": "image_url", "image_url": {"url": "http://a.example/"}}],
-        }
-    )
-    queue = SimpleNamespace(model=SimpleNamespace(codec=SimpleNamespace(images=object())))
-    settings = SimpleNamespace(allow_image_urls=False)
+@pytest.mark.parametrize(
+    ("allowed", "images", "count"),
+    [
+        (False, object(), 1),
+        (True, "it reads text", 1),
+        (True, object(), image_links.MAX_IMAGES + 1),
+    ],
+)
+def test_links_stay_where_nobody_would_look_at_them(
+    allowed: bool, images: object, count: int
+) -> None:
+    link = {"type": "image_url", "image_url": {"url": "http://a.example/"}}
+    message = ChatMessage.model_validate({"role": "user", "content": [link] * count})
+    queue = SimpleNamespace(model=SimpleNamespace(codec=SimpleNamespace(images=images)))
+    settings = SimpleNamespace(allow_image_urls=allowed)
     request = SimpleNamespace(
         app=SimpleNamespace(state=SimpleNamespace(queue=queue, settings=settings))
     )
@@ -228,6 +234,8 @@ def test_c18_links_lead_to_no_other_port_and_not_to_this_machine(
 
     for port in (1, 22, 8000, 8080, 65535):
         assert why(f"http://93.184.216.34:{port}/") == "links must have the port 80 or 443"
+    for url in ("http://a..b/", f"http://{'a' * 64}.example/"):
+        assert why(url) == "its host's name is not valid"
     assert (image_links.is_own("127.0.0.1"), image_links.is_own("192.0.2.77")) == (True, False)
     monkeypatch.setattr(image_links, "is_public", lambda _: True)  # as an address of ours may be
     for url in ("http://127.0.0.1/", "https://127.0.0.1:80/"):
