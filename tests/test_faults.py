@@ -65,6 +65,18 @@ def test_each_promise_has_guards_and_tests(promise: Promise) -> None:
     assert {*promise.by_hand} <= {mutation["fault"] for mutation in MUTATIONS}
 
 
+@pytest.mark.parametrize("promise", promises(), ids=lambda promise: promise.name)
+def test_mutants_by_hand_are_for_tests_of_the_row(promise: Promise) -> None:
+    """And those are there: a word of each expression is in the name of one."""
+    by_fault = {mutation["fault"]: mutation["test"] for mutation in MUTATIONS}
+    for fault in promise.by_hand:
+        file, *expression = by_fault[fault]
+        of_the_row = [test.partition("::")[2] for test in promise.tests if test.startswith(file)]
+        named = names_in(file) if "" in of_the_row else {*of_the_row}
+        words = {*" ".join(expression[1:]).split()} - {"and", "or", "not"} or {"test_"}
+        assert any(word in name for name in named for word in words), fault
+
+
 LIMITS = yaml.safe_load((ROOT / "tests" / "limits.yaml").read_text())
 
 
