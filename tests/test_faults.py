@@ -128,7 +128,7 @@ def f(a):
 def test_what_becomes_of_mutants(tmp_path: Path) -> None:
     """Of a function, and of a file of a process."""
     (tmp_path / "guarded.py").write_text(
-        "def check(a):\n    if a > 5:\n"
+        "MOST = 5\ndef check(a):\n    if a > MOST:\n"
         "        raise ValueError(\n            a\n        )\n"
         "    if a == 1:\n        return 1\n    if a == 2:\n        return 2\n    return a + 1\n"
     )
@@ -148,6 +148,7 @@ def test_what_becomes_of_mutants(tmp_path: Path) -> None:
         for mutant in mutants_of(source)
     ]
     assert [(became, by) for _, became, by, _ in try_all(tmp_path, made)] == [
+        ("killed", ""),  # by a process that begins anew
         ("killed", "test_guarded.py::test_here"),
         ("killed", "test_guarded.py::test_there"),
         ("SURVIVED", ""),

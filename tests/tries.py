@@ -1,7 +1,8 @@
 """Tries mutants with the same tests: each in a fork of a process that has collected the tests.
 
 The fork has the mutant twice: in the file, for processes that a test starts, and in the functions
-that are there, whose code it exchanges. First the tests run without a mutant. They must pass, and
+that are there, whose code it exchanges. A mutant of what runs when its module is imported begins
+anew. First the tests run without a mutant. They must pass, and
 the process notes which of them come to which lines: a mutant meets those first, the quickest of
 them at the beginning.
 """
@@ -34,6 +35,7 @@ _TIMES = 4.0
 _ALL_SECONDS = 1800.0
 """Of all tests without a mutant, which are traced."""
 _PAUSE_S = 0.02
+_OPTIONS = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu")
 
 
 @dataclass(frozen=True)
@@ -103,8 +105,7 @@ def _run(tree: Path, trials: Sequence[Trial], tells: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(null, stream)
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", "not gpu"]
-    code = pytest.main([*options, *trials[0].tests], plugins=[_Stem(tree, trials, tells)])
+    code = pytest.main([*_OPTIONS, *trials[0].tests], plugins=[_Stem(tree, trials, tells)])
     os._exit(int(code))
 
 
@@ -135,7 +136,9 @@ class _Stem:
             for _ in range(2):
                 code = _forked(partial(_running, last, took))
                 if code is None:
-                    _exchange(file, trial)
+                    if not _exchange(file, was, trial):  # what runs when the module is imported
+                        pytest_again = [sys.executable, "-m", "pytest", *_OPTIONS, *trial.tests]
+                        os.execv(sys.executable, pytest_again)
                     met = [trial.file, trial.line]
                     first = [test for test, _, lines in tests if met in lines]
                     order = {test: number for number, test in enumerate(first)}
@@ -182,7 +185,7 @@ def _running(last: _Last, took: Mapping[str, float]) -> tuple[str, float]:
         took: seconds of each without a mutant, traced.
     """
     test = last.test
-    return test, max(_LEAST_SECONDS, _TIMES * took.get(test, 0.0))
+    return test, max(_LEAST_SECONDS, _TIMES * took.get(test, _LEAST_SECONDS))
 
 
 def _forked(test: Callable[[], tuple[str, float]]) -> int | None:
@@ -216,15 +219,19 @@ def _forked(test: Callable[[], tuple[str, float]]) -> int | None:
             os.waitpid(child, 0)
 
 
-def _exchange(file: Path, trial: Trial) -> None:
-    """Give the functions that are there the code of the mutant."""
+def _exchange(file: Path, was: str, trial: Trial) -> bool:
+    """Give the functions that are there the code of the mutant; False: it is in none of them."""
     codes = {_key(code): code for code in _codes(compile(trial.source, str(file), "exec"))}
+    before = {_key(code): code for code in _codes(compile(was, str(file), "exec"))}
+    if codes == before:
+        return False
     gc.unfreeze()  # else `get_objects` leaves out what `tests.conftest` has frozen
     for function in gc.get_objects():
         if isinstance(function, FunctionType) and function.__code__.co_filename == str(file):
             code = codes.get(_key(function.__code__))
             if code is not None and code != function.__code__:
                 function.__code__ = code
+    return True
 
 
 def _key(code: CodeType) -> tuple[str, int]:
