@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from moe.errors import BusyError
-from moe.fair_pool import FairPool, starts, without_interpreter
+from moe.fair_pool import FairPool, _Task, _work, starts, without_interpreter
 
 
 class Blocked:
@@ -87,6 +87,13 @@ def test_what_is_cancelled_in_the_queue_never_runs(blocked: Blocked) -> None:
     assert all(future.cancel() for future in futures)
     blocked.go_on.set()
     pool.submit("a", lambda: None).result(10)
+    assert not ran
+
+
+def test_what_is_cancelled_on_its_way_to_a_thread_does_not_run() -> None:
+    future, ran = Future[None](), list[int]()
+    future.cancel()
+    _work(_Task(future, lambda: ran.append(1), heavy=False))
     assert not ran
 
 
