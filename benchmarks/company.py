@@ -22,7 +22,7 @@ from torch import Tensor
 from benchmarks.common import environment, print_header, print_json, print_table
 from benchmarks.decode_contenders import model_folder
 from moe import MoE
-from moe.kv.sequence_cache import SequenceCache
+from moe.kv.cache import SequenceCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from routing import Phase

@@ -37,9 +37,10 @@ from benchmarks.scorer import ROOT, TEXTS
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK
 from moe import MoE
-from moe.kv.blocks import BlockKVCache, BlockPool, Windows
+from moe.kv.blocks import BlockKVCache, BlockPool
 from moe.kv.host_blocks import HostBlocks
 from moe.kv.layout import KVFormat
+from moe.kv.ledger import Windows
 from moe.kv.visibility import RowVisibility, visibility
 from moe.machine import keep_freed_memory
 from moe.network.lanes import run_lanes

@@ -20,7 +20,7 @@ import torch
 from benchmarks.common import environment, print_json, print_table
 from kernels.cpu.stages import Stage, StageTime, measured_stages
 from moe import MoE
-from moe.kv.sequence_cache import SequenceCache
+from moe.kv.cache import SequenceCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 

@@ -35,8 +35,9 @@ from moe.errors import CheckpointError, ProfileError
 from moe.extras import install_line, is_installed
 from moe.hooks import Hook, Registry
 from moe.images.reader import ImageReader, conversation, enable_images, load_processor
-from moe.kv.blocks import BlockPool, Windows
+from moe.kv.blocks import BlockPool
 from moe.kv.host_blocks import HostBlocks
+from moe.kv.ledger import Windows
 from moe.kv.prefix_store import prepare_directory
 from moe.loaded import LoadedModel
 from moe.loading.checkpoint import model_files

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from moe.errors import RequestError
-from moe.kv.sequence_cache import SequenceCache
+from moe.kv.cache import SequenceCache
 from moe.network.prompt_rows import PromptRows
 from moe.sampling.batch import Token
 from moe.sampling.sampler import Sampler

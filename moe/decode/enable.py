@@ -46,9 +46,10 @@ from moe.describe.description import (
 from moe.describe.extremes import check_extremes
 from moe.describe.observe import observe_random
 from moe.describe.row_wise import linears_are_faster
-from moe.kv.blocks import BlockPool, Windows
+from moe.kv.blocks import BlockPool
 from moe.kv.host_blocks import HostBlocks
 from moe.kv.layout import KVFormat
+from moe.kv.ledger import Windows
 from moe.network.backbone import Backbone
 from moe.network.moe_layer import MoELayers
 from moe.network.packed_pass import Work

@@ -41,8 +41,8 @@ from moe.describe.parts import (
     rotate,
     same,
 )
-from moe.kv.blocks import Windows
 from moe.kv.layout import KVFormat
+from moe.kv.ledger import Windows
 from moe.network.attention import MaskRule
 from moe.network.backbone import Backbone
 

@@ -22,9 +22,8 @@ from experts.linear import QuantizedLinear
 from moe.cache_dir.proofs import current_proofs
 from moe.describe.description import NotDescribed
 from moe.describe.stateful import find_stateful
-from moe.kv.cache import KVCache
+from moe.kv.cache import KVCache, SequenceCache
 from moe.kv.layout import LayerKey
-from moe.kv.sequence_cache import SequenceCache
 from moe.network.backbone import SHORT, Backbone
 from moe.network.lanes import ExpertCall, Lane, run_lanes
 from moe.network.packed_pass import Work

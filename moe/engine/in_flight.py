@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moe.kv.sequence_cache import SequenceCache
+from moe.kv.cache import SequenceCache
 from moe.sampling.batch import Token
 from moe.sampling.constraint import MaskLateError
 from moe.sampling.sampler import Guesses, NextTokens, Verified, verify

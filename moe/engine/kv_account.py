@@ -9,7 +9,7 @@ prompt (`RowVisibility`). A GPU gives memory out by whole blocks. There every co
 from __future__ import annotations
 
 from moe.engine.prefill_batch import SequenceGroup
-from moe.kv.blocks import BlockPool, Windows
+from moe.kv.ledger import BlockLedger, Windows
 from moe.kv.prefix_cache import PrefixCache
 from moe.sequence import RunningSequence
 
@@ -26,7 +26,7 @@ class KVAccount:
         unit: tokens that memory is given out by.
     """
 
-    def __init__(self, longest_part: int | None = None, pool: BlockPool | None = None) -> None:
+    def __init__(self, longest_part: int | None = None, pool: BlockLedger | None = None) -> None:
         self._longest_part, self.pool = longest_part, pool
         self._block_tokens = 0 if pool is None else pool.block_tokens
         self.unit = pool.block_tokens if pool is not None and pool.counts_blocks else 1

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from moe.engine.prefill_mode import ChoosePauses, PrefillMode
 from moe.errors import ContextError, RequestError
-from moe.kv.blocks import SLACK
+from moe.kv.cache import SequenceCache
+from moe.kv.ledger import SLACK
 from moe.kv.prefix_cache import BLOCK, PrefixCache, block_hashes
-from moe.kv.sequence_cache import SequenceCache
 from moe.network.prompt_rows import PromptRows
 from moe.sampling.batch import Token, score
 from moe.sequence import RunningSequence

@@ -29,7 +29,7 @@ from moe.engine.in_flight import DrawingStep, End, Lost, Outcome, StepInFlight, 
 from moe.engine.pinning import PinnedThreads
 from moe.engine.prefill_batch import PrefillBatch, PromptChunk, ScheduledStep
 from moe.hooks import Hook
-from moe.kv.sequence_cache import SequenceCache
+from moe.kv.cache import SequenceCache
 from moe.network.backbone import SHORT, Backbone
 from moe.network.lanes import ExpertsRunner, Lane, run_lanes
 from moe.network.moe_layer import MoELayers

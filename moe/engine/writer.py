@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from moe.engine.runner import ModelRunner
 from moe.hooks import ModelHook
-from moe.kv.blocks import Windows
 from moe.kv.layout import KVFormat
+from moe.kv.ledger import Windows
 from moe.network.backbone import Backbone
 from moe.network.lanes import Lane
 from moe.network.moe_layer import FoundSelector, MoELayers

@@ -1,8 +1,8 @@
-"""The keys and values of one sequence, with its recurrent states, in buffers of its own.
+"""What a model keeps of one sequence: its keys and values, and its recurrent states.
 
 `KVCache` is what packed passes (`moe.network.packed_pass`) and compiled decode steps write and
-read; `moe.kv.blocks` keeps the same in blocks of a pool. Architectures that cannot be
-packed keep a cache of their own class (`moe.kv.sequence_cache`).
+read, in buffers of its own; `moe.kv.blocks` keeps the same in blocks of a pool. Architectures that
+cannot be packed keep a cache of their own class (`moe.kv.transformers_cache`).
 Legend: T new tokens, N key/value heads, D head size.
 """
 
@@ -20,7 +20,6 @@ from kernels.cpu.dense import BlockRows
 from kernels.cpu.kv import BLOCK
 from moe.kv.hidden import KEPT, HiddenRows
 from moe.kv.layout import KVFormat, LayerKey, RowLayout, Shape, States, StoredBlock
-from moe.kv.sequence_cache import SequenceCache
 from moe.kv.visibility import RowVisibility, SeenRow, seen_keys
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -56,6 +55,85 @@ class RowsPass(Protocol):
                 query sees; None if a query does not see all from there on.
             rule: names ``first_keys``: layers with the same rule ask once.
         """
+
+
+class SequenceCache:
+    """The state of one sequence. What it does not say otherwise is that of a state which only its
+    model can read.
+
+    Attributes:
+        length: tokens that have been read.
+        offset: what the position of a token behind the prompt differs by from its index (images
+            take fewer positions than tokens).
+        hidden: the final hidden states of the last tokens; None: nobody reads them.
+    """
+
+    length: int
+    offset: int
+    hidden: HiddenRows | None = None
+
+    @property
+    def kv(self) -> KVCache:
+        """Itself, as packed passes and compiled steps write it."""
+        raise AssertionError(f"{type(self).__name__} is not read by packed passes")
+
+    @property
+    def reusable(self) -> bool:
+        """Other sequences can go on from a part of it, so that the prefix cache keeps it."""
+        return False
+
+    @property
+    def recurrent(self) -> bool:
+        """It has states, so that it cannot be cut or forked anywhere."""
+        return False
+
+    @property
+    def shared_tokens(self) -> int:
+        """Of its tokens, those whose memory counts for another sequence that has them too, or is
+        given up; bytes count as so many tokens' as they make."""
+        return 0
+
+    @property
+    def dropped_tokens(self) -> int:
+        """The memory that it has given up behind windows, in tokens."""
+        return 0
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens of keys and values that take as many bytes as one set of recurrent states."""
+        return 0
+
+    @property
+    def buffer_shapes(self) -> Mapping[int, Shape]:
+        """Of each layer of attention whose rows are in buffers."""
+        return {}
+
+    def layer_bytes(self, form: KVFormat | None = None) -> dict[int, int]:
+        """Bytes of a token in each layer of attention whose rows are in buffers.
+
+        Args:
+            form: how rows would be stored; None: as they are.
+        """
+        return {}
+
+    def keep_all(self, keeps: bool) -> None:
+        """Keep what no later token of the sequence sees, as others may go on from there; or give it
+        up as soon as it is not seen."""
+
+    def prompt_read(self) -> None:
+        """What it has read is its prompt: from now on tokens see what `moe.kv.visibility` says. A
+        fork has yet to be told."""
+
+    def mark(self) -> None:
+        """Let `cut` come back to the present length after any number of passes."""
+
+    def cut(self, length: int) -> None:
+        """Forget all tokens after the first ``length``: `mark`, or within the last decode pass."""
+        raise AssertionError("not for this state")
+
+    def fork(self, capacity: int, length: int) -> SequenceCache:
+        """A copy that has read the first ``length`` tokens."""
+        raise AssertionError("not for this state")
 
 
 class KVCache(SequenceCache):

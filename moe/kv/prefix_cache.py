@@ -35,10 +35,9 @@ from threading import Event
 import numpy as np
 
 from kernels.cpu.kv import BLOCK as STORED_TOKENS
-from moe.kv.cache import KVCache
+from moe.kv.cache import KVCache, SequenceCache
 from moe.kv.layout import StoredBlock
 from moe.kv.prefix_store import PrefixStore
-from moe.kv.sequence_cache import SequenceCache
 
 BLOCK = 16
 """Tokens of a block; a prefix ends at the end of a block."""

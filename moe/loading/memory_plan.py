@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from moe.kv.blocks import window_tokens
+from moe.kv.ledger import window_tokens
 from moe.kv.visibility import RowVisibility
 from moe.loading.progress import size_text
 from offload.offloaded import HOST

@@ -33,8 +33,8 @@ from kernels.cpu.experts import tokens_a_call
 from moe.cache_dir.proofs import current_proofs, outline
 from moe.describe.attention import seen_windows
 from moe.describe.stateful import find_stateful
+from moe.kv.cache import SequenceCache
 from moe.kv.layout import KVFormat, Shape
-from moe.kv.sequence_cache import SequenceCache
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.lanes import run_lanes

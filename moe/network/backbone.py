@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from moe.errors import UnsupportedModelError
 from moe.kv.blocks import BlockPool
-from moe.kv.cache import KVCache
+from moe.kv.cache import KVCache, SequenceCache
 from moe.kv.hidden import KEPT, HiddenRows
-from moe.kv.sequence_cache import SequenceCache, TransformersCache
+from moe.kv.transformers_cache import TransformersCache
 from moe.network.attention import PACKED, packed_pass
 from moe.network.lanes import Lane
 from moe.network.own_cache import CACHE_ARGUMENT, LayerStates, OwnCache

@@ -18,9 +18,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import Cache
 
-from moe.kv.cache import KVCache
+from moe.kv.cache import KVCache, SequenceCache
 from moe.kv.layout import LayerKey, StateKey, States
-from moe.kv.sequence_cache import SequenceCache
 
 
 @dataclass

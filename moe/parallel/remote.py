@@ -32,9 +32,10 @@ from moe.engine.prefill_batch import (
 )
 from moe.engine.runner import ModelRunner
 from moe.errors import RankError, StructureError
-from moe.kv.blocks import BlockKVCache, BlockPool, RowsElsewhere
+from moe.kv.cache import SequenceCache
 from moe.kv.layout import States
-from moe.kv.sequence_cache import SequenceCache
+from moe.kv.ledger import BlockLedger
+from moe.kv.tables import TableCache
 from moe.parallel.transport import Message
 from moe.sampling.batch import Token
 from moe.sampling.constraint import Structures
@@ -119,7 +120,7 @@ class RankScheduler:
         return [*scheduler.waiting, *(chunk.group for chunk in chunks)]
 
 
-class RemoteCache(BlockKVCache):
+class RemoteCache(TableCache):
     """Handle on keys and values of another rank; when it is garbage, the rank frees them.
 
     It lists blocks without rows where the rank's sequence lists blocks with rows, by the same code.
@@ -151,9 +152,7 @@ class RemoteCache(BlockKVCache):
     def share_with(self, copy: RemoteCache, length: int) -> None:
         """The rank has made ``copy`` a fork of this sequence's first ``length`` tokens."""
         if self._orders.shares:
-            self._share_with(copy, length)
-            return
-        copy.reserve(length)
+            self.share_blocks(copy, length)
         copy.length = length
         self.copy_states(copy)
 
@@ -178,9 +177,9 @@ class OrderQueue:
         pool: counts the blocks of the rank's sequences.
     """
 
-    def __init__(self, pool: BlockPool | None = None) -> None:
+    def __init__(self, pool: BlockLedger | None = None) -> None:
         self.shares = pool is not None
-        self.pool = BlockPool(RowsElsewhere()) if pool is None else pool.of_another_process()
+        self.pool = BlockLedger() if pool is None else pool.counting()
         self.state_tokens = 0
         self.caches: deque[list[Any]] = deque()  # handles may become garbage in any thread
         self._numbers = itertools.count()

@@ -23,9 +23,10 @@ from moe.decode.enable import enable_fused
 from moe.describe.probe import enable_packing
 from moe.engine.engine import Engine
 from moe.errors import ProfileError
-from moe.kv.blocks import SLACK, BlockKVCache, BlockPool
+from moe.kv.blocks import BlockKVCache, BlockPool
 from moe.kv.cache import KVCache
 from moe.kv.device_blocks import DeviceBlocks
+from moe.kv.ledger import SLACK
 from moe.kv.visibility import seen_keys
 from moe.network.answer_window import AnswerWindow
 from moe.network.lanes import run_lanes

@@ -18,8 +18,8 @@ from kernels import backend_status, row_linear
 from moe import MoE, SamplingParams
 from moe.describe.row_wise import RowWise
 from moe.engine.engine import Engine
+from moe.kv.cache import SequenceCache
 from moe.kv.prefix_cache import PrefixCache
-from moe.kv.sequence_cache import SequenceCache
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from moe.network.seam import routing_modules

@@ -34,7 +34,7 @@ from experts.placement import Placement, linear
 from moe import MoE
 from moe.engine.runner import HALVES
 from moe.hooks import methods
-from moe.kv.sequence_cache import SequenceCache
+from moe.kv.cache import SequenceCache
 from moe.loading.memory_plan import GIB
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work

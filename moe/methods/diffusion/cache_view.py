@@ -17,8 +17,8 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from moe.errors import UnsupportedModelError
-from moe.kv.blocks import Windows
 from moe.kv.cache import KVCache
+from moe.kv.ledger import Windows
 
 Window = int | None
 """The most tokens that a token of a layer sees, itself included; None: all."""

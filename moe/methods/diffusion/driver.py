@@ -35,9 +35,9 @@ from transformers import PreTrainedModel
 
 from moe.describe.probe import stand_in
 from moe.errors import UnsupportedModelError
-from moe.kv.blocks import Windows
 from moe.kv.cache import KVCache
 from moe.kv.layout import KVFormat
+from moe.kv.ledger import Windows
 from moe.methods.diffusion.cache_view import CacheView, canvas_windows, layer_windows
 from moe.methods.diffusion.denoise import OWN, STEP, Acceptance, CanvasCall, Denoiser, Result
 from moe.methods.diffusion.kept_rows import KeptRows

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moe.describe.row_wise import make_linears_row_wise
 from moe.engine.runner import ModelRunner
-from moe.kv.blocks import Windows
 from moe.kv.layout import KVFormat
+from moe.kv.ledger import Windows
 from moe.methods.diffusion import DiffusionSettings, limits
 from moe.methods.diffusion.denoise import Acceptance
 from moe.methods.diffusion.driver import CanvasDriver

@@ -19,10 +19,11 @@ from moe.decode.compiled import DescribedStep
 from moe.decode.reference import reference_step
 from moe.decode.step import StepFunction
 from moe.describe.description import Attention, Description, NotDescribed, Projection, View
-from moe.kv.blocks import BlockPool, Windows
+from moe.kv.blocks import BlockPool
 from moe.kv.cache import KVCache
 from moe.kv.host_blocks import HostBlocks
 from moe.kv.layout import KVFormat
+from moe.kv.ledger import Windows
 from moe.network.answer_window import AnswerWindow
 from moe.network.packed_pass import Work
 from routing import Routing

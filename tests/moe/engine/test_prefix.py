@@ -15,10 +15,11 @@ from examples.models.tiny import tiny_config, tiny_model
 from kernels.cpu import choose_kernel
 from kernels.cpu.kv import BLOCK as KV_BLOCK
 from moe import MoE, SamplingParams
-from moe.kv.blocks import BlockPool, Windows
+from moe.kv.blocks import BlockPool
 from moe.kv.cache import KVCache
 from moe.kv.host_blocks import HostBlocks
 from moe.kv.layout import KVFormat
+from moe.kv.ledger import Windows
 from moe.kv.prefix_cache import BLOCK, PrefixCache
 
 NATIVE, WHY = choose_kernel()

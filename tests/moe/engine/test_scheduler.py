@@ -15,7 +15,7 @@ from moe.engine.kv_account import KVAccount
 from moe.engine.prefill_batch import SequenceGroup
 from moe.errors import RequestError
 from moe.kv import prefix_cache
-from moe.kv.blocks import Windows
+from moe.kv.ledger import Windows
 from moe.kv.prefix_cache import PrefixCache, block_hashes
 from tests.moe.fake_sequences import FakeSequence, is_done, run_step, scheduler
 

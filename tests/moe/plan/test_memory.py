@@ -21,10 +21,9 @@ from moe import MoE
 from moe.describe.stateful import find_stateful
 from moe.errors import DoesNotFitError, ProfileError
 from moe.kv.blocks import BlockKVCache
-from moe.kv.cache import KVCache
+from moe.kv.cache import KVCache, SequenceCache
 from moe.kv.host_blocks import HostBlocks
 from moe.kv.layout import KVFormat
-from moe.kv.sequence_cache import SequenceCache
 from moe.loading.load import WeightReader
 from moe.loading.memory_plan import GIB, MemoryPlan, Offloadable
 from moe.loading.meta_model import build_meta_model
@@ -114,7 +113,7 @@ def _bytes(cache: SequenceCache) -> int:
         pieces += [getattr(states, "memory", states) for states in cache._states.values()]
     if isinstance(cache, BlockKVCache):
         assert isinstance(cache.memory, HostBlocks)
-        held = [block for holder in cache._holders.values() for block in holder.held]
+        held = [block for holder in cache._lists.values() for block in holder.held]
         pieces += [cache.memory._pieces[block.number] for block in held]
     return (
         tensor_bytes([vars(cache)["_layers"], pieces])
