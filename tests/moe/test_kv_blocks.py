@@ -418,8 +418,8 @@ def test_moved_blocks_have_the_rows_and_no_others_are_taken(window: int) -> None
     cache.keep_all(True)
     rows = {layer: torch.randn(1, shape.heads, 3 * BLOCK, 16) for layer, shape in LAYERS.items()}
     for layer, own in rows.items():
-        sizes = LAYERS[layer][1:]
-        cache.write(layer, *(own[..., :size] for size in sizes))
+        keys, values = (own[..., :size] for size in LAYERS[layer][1:])
+        cache.write(layer, keys, values)
     cache.length = 3 * BLOCK
     for at in range(3):
         assert moved.append_block(cache.stored_block(at))
