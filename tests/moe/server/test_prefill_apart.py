@@ -245,7 +245,7 @@ def test_a_server_that_only_says_that_it_is_there_is_given_up(
         over.set()
 
 
-def _changed(block: StoredBlock, **other: int) -> StoredBlock:
+def _changed(block: StoredBlock, **other: Any) -> StoredBlock:
     layout = {layer: own._replace(**other) for layer, own in block.layout.items()}
     return block._replace(layout=layout)
 
