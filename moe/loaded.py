@@ -1,4 +1,4 @@
-"""`LoadedModel`: what loading leaves, with its counters and what `moe status` shows of it.
+"""`LoadedModel`: what loading leaves, with its counters and what `/v1/status` shows of it.
 
 `moe.loader.load_model` makes it; `moe.model.MoE` runs it.
 """

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from moe.cli import build_parser
 
 ROOT = Path(__file__).parents[1]
 DATED = (*(ROOT / "docs/results").glob("2*.md"), *(ROOT / "lab/results").glob("2*.md"))
@@ -83,6 +86,19 @@ def test_commands_are_there(page: Path) -> None:
         text,
     )
     wrong += [file for file in files if not (ROOT / file).is_file()]
+    assert wrong == []
+
+
+def test_commands_of_moe_are_there() -> None:
+    """In pages, and in errors and docstrings of the product."""
+    (known,) = [
+        set(action.choices)
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    ]
+    files = [*LIVING, *(ROOT / "moe").rglob("*.py")]
+    said = {named(f): re.findall(r"`moe ([a-z]+)", f.read_text()) for f in files}
+    wrong = [(name, word) for name, words in said.items() for word in words if word not in known]
     assert wrong == []
 
 

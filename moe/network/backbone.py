@@ -224,7 +224,7 @@ class Backbone:
         if self._prompt_reader is not None:
             raise UnsupportedModelError(
                 f"{type(self.model).__name__} is not autoregressive, so no logits of a next token "
-                "exist to work with; it can generate (moe generate, moe batch, moe serve)"
+                "exist to work with; it can generate (`moe generate`, `moe serve`)"
             )
         if not self.packed:
             return [Lane(partial(self._forward_own, item), phase) for item in work]

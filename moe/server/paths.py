@@ -24,9 +24,11 @@ _FOREIGN = {
     r"/v1/videos(/.*)?": "this server makes no films",
     r"/v1/moderations": "this server moderates nothing",
     r"/v1/(files|uploads|batches|fine_tuning|vector_stores)(/.*)?": (
-        "the server keeps no files; `moe batch` answers a file of requests"
+        "the server keeps no files; `moe generate --batch-file` answers a file of requests"
     ),
-    r"/v1/messages/batches(/.*)?": "the server keeps no files; `moe batch` answers a file of them",
+    r"/v1/messages/batches(/.*)?": (
+        "the server keeps no files; `moe generate --batch-file` answers one of OpenAI's requests"
+    ),
     r"/v1/(assistants|threads|conversations|containers)(/.*)?": (
         f"{_NOT_KEPT}: send the whole conversation to /v1/responses"
     ),

@@ -32,7 +32,9 @@ from tests.moe.text.tool_calls.templates import HERMES
 
 NAMES = ("tiny", "small/tiny")
 UNKNOWN_FIELDS = {"unknown_fields": os.environ.get("UNKNOWN_FIELDS", "take")}
-"""Servers that say nothing of it take or refuse them; `test_unknown_fields.py` says both."""
+"""UNKNOWN_FIELDS=refuse: servers of tests that say nothing of it refuse them."""
+TAKES = pytest.mark.skipif(UNKNOWN_FIELDS["unknown_fields"] == "refuse", reason="it is refused")
+"""Marks tests of what is taken although nobody honours it."""
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('unknown role') }}"
     "{% endif %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}"

@@ -14,7 +14,7 @@ from moe.server.errors import APIError
 from moe.server.ignored import HEADER
 from moe.server.openai.request import ChatRequest
 from moe.server.responses import ResponsesRequest
-from tests.moe.server.conftest import Say
+from tests.moe.server.conftest import TAKES, Say
 from tests.moe.server.test_messages import ASKED
 from tests.moe.server.test_unknown_fields import parsed
 
@@ -156,6 +156,7 @@ def test_what_a_tool_returned_is_read_or_becomes_a_line(part: Any, text: str) ->
         assert turns_of(model, said)[1]["content"] == text
 
 
+@TAKES
 def test_images_of_tools_are_read_or_become_a_line(server: Any, strict: Any, say: Say) -> None:
     """On all three routes; those of the user stay refused, as the model would not see them."""
     say("Yes.")

@@ -12,7 +12,7 @@ import torch
 from moe import MoE
 from moe.text.tokenizer import ImagePrompt
 from tests.moe.image_models import make, picture
-from tests.moe.server.conftest import Running, Serve
+from tests.moe.server.conftest import TAKES, Running, Serve
 from tests.moe.test_images import SMALL, data_url, png
 
 TEMPLATE = (
@@ -105,6 +105,7 @@ def rows_of(prompt: ImagePrompt, mark: int) -> torch.Tensor:
     return rows[torch.tensor(prompt) == mark]
 
 
+@TAKES
 def test_the_model_reads_the_picture_on_each_route(
     seeing: Running, prompts: list[ImagePrompt]
 ) -> None:

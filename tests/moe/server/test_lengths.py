@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moe import MoE
-from tests.moe.server.conftest import forget_habits
+from tests.moe.server.conftest import TAKES, forget_habits
 from tests.moe.server.test_messages import ASKED
 from tests.moe.text.tool_calls.reasoning_templates import QWEN3_OPENED
 
@@ -108,6 +108,7 @@ def test_least_tokens_and_token_ids(server: Any, model: MoE) -> None:
         assert counts[-1] == 2 * len(whole["choices"])
 
 
+@TAKES
 def test_no_limit_is_the_room_there_is(server: Any, model: MoE) -> None:
     asked: Any = {"max_tokens": -1, "ignore_eos": True}
     usage = post(server, TEXT, prompt="hello", **asked)["usage"]

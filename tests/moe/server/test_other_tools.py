@@ -14,7 +14,7 @@ from moe.server.ignored import HEADER
 from moe.server.openai.request import ChatRequest
 from moe.server.openai.tools import CUSTOM_INPUT
 from moe.server.responses import ResponsesRequest
-from tests.moe.server.conftest import Say
+from tests.moe.server.conftest import TAKES, Say
 from tests.moe.server.test_messages import ASKED
 from tests.moe.server.test_unknown_fields import parsed
 from tests.moe.server.wire import events_of
@@ -65,6 +65,7 @@ def test_a_tool_with_one_text_is_a_function_for_the_model(
     assert names == []
 
 
+@TAKES
 def test_responses_answer_such_a_tool_with_items_of_its_own(
     client: openai.OpenAI, server: Any, say: Say
 ) -> None:

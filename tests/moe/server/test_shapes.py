@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.moe.server.conftest import Running, Say
+from tests.moe.server.conftest import TAKES, Running, Say
 
+pytestmark = TAKES
 CALL = '<tool_call>\n{"name": "read", "arguments": {"path": "a.txt"}}\n</tool_call>'
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",

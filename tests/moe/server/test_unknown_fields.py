@@ -22,7 +22,7 @@ from moe.server.ignored import HEADER, Ignored
 from moe.server.openai.request import ChatRequest, CompletionRequest
 from moe.server.responses import InputTokensRequest, ResponsesRequest
 from moe.server.unsupported import UNSUPPORTED
-from tests.moe.server.conftest import Say
+from tests.moe.server.conftest import TAKES, Say
 from tests.moe.text.tool_calls.reasoning_templates import (
     DEEPSEEK_31,
     HARMONY,
@@ -32,6 +32,7 @@ from tests.moe.text.tool_calls.reasoning_templates import (
 )
 from tests.moe.text.tool_calls.templates import HERMES
 
+pytestmark = TAKES
 TURN: Any = [{"role": "user", "content": "hi"}]
 BODIES: dict[type[BaseModel], dict[str, Any]] = {
     ChatRequest: {"messages": TURN},
