@@ -48,7 +48,7 @@ def test_a_method_of_another_package_is_listed(tmp_path: Path) -> None:
     [
         ("at_least:NOTHING", "at_least", "method 'at_least' of at-least (at_least:NOTHING) cannot"),
         ("at_least:__doc__", "at_least", "must be a moe.hooks.Method, and is a str"),
-        ("at_least:METHOD", "contrast", "must be a Python identifier that no other method has"),
+        ("at_least:METHOD", "at-least", "must be a Python identifier that no other method has"),
     ],
 )
 def test_a_package_that_is_wrong_is_named(

@@ -7,6 +7,7 @@ import pytest
 from moe.commands.plan.ranks import EngineCosts
 from moe.methods.prefill_apart.planner import (
     Workload,
+    advise,
     compare,
     recommend,
     serve_apart,
@@ -60,3 +61,15 @@ def test_it_is_recommended_where_prompts_stall_and_not_where_they_do_not() -> No
         None,
         "it takes two engines at least",
     )
+
+
+def test_what_moe_plan_says_of_it() -> None:
+    made = advise(COSTS, 4)
+    assert [one["prefill"] for one in made.simulated] == [0, 1, 2, 3]
+    assert made.advice.startswith("Prefill apart (methods.prefill_apart.role): ")
+    assert "the longest gaps between tokens (p99) are" in made.advice
+    assert "prompts of 2,048 new tokens in chunks of 100" in made.assumption
+    unfit = advise(None, 4)
+    assert "a model must fit into each rank" in unfit.advice
+    assert not unfit.simulated
+    assert not unfit.assumption
