@@ -35,6 +35,7 @@ from moe.describe.attention import seen_windows
 from moe.describe.stateful import find_stateful
 from moe.kv.cache import SequenceCache
 from moe.kv.layout import KVFormat, Shape
+from moe.memory.estimate import estimate_sequence
 from moe.network.attention import MaskRule, packed_attention, packed_mask
 from moe.network.backbone import Backbone
 from moe.network.lanes import run_lanes
@@ -194,14 +195,13 @@ def _measure(
 
 
 def _from_configuration(network: PreTrainedModel, batch_tokens: int, reason: str) -> Footprint:
-    """An upper bound: keys and values for every query head of every layer."""
+    """The sizes of layers as the configuration says them, and ample activations."""
     config = network.config.get_text_config()
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     size = network.dtype.itemsize
-    per_token = 2 * config.num_hidden_layers * config.num_attention_heads * head * size
+    own = estimate_sequence(config, size)
     activations = 32 * batch_tokens * config.hidden_size * size
     how = f"estimated from the configuration, as a probe failed: {reason}"
-    return Footprint(per_token, per_token, 0, activations, how)
+    return Footprint(own.per_token, own.per_token, own.fixed, activations, how)
 
 
 @dataclass(frozen=True)
