@@ -109,6 +109,9 @@ WORST: dict[tuple[str, str], Worst] = {
     ("/detokenize", "20 of a million tokens"): _posts(
         "/detokenize", {"tokens": [300] * 1_000_000}, times=20
     ),
+    ("/detokenize", "20 of 130,000 tokens"): _posts(
+        "/detokenize", {"tokens": [300] * 130_000}, times=20
+    ),
     ("/v1/experts/tokens", "16 long texts"): _posts(
         "/v1/experts/tokens", {"prompt": LONG_TEXT[:2000]}, times=16
     ),

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from moe import __version__
 from moe.errors import BusyError, RequestError
+from moe.fair_pool import FairPool
 from moe.server import experts_stream, image_links, page, routes
 from moe.server.anthropic import MessagesRequest
 from moe.server.bodies import nested_schemas
@@ -35,7 +36,8 @@ from moe.server.errors import (
 from moe.server.generation import ANY_MODEL, check_model
 from moe.server.guard import Guard
 from moe.server.ignored import HEADER
-from moe.server.keys import ApiKeys
+from moe.server.json_answer import JSONAnswer
+from moe.server.keys import ApiKeys, caller_of
 from moe.server.openai.request import ChatRequest
 from moe.server.paths import Versioned, foreign
 from moe.server.responses import ResponsesRequest
@@ -45,6 +47,8 @@ from moe.settings.profile import KEYS, value_of
 _BODIES = (ChatRequest, routes.TokenizeRequest, ResponsesRequest, MessagesRequest)
 _ERRORS = {"Error": ERROR_SCHEMA, "AnthropicError": ANTHROPIC_ERROR_SCHEMA}
 router = APIRouter()
+# Each thread that runs Python holds up the engine's and the event loop: one works for all monitors.
+_LOOKS = FairPool(1, "moe-looks", each=1)
 
 
 def create_app(
@@ -60,7 +64,7 @@ def create_app(
     Args:
         routers: routes of the server's roles.
     """
-    app = FastAPI(title="moe", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="moe", version=__version__, openapi_url=None)
     app.state.queue = queue
     any_name = settings.any_model and ANY_MODEL not in model_names
     app.state.model_names = [*model_names, ANY_MODEL] if any_name else model_names
@@ -79,7 +83,7 @@ def create_app(
     app.add_exception_handler(BusyError, _answer)
     app.add_exception_handler(HTTPException, _answer)
     app.add_exception_handler(Exception, _answer)
-    app.openapi = partial(_describe, app.openapi)  # type: ignore[method-assign]
+    app.state.description = partial(_describe, app.openapi)
     guard = Guard(app, queue.metrics, queue.memory, keys, host_names, settings.allowed_origins)
     versioned = Versioned(guard, app.routes)
     if not settings.allowed_origins:
@@ -94,7 +98,7 @@ def create_app(
     )
 
 
-def _describe(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _describe(describe: Callable[[], dict[str, Any]]) -> bytes:
     """FastAPI's description with the schemas of bodies and errors, which it does not know."""
     description = describe()
     description["components"] = {"schemas": _ERRORS | nested_schemas(*_BODIES)}
@@ -107,7 +111,7 @@ def _describe(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
                 "description": "Why there is no other answer",
                 "content": {"application/json": error},
             }
-    return description
+    return bytes(JSONAnswer(description).body)
 
 
 async def _answer(request: Request, error: Exception) -> Response:
@@ -122,6 +126,22 @@ async def _answer(request: Request, error: Exception) -> Response:
         )
     error = request.scope["error"] = api_error(error)
     return error.response(request.url.path)
+
+
+async def _look(request: Request, work: Callable[[FastAPI], Response]) -> Response:
+    """Work out an answer to somebody who watches, in turns with the others."""
+    return await asyncio.wrap_future(_LOOKS.submit(caller_of(request), partial(work, request.app)))
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def openapi(request: Request) -> Response:
+    return await _look(request, _description)
+
+
+def _description(app: FastAPI) -> Response:
+    if callable(describe := app.state.description):  # the first who asks waits a second
+        app.state.description = describe()
+    return Response(app.state.description, media_type="application/json")
 
 
 @router.get("/health")
@@ -174,15 +194,23 @@ def _model_card(request: Request, name: str) -> dict[str, Any]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-def metrics(request: Request) -> Response:
-    queue: EngineQueue = request.app.state.queue
+async def metrics(request: Request) -> Response:
+    return await _look(request, _metrics)
+
+
+def _metrics(app: FastAPI) -> Response:
+    queue: EngineQueue = app.state.queue
     return Response(queue.metrics.exposition(), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/v1/status")
-def status(request: Request) -> Response:
+async def status(request: Request) -> Response:
     """The profile with the origin of each value, the state of model and engine, all counters."""
-    queue: EngineQueue = request.app.state.queue
+    return await _look(request, _status)
+
+
+def _status(app: FastAPI) -> Response:
+    queue: EngineQueue = app.state.queue
     about: dict[str, Any] = {
         "state": queue.state,
         "seconds": round(queue.seconds, 1),

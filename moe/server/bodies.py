@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 import reprlib
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from functools import cache, partial
 from typing import Any, ClassVar, TypeVar
@@ -42,7 +43,9 @@ HEAVY_BYTES = 2**15
 """Bodies with more count as heavy work."""
 # Each thread that runs Python holds up the engine's: large bodies are checked one after the other.
 _CHECKS = FairPool(2, "moe-bodies", each=2, heavy=1)
+_MOMENT_S, _LONGEST_REST_S = 0.005, 0.1
 Body = TypeVar("Body", bound=BaseModel)
+Result = TypeVar("Result")
 
 
 def is_heavy(request: Request) -> bool:
@@ -83,16 +86,27 @@ def parse(model: type[Body], data: bytes, ignored: Ignored | None = None) -> Bod
         ignored: hears of fields that are taken without effect; None: they are refused.
     """
     try:
-        tree = from_json(data, allow_inf_nan=False)
+        tree = _at_once(partial(from_json, data, allow_inf_nan=False))
     except ValueError as error:
         raise APIError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(tree, dict):
         raise APIError(400, "the body must be a JSON object", code="invalid_json")
     try:
         given = {key: v for key, v in tree.items() if v is not None}
-        return model.model_validate(given, context=ignored)
+        return _at_once(partial(model.model_validate, given, context=ignored))
     except ValidationError as error:
         raise _refusal(error, tree) from None
+
+
+def _at_once(call: Callable[[], Result]) -> Result:
+    """Make a call that keeps the interpreter until it returns, and then rest as long: a step needs
+    the interpreter at each kernel, and would wait for one such call there after the other."""
+    start = time.perf_counter()
+    try:
+        return call()
+    finally:
+        if (seconds := time.perf_counter() - start) > _MOMENT_S:
+            time.sleep(min(seconds, _LONGEST_REST_S))
 
 
 def _refusal(error: ValidationError, tree: Any) -> APIError:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from pydantic import Field, model_validator
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -147,7 +148,10 @@ async def detokenize(
     """Text of token ids, special tokens included."""
 
     def work(model: MoE) -> tuple[int, Json]:
-        return len(body.tokens), {"prompt": model.codec.decode(model.codec.encode(body.tokens))}
+        ids, limit = body.tokens, most_tokens(model)
+        if len(ids) > limit:
+            raise ContextError(f"tokens has {len(ids)} ids; at most {limit} are written as text")
+        return len(ids), {"prompt": model.codec.decode(model.codec.encode(ids))}
 
     return await _with_model(request, body.model, work)
 
@@ -172,7 +176,8 @@ async def expert_tokens(
         ids, texts = await queue.text(encode, caller, heavy=True)
         spending(request)(len(ids))
         chosen = await queue.expert_choices(ids, caller)
-        return name_ignored(request, JSONAnswer({"tokens": texts, "experts": chosen}))
+        answer = await run_in_threadpool(JSONAnswer, {"tokens": texts, "experts": chosen})
+        return name_ignored(request, answer)
 
     return await while_connected(request.receive, work())
 

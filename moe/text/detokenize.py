@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from moe.errors import RequestError
 
@@ -28,6 +28,13 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CONTEXT = 8  # tokens of a text that is continued
 _LONG_WINDOW = 16  # tokens; a character has at most 4 bytes and hence at most 4 tokens
 _T = TypeVar("_T")
+
+
+def decode_beside(fast: Any, token_ids: list[int]) -> str:
+    """The text of token ids, by a fast tokenizer's way to decode several texts: other threads run
+    meanwhile. The way for one text keeps the interpreter for half a microsecond an id."""
+    (text,) = fast.decode_batch([token_ids], skip_special_tokens=False)
+    return str(text)
 
 
 def without_panics(call: Callable[[], _T], what: str) -> _T:

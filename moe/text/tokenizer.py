@@ -11,7 +11,7 @@ import json
 import math
 import operator
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,7 +32,12 @@ from moe.text.chat import (
 )
 from moe.text.control_tokens import ControlTokens, Masks, Ranges
 from moe.text.conversation import render_whole
-from moe.text.detokenize import IncrementalDecoder, special_token_ids, without_panics
+from moe.text.detokenize import (
+    IncrementalDecoder,
+    decode_beside,
+    special_token_ids,
+    without_panics,
+)
 from moe.text.generation_config import GENERATION_CONFIG, read_generation_config
 from moe.text.tool_calls.probe import ToolSupport, probe_tools
 from moe.text.tool_calls.read_back import Render
@@ -59,6 +64,7 @@ PROCESSOR_TEMPLATE = "chat_template.json"
 _FILE_BYTES = 1 << 28  # of any file of a tokenizer; the largest known have 35 MB
 _TOKEN_CHARACTERS = 1 << 16  # of the text of a token
 _HEAD = 4  # characters for each allowed token of the beginning that a very long text is judged by
+_SHORT = 4096  # ids whose text is made in a few milliseconds
 _TEXT_CHARACTERS = 1 << 25  # of a prompt, after a tokenizer's own replacements
 WHY_NONE = "no_tokenizer.txt"
 """A file that says why a directory has no tokenizer, where what made the directory knows."""
@@ -203,8 +209,13 @@ class TextCodec:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included. Raises `RequestError` without tokenizer."""
         tokenizer = self.require_tokenizer("texts of token ids")
-        decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-        return str(without_panics(partial(decode, list(token_ids)), "write these tokens as text"))
+        ids, fast = list(token_ids), getattr(tokenizer, "backend_tokenizer", None)
+        decode: Callable[[], object] = partial(
+            tokenizer.decode, ids, clean_up_tokenization_spaces=False
+        )
+        if fast is not None and len(ids) > _SHORT:
+            decode = partial(decode_beside, fast, ids)
+        return str(without_panics(decode, "write these tokens as text"))
 
     @cached_property
     def tools(self) -> ToolSupport:

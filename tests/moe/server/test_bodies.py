@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -130,3 +131,22 @@ def test_a_body_full_of_faults_is_refused_for_few_of_them(
     assert info.value.error_count() < 10
     with pytest.raises(APIError, match=r"^.{1,400}$"):
         parse(model, json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_c11_steps_go_on_between_calls_that_keep_the_interpreter(
+    monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    """Reading the JSON and checking it each take 30 ms, by this clock, and each rests as long."""
+    now, rests = [0.0], list[float]()
+
+    def clock() -> float:
+        now[0] += 0.03
+        return now[0]
+
+    monkeypatch.setattr("moe.server.bodies.time.perf_counter", clock)
+    monkeypatch.setattr("moe.server.bodies.time.sleep", rests.append)
+    body = json.dumps({"tokens": [1, 2, 3 if fits else "x"]}).encode()
+    with nullcontext() if fits else pytest.raises(APIError):
+        parse(DetokenizeRequest, body)
+    assert rests == pytest.approx([0.03, 0.03])

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import openai
+import pytest
 from tokenizers import decoders
 
 from moe import MoE, SamplingParams, __version__
+from moe.server import app
+from moe.server.routes import most_tokens
 from tests.moe.server.conftest import Say
 
 CHAT: Any = [{"role": "user", "content": "Hello"}]
@@ -26,6 +32,43 @@ def test_models_tokenize_and_detokenize(client: openai.OpenAI, server: Any, mode
     assert chat["tokens"] == model.codec.encode(CHAT)
     text = server.http.post("/detokenize", json={"tokens": ids["tokens"]}).json()
     assert text == {"prompt": "a b"}
+
+
+def test_c11_detokenize_has_the_limit_of_tokenize(server: Any, model: MoE) -> None:
+    ids = [5] * (most_tokens(model) + 1)
+    refused = server.http.post("/detokenize", json={"tokens": ids})
+    assert refused.status_code == 400
+    assert f"tokens has {len(ids)} ids; at most" in refused.json()["error"]["message"]
+    text = server.http.post("/detokenize", json={"tokens": ids[1:]}).json()["prompt"]
+    assert text == model.codec.decode([5]) * (len(ids) - 1)
+
+
+def test_c11_who_watches_holds_up_nobody(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The description is made once, and answers to monitors one after the other."""
+    made, working, most = [], threading.Semaphore(0), []
+    schemas, status = app.nested_schemas, app._status
+
+    def counted(*models: Any) -> Any:
+        made.append(models)
+        return schemas(*models)
+
+    def alone(application: Any) -> Any:
+        working.release()
+        most.append(working._value)
+        answer = status(application)
+        working.acquire()
+        return answer
+
+    monkeypatch.setattr(app, "nested_schemas", counted)
+    monkeypatch.setattr(app, "_status", alone)
+    first = server.http.get("/openapi.json")
+    assert first.headers["content-type"] == "application/json"
+    assert server.http.get("/openapi.json").json() == first.json()
+    assert len(made) <= 1  # none: an earlier test has asked
+    with ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda _: httpx.get(f"{server.url}/v1/status"), range(6)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert most == [1] * 6
 
 
 def test_a_request_need_not_name_the_model(server: Any) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from moe.text.detokenize import IncrementalDecoder, special_token_ids
+from moe.text.detokenize import IncrementalDecoder, decode_beside, special_token_ids
 
 WORDS = [
     "the",
@@ -107,6 +107,16 @@ def test_pieces_of_random_tokens_join_to_the_whole(name: str, data: st.DataObjec
     any_id = st.integers(0, len(tokenizer) + 1)
     late_id = st.integers(max(0, len(tokenizer) - 20), len(tokenizer) + 1)
     check(tokenizer, data.draw(st.lists(any_id | late_id, max_size=60)))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@given(data=st.data())
+def test_long_lists_have_the_text_of_the_tokenizers_own_way(name: str, data: st.DataObject) -> None:
+    """Which keeps the interpreter."""
+    tokenizer = TOKENIZERS[name]
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) + 1), min_size=1, max_size=60))
+    text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert decode_beside(tokenizer.backend_tokenizer, ids) == text
 
 
 @pytest.mark.parametrize("name", ["byte_level", "byte_fallback"])
