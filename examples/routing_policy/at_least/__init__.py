@@ -10,6 +10,6 @@ from moe.hooks import Method
 METHOD = Method(
     about="tokens leave out experts below a share of their weight",
     price="fewer experts; moe eval says what it costs your model",
-    choices={"routing.policies": {"at_least": "at_least.policy:AtLeast.parse"}},
+    choices={"routing.policies": {"at_least": "at_least.policy:LeastShare.parse"}},
     changes_answers="leaves out experts",
 )

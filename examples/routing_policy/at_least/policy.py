@@ -1,4 +1,4 @@
-"""`AtLeast`: imported where a profile has the policy ``at_least:SHARE``."""
+"""`LeastShare`: imported where a profile has the policy ``at_least:SHARE``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from routing.routing import Routing
 
 
 @dataclass(frozen=True)
-class AtLeast(RoutingPolicy):
+class LeastShare(RoutingPolicy):
     """Keeps the experts of a token that have this share of its weight, and its heaviest."""
 
     share: float
@@ -19,7 +19,7 @@ class AtLeast(RoutingPolicy):
         return f"at_least:{self.share:g}"
 
     @classmethod
-    def parse(cls, arguments: list[str]) -> AtLeast:
+    def parse(cls, arguments: list[str]) -> LeastShare:
         """Make the policy of the texts behind its name; a bad one is a `RoutingError`."""
         wanted = Arguments(arguments, "at_least:SHARE", "a share in (0, 1]")
         return cls(wanted.share(*wanted.parts(1)))
