@@ -68,16 +68,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     OTHER: {},
     "max_steps 24": {"methods.diffusion.max_steps": 24},
     "max_steps 12": {"methods.diffusion.max_steps": 12},
-    "entropy:0.5": {"methods.diffusion.accept": "entropy:0.5"},
-    "entropy:2": {"methods.diffusion.accept": "entropy:2"},
-    "confidence:0.9": {"methods.diffusion.accept": "confidence:0.9"},
-    "confidence:0.5": {"methods.diffusion.accept": "confidence:0.5"},
-    "stable for 2 passes": {"methods.diffusion.stable_steps": 2},
-    "stable for 4 passes": {"methods.diffusion.stable_steps": 4},
-    "entropy:2, stable for 2": {
-        "methods.diffusion.accept": "entropy:2",
-        "methods.diffusion.stable_steps": 2,
-    },
     **{f"refresh {rule}": {"methods.diffusion.refresh": rule} for rule in REFRESHES},
 }
 Row = dict[str, Any]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -28,7 +27,6 @@ class RunStats:
         expert_bytes_read: bytes of the distinct experts of every step.
         hit_ratio: share of those experts that were in memory; None if nothing is offloaded.
         disk_bytes_read: bytes read from disk, prefetched experts included.
-        peak_rss_bytes: largest resident size of the process so far.
         speculation: statistics of drafts since the model was loaded; None without speculation.
     """
 
@@ -39,7 +37,6 @@ class RunStats:
     expert_bytes_read: int
     hit_ratio: float | None
     disk_bytes_read: int
-    peak_rss_bytes: int
     speculation: dict[str, Any] | None = None
 
     def summary(self) -> str:
@@ -92,7 +89,6 @@ def run(
         expert_bytes_read=after["expert_bytes_read"] - before["expert_bytes_read"],
         hit_ratio=_hit_ratio(before["offload"], after["offload"]),
         disk_bytes_read=_disk_bytes(after["offload"]) - _disk_bytes(before["offload"]),
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         speculation=after["speculation"],
     )
 

@@ -56,7 +56,6 @@ def test_json_output_is_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         "expert_bytes_read",
         "hit_ratio",
         "disk_bytes_read",
-        "peak_rss_bytes",
         "speculation",
     }
     assert result["stats"]["hit_ratio"] is None  # all experts are in memory

@@ -131,7 +131,6 @@ class DecodeEstimate:
         batch: sequences.
         tokens: that a step makes final, on average.
         hit_ratio: share of the needed experts that are in device memory.
-        host_hit_ratio: share that is in device or host memory; `hit_ratio` on a CPU.
         disk_bytes_per_token: read from disk.
         seconds: of a step, by path: ``memory`` (computation included), ``disk`` (on a CPU with the
             time from the call to the first byte, once for each layer that reads), ``to_device``.
@@ -141,7 +140,6 @@ class DecodeEstimate:
     batch: int
     tokens: float
     hit_ratio: float
-    host_hit_ratio: float
     disk_bytes_per_token: float
     seconds: Mapping[str, float]
     step_s: float
@@ -203,7 +201,7 @@ def estimate_decode(
         if from_disk:
             reading = 1 - _chance(0, *_missing(distinct, hits))  # share of layers with a read
             seconds["disk"] += sizes.layers * reading * speeds.read_s
-    return DecodeEstimate(batch, tokens, hits, near, from_disk / tokens, seconds, step_s)
+    return DecodeEstimate(batch, tokens, hits, from_disk / tokens, seconds, step_s)
 
 
 def layer_with_reads(

@@ -9,18 +9,18 @@ the method on: a model does, by its structure (`kind.serves`).
 Differs from the model's own code: all sequences of a step share the pass over their canvases,
 whatever their step of refinement, and each expert is read once for all of them.
 
-Four keys change what is written, and need ``lossless: false``. ``max_steps`` bounds the passes.
-``accept`` and ``stable_steps`` are other rules of what stays and when to stop. ``refresh`` leaves
-rows of a canvas out of passes while their input hardly moves (Elastic-Cache, arXiv 2510.14973; the
-full refresh after some passes is dLLM-Cache's, 2506.06295). It differs from the paper: the test of
-drift looks at what a row reads, for each row, in place of attention to the most attended token, for
-a layer and all above it.
+Two keys change what is written, and need ``lossless: false``. ``max_steps`` bounds the passes.
+``refresh`` leaves rows of a canvas out of passes while their input hardly moves (Elastic-Cache,
+arXiv 2510.14973; the full refresh after some passes is dLLM-Cache's, 2506.06295). It differs from
+the paper: the test of drift looks at what a row reads, for each row, in place of attention to the
+most attended token, for a layer and all above it.
 
 Measured with the shipped model (lab/results/2026-11-26-diffusion.md): 2.5 times the tokens/s of
 transformers one by one, 2.1 times those of its batch; 2.7 times fewer bytes of experts from disk
 with four sequences at half of them in memory. ``refresh: elastic:0.3:4`` gives 1.6 times the
-tokens/s, and half of the passes (``max_steps``) 1.9 times, with text as good by the measures there;
-``accept`` and ``stable_steps`` save at most 12 % of the passes of this little-trained model.
+tokens/s, and half of the passes (``max_steps``) 1.9 times, with text as good by the measures there.
+Other rules of which predictions stay and when to stop were built, measured there, and removed: they
+saved at most 12 % of the passes.
 
     python -m lab.diffusion
 """
@@ -35,20 +35,6 @@ from moe.hooks import Method
 from moe.section import Settings
 
 
-def _check_accept(text: str) -> str:
-    kind, _, bound = text.partition(":")
-    try:
-        number = float(bound) if bound else 0.0
-    except ValueError:
-        number = -1.0
-    highest = {"confidence": 1.0, "entropy": 1e6}.get(kind, 0.0)
-    if text != "own" and not 0.0 < number <= highest:
-        raise PydanticCustomError(
-            "accept", "must be own, confidence:P with P in (0, 1], or entropy:NATS with NATS > 0"
-        )
-    return text
-
-
 def _check_refresh(text: str) -> str:
     if text != "all" and not re.fullmatch(r"elastic:(0?\.\d+|[01](\.0*)?):[1-9]\d{0,3}", text):
         raise PydanticCustomError(
@@ -61,17 +47,8 @@ def _check_refresh(text: str) -> str:
 class DiffusionSettings(Settings):
     """How models that write canvases refine them; other models ignore it."""
 
-    accept: Annotated[str, AfterValidator(_check_accept)] = "own"
-    """Which predictions of a pass stay on the canvas. own: as the model's own sampler decides.
-    confidence:P: those with a probability of at least P, and the likeliest. entropy:NATS: the
-    model's rule of bounded entropy, with this bound."""
-
     max_steps: int | None = Field(default=None, ge=1, le=4096)
     """Most passes that refine a canvas. null: as many as the model's schedule has."""
-
-    stable_steps: int | None = Field(default=None, ge=1, le=4096)
-    """A canvas is final once its likeliest tokens have not changed for this many passes. null: by
-    the model's own rule."""
 
     refresh: Annotated[str, AfterValidator(_check_refresh)] = "all"
     """Which rows of a canvas a pass computes. all: every one. elastic:S:N: those whose input has a

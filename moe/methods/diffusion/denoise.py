@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,6 @@ _LOGIT_BYTES = 1 << 26  # of the canvases of one pass, at most, unless one canva
 _MOST = 16  # canvases of one pass: more share no Python worth counting, and take memory
 _DRAWN_AT_ONCE = 1 << 20  # random numbers in float64
 
-Kind = Literal["own", "confidence", "entropy"]
 Result = tuple[Tensor, Tensor, Tensor, Tensor]
 """The next canvas, the likeliest tokens, what the next pass reads of this one, and whether it is
 final."""
@@ -64,42 +63,26 @@ class Acceptance:
     """Which predictions of a pass stay on the canvas; the others become noise again.
 
     Attributes:
-        kind: ``own``: as the model's sampler decides. ``confidence``: those whose probability is at
-            least ``bound``, and the most likely one. ``entropy``: the model's own rule of bounded
-            entropy with another ``bound``.
-        bound: of the kind; None with ``own``.
         max_steps: passes of a canvas at most; None: as many as the model's schedule has.
-        stable: the canvas is final after this many passes with the same tokens, whatever their
-            entropy; None: by the model's own rule.
         refresh: which rows a pass computes; None: all.
     """
 
-    kind: Kind = "own"
-    bound: float | None = None
     max_steps: int | None = None
-    stable: int | None = None
     refresh: Refresh | None = None
 
     @classmethod
     def of(cls, settings: DiffusionSettings) -> Acceptance:
         """As a profile asks for it."""
-        kind, _, bound = settings.accept.partition(":")
-        return cls(
-            cast(Kind, kind), float(bound) if bound else None,
-            settings.max_steps, settings.stable_steps, Refresh.of(settings.refresh),
-        )  # fmt: skip
+        return cls(settings.max_steps, Refresh.of(settings.refresh))
 
     def kept(self, entropy_1C: Tensor, probabilities_1CV: Tensor, own_bound: float) -> Tensor:
-        """``(1, C)`` bool: the predictions that stay.
+        """``(1, C)`` bool: the predictions that stay, by the model's rule of bounded entropy.
 
         Args:
             entropy_1C: of each prediction, in nats.
             probabilities_1CV: of all tokens, or of the likeliest alone.
             own_bound: on the entropy, of the model's sampler.
         """
-        if self.kind == "confidence":
-            likely = probabilities_1CV.amax(-1)
-            return (likely >= cast(float, self.bound)) | (likely >= likely.amax(-1, keepdim=True))
         ascending, places = torch.sort(entropy_1C, dim=-1)
         within = ascending.cumsum(-1) - ascending <= own_bound
         return torch.zeros_like(within).scatter(-1, places, within)

@@ -121,8 +121,8 @@ class CanvasDriver:
         Raises:
             UnsupportedModelError: the model's sampler cannot be replaced for that.
         """
-        special = {GREEDY: temperature == 0, "confidence": acceptance.kind == "confidence"}
-        special |= {"logprobs": scored is not None, "refresh": acceptance.refresh is not None}
+        special = {GREEDY: temperature == 0, "logprobs": scored is not None}
+        special["refresh"] = acceptance.refresh is not None
         if self.denoiser is None and any(special.values()):
             wanted = next(name for name, asked in special.items() if asked)
             raise UnsupportedModelError(f"{wanted} is not possible here: {self.no_policies}")
@@ -343,11 +343,6 @@ class CanvasDriver:
                 changed[name] = self.schedule[name] * temperature
         if acceptance.max_steps is not None:
             changed["max_denoising_steps"] = acceptance.max_steps
-        if acceptance.stable is not None:
-            changed |= {"stability_threshold": acceptance.stable, "confidence_threshold": math.inf}
-        if acceptance.kind == "entropy":
-            own = self.model._prepare_generation_config(None)[0].sampler_config
-            changed["sampler_config"] = type(own)(entropy_bound=acceptance.bound)
         return changed
 
 

@@ -2,8 +2,8 @@
 
 A text is cut into a beginning that is read, and a canvas behind it, of whose tokens a share is
 replaced by uniform noise; one pass, without a pass before it, predicts all of the canvas' clean
-tokens. Shares take turns. One pass does not show what `methods.diffusion.accept` and the like cost:
-`python -m lab.diffusion` writes text with them.
+tokens. Shares take turns. One pass does not show what fewer passes cost: `python -m lab.diffusion`
+writes text with them.
 """
 
 from __future__ import annotations

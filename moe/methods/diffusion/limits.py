@@ -45,14 +45,12 @@ def refuse_rules(settings: DiffusionSettings, only_own: str) -> None:
     Args:
         only_own: why nothing but the model's own procedure can be had; empty if more can.
     """
-    own = DiffusionSettings()
-    confident = settings.accept.startswith("confidence")
-    for key, asked in (("accept", confident), ("refresh", settings.refresh != own.refresh)):
-        if asked and only_own:
-            raise ProfileError(
-                f"methods.diffusion.{key} is {getattr(settings, key)}, and {only_own}; set "
-                f"methods.diffusion.{key}: {getattr(own, key)}"
-            )
+    own = DiffusionSettings().refresh
+    if settings.refresh != own and only_own:
+        raise ProfileError(
+            f"methods.diffusion.refresh is {settings.refresh}, and {only_own}; set "
+            f"methods.diffusion.refresh: {own}"
+        )
 
 
 def checked(params: SamplingParams, only_own: str) -> SamplingParams:

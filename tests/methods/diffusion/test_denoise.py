@@ -21,7 +21,7 @@ from moe import MoE
 from moe.kv.cache import KVCache
 from moe.methods.diffusion import denoise
 from moe.methods.diffusion import driver as driving
-from moe.methods.diffusion.denoise import OWN, Acceptance, Denoiser, draw
+from moe.methods.diffusion.denoise import OWN, Denoiser, draw
 from moe.methods.diffusion.driver import CanvasDriver
 from moe.methods.diffusion.evaluate import driver_of
 from moe.methods.diffusion.lane import CanvasLane
@@ -94,9 +94,6 @@ def test_what_stays_is_what_the_models_sampler_keeps(bound: float) -> None:
         entropy = torch.distributions.Categorical(logits=logits).entropy()
         kept = OWN.kept(entropy, logits.softmax(-1), bound)
         assert torch.equal(kept, sampler.accepted_token_mask)
-    sure = Acceptance("confidence", 0.6).kept(entropy, logits.softmax(-1), bound)
-    likely = logits.softmax(-1).amax(-1)
-    assert torch.equal(sure, (likely >= 0.6) | (likely == likely.max()))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
