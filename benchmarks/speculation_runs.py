@@ -14,7 +14,7 @@ from moe.engine.engine import Engine
 from moe.sampling.batch import Token
 from moe.settings import SpeculationSettings
 from moe.speculate import Speculator, enable_speculation
-from moe.speculate.draft import FixedDepth, Mode
+from moe.speculate.draft import DraftRule, FixedDepth, Mode
 
 MAX_DEPTH = 6
 PROMPT = 64
@@ -30,7 +30,9 @@ def load(target: Target, residency: float) -> MoE:
     return MoE.from_pretrained(target.store, settings)
 
 
-def speculator(model: MoE, mode: str = "auto", **settings: Any) -> Speculator:
+def speculator(
+    model: MoE, mode: str = "auto", *, rules: Sequence[DraftRule] = (), **settings: Any
+) -> Speculator:
     """Return what drafts for a model; raises ValueError, with the reason, where nothing can."""
     loaded = model._loaded
     given: dict[str, Any] = {"mode": mode, "max_depth": MAX_DEPTH, **settings}
@@ -39,6 +41,7 @@ def speculator(model: MoE, mode: str = "auto", **settings: Any) -> Speculator:
         model.backbone,
         model.experts,
         loaded.backend.forward,
+        rules=rules,
     )
     if made.speculator is None:
         raise ValueError(made.reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,18 +16,19 @@ from moe.engine.runner import ModelRunner
 from moe.loading.memory_plan import GIB
 from moe.settings import ModelSettings, SpeculationSettings
 from moe.speculate import enable_speculation
-from moe.speculate.draft import Controller, Round
+from moe.speculate.draft import Controller, DraftRule, Round
 from offload.capacity import fixed_bytes, slot_bytes
 from tests.oracles.draft_modes import NEW_TOKENS, WAYS
 
 __all__ = ["MODES", "PROMPTS", "Models", "Watched", "greedy", "speculating", "tokens_of"]
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     name: WAYS[name]
     for name in (
         *("8 bits", "4 bits", "2 bits", "voted, 4 bits", "first experts, 2 bits"),
         *("skipping, 3 bits", "ngram", "recycling", "auto"),
     )
+    if name in WAYS
 }
 DEMO = Path("examples/demo-model")
 PROMPTS = 120
@@ -98,7 +100,9 @@ class Watched:
         return sum(trial.accepted for round in self.rounds for trial in round.trials)
 
 
-def speculating(model: MoE, **settings: Any) -> tuple[Engine, Watched]:
+def speculating(
+    model: MoE, *, rules: Sequence[DraftRule] = (), **settings: Any
+) -> tuple[Engine, Watched]:
     """An engine of its own for a model that may be shared."""
     loaded, engine = model._loaded, model.engine()
     assert isinstance(engine, Engine)
@@ -107,6 +111,7 @@ def speculating(model: MoE, **settings: Any) -> tuple[Engine, Watched]:
         loaded.backbone,
         loaded.experts,
         loaded.backend.forward,
+        rules=rules,
     )
     assert made.speculator is not None, made.reason
     watched = Watched(made.speculator.controller)
