@@ -216,20 +216,27 @@ class Program:
         """Offset of each buffer in a row's memory of its space, and the sizes of these memories:
         of what lasts until the next layer of experts, and of what lasts longer (`Space.KEPT`)."""
         lives: dict[int, list[int]] = {}
-        of_stage = list(accumulate(isinstance(stage[0], ExpertsOf) for stage in self._stages))
+        segment = list(accumulate(isinstance(stage[0], ExpertsOf) for stage in self._stages))
         for index, stage in enumerate(self._stages):
             for unit in stage:
                 for buffer in (*reads_of(unit), *writes_of(unit)):
                     if buffer not in self._lowering.spaces:
                         lives.setdefault(buffer, [index, index])[1] = index
-        kept = {buffer for buffer, (a, b) in lives.items() if of_stage[a] != of_stage[b]}
+        # Rows of a prompt go through a segment some at a time: until the last of them has read a
+        # buffer, the first ones have written all others of the segment.
+        kept = {
+            buffer: (segment[first], segment[last])
+            for buffer, (first, last) in lives.items()
+            if segment[first] != segment[last]
+        }
         self._lowering.spaces.update(dict.fromkeys(kept, Space.KEPT))
-        parts = [{b: life for b, life in lives.items() if (b in kept) == own} for own in (0, 1)]
-        (rows, row_bytes), (others, kept_bytes) = map(self._placed, parts)
+        others, kept_bytes = self._placed(kept)
+        rows, row_bytes = self._placed({b: life for b, life in lives.items() if b not in kept})
         return rows | others, row_bytes, kept_bytes
 
     def _placed(self, lives: Mapping[int, Sequence[int]]) -> tuple[dict[int, int], int]:
-        """Places for buffers, by their first and last stage, and the end of all."""
+        """Places for buffers, by the first and the last stage or segment of each, and the end of
+        all."""
         bases, end, taken = dict[int, int](), 0, list[tuple[int, int, int]]()
         for buffer, (first, last) in sorted(lives.items(), key=lambda item: item[1][0]):
             taken = [place for place in taken if place[2] >= first]

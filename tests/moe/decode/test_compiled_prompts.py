@@ -13,7 +13,7 @@ from torch import Tensor
 from examples.models.tiny import tiny_model
 from kernels.cpu import choose_kernel
 from moe import MoE, SamplingParams
-from moe.decode import enable
+from moe.decode import enable, traced
 from moe.network.lanes import run_lanes
 from moe.network.packed_pass import Work
 from tests.amounts import deep_except
@@ -91,6 +91,9 @@ def test_how_prompts_are_cut_and_what_is_beside_them_changes_no_bit(
     beside, _ = logits_of(model, [PROMPT[:90], PROMPT[90:]], [other[:3], other[3:80]])
     assert torch.equal(cut, whole)
     assert torch.equal(beside, whole)
+    monkeypatch.setattr(traced, "_CHUNK_ROWS", (16, 16))  # rows that go through a segment together
+    (in_chunks,) = logits_of(model, [PROMPT])
+    assert torch.equal(in_chunks, whole)
     if limits is not None:
         model.backbone.prompt_forward = None
         (theirs,) = logits_of(model, [PROMPT])

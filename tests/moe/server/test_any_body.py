@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moe import MoE
-from tests.moe.server.conftest import forget_habits
+from tests.moe.server.conftest import TAKES, forget_habits
 from tests.moe.text.tool_calls.templates import QWEN3_CODER
 
 SCHEMA = {
@@ -152,6 +152,7 @@ def demo(serve: Any) -> Iterator[Any]:
         yield server
 
 
+@TAKES
 def test_good_bodies_of_all_routes_are_good(demo: Any) -> None:
     paths = demo.http.get("/openapi.json").json()["paths"]
     assert {route for route, _ in GOOD} == {path for path in paths if "post" in paths[path]}
